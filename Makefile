@@ -1,0 +1,41 @@
+# `make demo` and `make test` set everything up by themselves: a virtual environment, the package, what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread per rank, or ranks that share a machine get in each other's way.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test lint setup clean
+help:
+	@echo "make demo   set up, then train on emulated fast and slow devices and draw what happened (2 minutes)"
+	@echo "make test   set up, then lint, type-check and test"
+	@echo "make clean  remove the virtual environment and build products"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "== Setting up $(VENV): a virtual environment with PyTorch and Lightning (once; a minute or more)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "Python >= 3.10 is needed; set PYTHON=" && exit 1)
+	@$(PYTHON) -m venv $(VENV)
+	@echo "-- installing PyTorch"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	@echo "-- installing lightning-hetero with what its tests and examples use"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+demo: setup
+	@echo "== Demo"
+	@$(BIN)/python -m lightning_hetero demo
+
+lint: setup
+	@echo "== Linting and type-checking"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: lint
+	@echo "== Testing"
+	@$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

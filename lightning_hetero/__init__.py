@@ -1,0 +1,15 @@
+"""Train any LightningModule well on machines that are not alike.
+
+Importing this package registers its strategy strings with Lightning::
+
+    import lightning_hetero
+    trainer = Trainer(strategy="hetero_ddp", devices=4)
+"""
+
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.strategies import HeteroDDPStrategy, HeteroStrategy, register
+
+__all__ = ["HeteroDDPStrategy", "HeteroError", "HeteroStrategy", "__version__"]
+__version__ = "0.1.0"
+
+register()

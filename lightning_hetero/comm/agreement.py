@@ -1,0 +1,64 @@
+"""Checks that the ranks of a job agree before they train together."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.errors import DisagreementError, HeteroError
+
+_MISSING = "(missing)"
+
+
+def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """One value per rank, in the order of ranks (collective)."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    with deadline(f"gather {what}"):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(what: str, values: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Check that every rank holds the same named values (collective).
+
+    Args:
+        what: names the values in the error.
+        values: picklable, comparable by ``==``.
+
+    Raises:
+        DisagreementError: on every rank alike, with the names and each rank's value.
+    """
+    digest = repr(sorted(values.items(), key=lambda item: item[0]))
+    if len(set(gather(hash_of(digest), what, group))) == 1:
+        return
+    everyone = gather(dict(values), what, group)
+    names = dict.fromkeys(name for one in everyone for name in one)
+    differing = [name for name in names if len({repr(one.get(name, _MISSING)) for one in everyone}) > 1]
+    lines = [
+        f"  {name}: " + ", ".join(f"rank {rank}: {one.get(name, _MISSING)}" for rank, one in enumerate(everyone))
+        for name in differing[:8]
+    ]
+    more = f"\n  and {len(differing) - 8} more" if len(differing) > 8 else ""
+    raise DisagreementError(f"the ranks differ in {what}; make them the same:\n" + "\n".join(lines) + more)
+
+
+def hash_of(text: str) -> str:
+    """A short digest that is the same in every process."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def together(problem: HeteroError | None, what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank if any rank has a problem (collective); a rank's own error is raised as it is.
+
+    Raises:
+        HeteroError: this rank's problem.
+        DisagreementError: another rank's problem, with its rank.
+    """
+    problems = gather(None if problem is None else str(problem), what, group)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise DisagreementError(f"rank {rank} cannot take part ({what}): {text}")

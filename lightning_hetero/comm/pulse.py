@@ -1,0 +1,41 @@
+"""A small asynchronous all-gather that lets ranks act on the same numbers at the same step."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.deadline import deadline
+
+
+class Pulse:
+    """Gathers one row of numbers from each rank in the background.
+
+    Args:
+        group: a process group of its own, on CPU tensors: work of one group runs in order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._work: dist.Work | None = None
+        self._rows: list[torch.Tensor] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a gather has been launched and not yet collected."""
+        return bool(self._rows)
+
+    def launch(self, row: Sequence[float]) -> None:
+        """Send this rank's row, float64. All ranks launch at the same step."""
+        mine = torch.tensor(row, dtype=torch.float64)
+        self._rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        with deadline("send its pulse"):
+            self._work = dist.all_gather(self._rows, mine, group=self._group, async_op=True)
+
+    def collect(self) -> list[list[float]]:
+        """The rows of all ranks, in order. Waits for the slowest rank to have launched."""
+        with deadline("receive the others' pulse"):
+            if self._work is not None:
+                self._work.wait()
+        rows, self._rows, self._work = [row.tolist() for row in self._rows], [], None
+        return rows

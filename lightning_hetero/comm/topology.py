@@ -1,0 +1,106 @@
+"""Which ranks live on which node, and on which device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.errors import ConfigurationError
+
+
+class Place(NamedTuple):
+    """Where one rank lives.
+
+    Attributes:
+        host: hostname.
+        node: the launcher's id of the node.
+        local_rank: rank within the node, as launched.
+        device: device type and, for an accelerator, the card's identity: two ranks may share one.
+    """
+
+    host: str
+    node: int
+    local_rank: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The job's ranks and nodes.
+
+    Attributes:
+        rank: this process's rank.
+        places: one per rank.
+        nodes: the ranks of each node, nodes ordered by their lowest rank. They may differ in size.
+    """
+
+    rank: int
+    places: tuple[Place, ...]
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.places)
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """The ranks of this process's node."""
+        return next(ranks for ranks in self.nodes if self.rank in ranks)
+
+    def backend(self, ranks: Sequence[int]) -> str:
+        """``"nccl"`` if each of ``ranks`` has a CUDA device of its own, else ``"gloo"``, which serves all."""
+        devices = [self.places[rank].device for rank in ranks]
+        on_gpus = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
+        return "nccl" if on_gpus and dist.is_nccl_available() else "gloo"
+
+
+def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
+    """Exchange places with all ranks (collective).
+
+    Args:
+        place: this rank's.
+        ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, whatever the hosts; so one
+            machine can be tried as several nodes.
+
+    Raises:
+        ConfigurationError: ``ranks_per_node`` does not fit the number of ranks.
+    """
+    places = tuple(Place(*other) for other in gather(tuple(place), "the topology"))
+    if ranks_per_node is None:
+        members: dict[int, list[int]] = {}
+        for rank, other in enumerate(places):
+            members.setdefault(other.node, []).append(rank)
+        nodes = tuple(tuple(ranks) for ranks in members.values())  # in the order of their lowest ranks
+    else:
+        nodes = consecutive(len(places), ranks_per_node)
+    return Topology(dist.get_rank(), places, nodes)
+
+
+def consecutive(world: int, ranks_per_node: int | Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Nodes of consecutive ranks.
+
+    Raises:
+        ConfigurationError: the sizes do not add up to ``world``.
+    """
+    if isinstance(ranks_per_node, int):
+        sizes = [ranks_per_node] * (world // max(ranks_per_node, 1))
+    else:
+        sizes = list(ranks_per_node)
+    if any(size < 1 for size in sizes) or sum(sizes) != world:
+        raise ConfigurationError(
+            f"ranks_per_node={ranks_per_node!r} does not fit {world} ranks: give one size that divides {world}, or a "
+            "list of sizes, at least 1 each, that add up to it."
+        )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+
+
+def device_identity(device: torch.device, host: str) -> str:
+    """Names the physical device, so that two ranks on one card can be told."""
+    if device.type != "cuda":
+        return device.type
+    return f"cuda:{host}:{torch.cuda.get_device_properties(device).uuid}"

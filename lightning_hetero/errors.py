@@ -1,0 +1,33 @@
+"""One family of errors: each says what was wrong, where, the values, and what to do."""
+
+
+class HeteroError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigurationError(HeteroError, ValueError):
+    """An option of a strategy or callback has a value that cannot work."""
+
+
+class ShareError(ConfigurationError):
+    """Shares or limits that no split of the batch can satisfy."""
+
+
+class DataError(HeteroError, ValueError):
+    """A dataset, dataloader or batch that cannot be split or weighed."""
+
+
+class UnsupportedError(HeteroError, RuntimeError):
+    """A feature of Lightning or PyTorch that is refused here, with the reason."""
+
+
+class DisagreementError(HeteroError, RuntimeError):
+    """Ranks of one job differ in something that must be the same on all."""
+
+
+class LaunchError(HeteroError, RuntimeError):
+    """The launcher's environment does not describe a job."""
+
+
+class CommunicationError(HeteroError, RuntimeError):
+    """Another rank did not answer within the deadline, or its connection broke."""

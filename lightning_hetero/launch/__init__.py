@@ -1,0 +1,1 @@
+"""Ragged and mixed nodes: cluster environments, device and backend choice."""

@@ -1,0 +1,131 @@
+"""Cluster environments: what the launcher says about this process, without assuming that nodes are alike."""
+
+import os
+import socket
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from typing_extensions import override
+
+from lightning_hetero.errors import LaunchError
+
+
+class RaggedEnvironment(ClusterEnvironment):
+    """Wraps Lightning's environment; nodes may have different numbers of ranks.
+
+    Lightning insists on ``devices * num_nodes == world size``. The launcher alone knows how many ranks there are, so
+    what it says is taken.
+
+    Args:
+        inner: the environment that Lightning detected or the user passed.
+    """
+
+    def __init__(self, inner: ClusterEnvironment) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return self.inner.creates_processes_externally
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self.inner.main_address
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self.inner.main_port
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self.inner.world_size()
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        self.inner.set_world_size(size)
+
+    @override
+    def global_rank(self) -> int:
+        return self.inner.global_rank()
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        self.inner.set_global_rank(rank)
+
+    @override
+    def local_rank(self) -> int:
+        return self.inner.local_rank()
+
+    @override
+    def node_rank(self) -> int:
+        return self.inner.node_rank()
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Any number of ranks per node is fine."""
+
+    @override
+    def teardown(self) -> None:
+        self.inner.teardown()
+
+
+def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
+    """See that the launcher has set what rank, world and rendezvous are read from.
+
+    Raises:
+        LaunchError: a variable is missing or not a number; names it and says who sets it.
+    """
+    inner = getattr(environment, "inner", environment)
+    if isinstance(inner, TorchElasticEnvironment):
+        _require(("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT"), "torchrun sets them all")
+        if not 0 <= int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
+            raise LaunchError(
+                f"RANK={os.environ['RANK']} is not below WORLD_SIZE={os.environ['WORLD_SIZE']}. Launch with torchrun, "
+                "which sets both."
+            )
+    elif isinstance(inner, LightningEnvironment) and num_nodes > 1:
+        _require((), ("MASTER_ADDR",), "without them every node would wait for the others on its own 127.0.0.1")
+        if "NODE_RANK" not in os.environ and "GROUP_RANK" not in os.environ:
+            raise LaunchError(
+                f"num_nodes={num_nodes}, but NODE_RANK is not set, so that every node would take itself for the "
+                "first. Set NODE_RANK=0, 1, ... on each node, or launch with torchrun, srun or mpiexec."
+            )
+
+
+def _require(numbers: tuple[str, ...], texts: tuple[str, ...], reason: str) -> None:
+    missing = [name for name in (*numbers, *texts) if not os.environ.get(name)]
+    if missing:
+        raise LaunchError(f"missing launcher variables: {', '.join(missing)} ({reason}).")
+    wrong = [f"{name}={os.environ[name]!r}" for name in numbers if not os.environ[name].isdigit()]
+    if wrong:
+        raise LaunchError(f"launcher variables that are no numbers: {', '.join(wrong)} ({reason}).")
+
+
+def local_devices(environment: ClusterEnvironment, devices: list[torch.device]) -> list[torch.device]:
+    """Devices of this node's ranks: as many as the launcher started here.
+
+    Lightning counts CPU ranks from ``devices=`` alone. If the launcher started more ranks than there are devices,
+    they share them in turn.
+    """
+    if not environment.creates_processes_externally:
+        return devices
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", 0)), environment.local_rank() + 1, len(devices))
+    return [devices[i % len(devices)] for i in range(ranks)]
+
+
+def hostname() -> str:
+    """This machine's name, for messages."""
+    return socket.gethostname()

@@ -1,0 +1,107 @@
+"""The strategy's collectives: on a gloo world of CPUs and GPUs, weighted where samples are, timed as waiting."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.errors import DataError
+from lightning_hetero.workload.timer import StepTimer
+
+
+class Collectives(DDPStrategy):
+    """Overrides of the collectives that Lightning and users call on a strategy.
+
+    The world group is gloo, whatever the devices; tensors on an accelerator pass through the CPU.
+    """
+
+    _timer: StepTimer
+    _step_samples: Callable[[], float] | None = None  # this rank's samples in the running step, outside of one None
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait until every rank is here."""
+        if dist.is_initialized():
+            with self._timer.waiting(), deadline("pass a barrier"):
+                dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank ``src``, on every rank."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        with self._timer.waiting(), deadline(f"receive an object from rank {src}"):
+            dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduce a tensor over all ranks.
+
+        Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it; at the
+        end of an epoch Lightning has weighted the values itself. The mean of integers is not truncated.
+
+        Args:
+            tensor: of any shape and dtype; anything else is returned as it is.
+            group: a process group; default: all ranks.
+            reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``; ``None`` is a sum.
+
+        Returns:
+            The result on every rank; float64 for a mean of integers, else of the same dtype.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        mean = name in ("mean", "avg", ReduceOp.AVG)
+        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.float64
+        value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)
+        if mean:
+            samples = self._step_samples() if self._step_samples is not None else 1.0
+            value = torch.cat([value * samples, value.new_tensor([samples])])
+        op = (
+            ReduceOp.SUM if mean or name is None else getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
+        )
+        with self._timer.waiting(), deadline("reduce a tensor"):
+            dist.all_reduce(value, op=op, group=group)
+        if mean:
+            value = value[:-1] / value[-1]
+        return value.reshape(tensor.shape).to(
+            tensor.device, tensor.dtype if tensor.is_floating_point() else value.dtype
+        )
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all ranks.
+
+        Args:
+            tensor: of the same shape on every rank.
+            group: a process group; default: all ranks.
+            sync_grads: let gradients flow back to each rank's tensor.
+
+        Returns:
+            A tensor of shape ``(ranks, *tensor.shape)``.
+
+        Raises:
+            DataError: on every rank, if the shapes differ, as those of batches do when shares are uneven.
+        """
+        if not dist.is_initialized():
+            return tensor
+        with self._timer.waiting(), deadline("gather a tensor"):
+            shapes: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(shapes, tuple(tensor.shape), group=group)
+            if len(set(shapes)) > 1:
+                raise DataError(
+                    f"all_gather of different shapes: {shapes}. Batches have different sizes on different ranks; "
+                    "pad to a common size, reduce first, or use a torchmetrics metric, which gathers uneven states."
+                )
+            on_cpu = tensor.to("cpu")
+            if sync_grads:
+                from torch.distributed.nn.functional import all_gather
+
+                gathered = all_gather(on_cpu.contiguous(), group or dist.group.WORLD)
+            else:
+                gathered = [torch.empty_like(on_cpu) for _ in shapes]
+                dist.all_gather(gathered, on_cpu.detach().contiguous(), group=group)
+        return torch.stack(list(gathered)).to(tensor.device)

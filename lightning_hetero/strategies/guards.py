@@ -1,0 +1,61 @@
+"""What is refused before training starts, and why; on every rank."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_hetero.comm.agreement import agree, together
+from lightning_hetero.errors import HeteroError, UnsupportedError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def check_trainer(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> None:
+    """Refuse settings that would hang or be wrong (collective).
+
+    Raises:
+        UnsupportedError: here, or on another rank.
+    """
+    together(_unsupported(trainer, layer_sync, device), "the Trainer's settings")
+
+
+def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> HeteroError | None:
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return UnsupportedError(
+            f"val_check_interval={trainer.val_check_interval!r} is a time. Each rank would go by its own clock, some "
+            "would validate while others train, and the job would hang. Give a number of batches or a fraction."
+        )
+    if layer_sync is not None and device.type == "cpu":
+        return UnsupportedError(
+            "sync_batchnorm=True needs GPUs: PyTorch's SyncBatchNorm does not run on CPU ranks. Set "
+            "sync_batchnorm=False; BatchNorm then normalises by each rank's own part of the batch, as in DDP."
+        )
+    if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+        return UnsupportedError(
+            "training_step(dataloader_iter) fetches batches by itself, so that their weights cannot be told. Take "
+            "(batch, batch_idx) instead."
+        )
+    return None
+
+
+def check_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """See that all ranks hold the same parameters and buffers, by name, shape, dtype and ``requires_grad`` (collective).
+
+    Raises:
+        DisagreementError: names the parameter, and what each rank has.
+    """
+    described = {
+        f"parameter {name}": _describe(p) + (" frozen" if not p.requires_grad else "")
+        for name, p in module.named_parameters()
+        if not isinstance(p, torch.nn.UninitializedParameter)
+    }
+    described |= {f"buffer {name}": _describe(b) for name, b in module.named_buffers()}
+    described["order"] = ", ".join(described)  # DDP reduces in this order
+    agree("the model's parameters", described, group)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,252 @@
+"""Gives every dataloader a sampler that follows the plan."""
+
+import copy
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset, sized_len
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_hetero.comm.agreement import agree, gather, together
+from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
+from lightning_hetero.workload.order import AgreedOrder, EvenBatches, FixedBatches, GlobalBatches, GroupedBatches
+from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, ShareSampler, check_enough
+from lightning_hetero.workload.stream import SizedStream, Stream, Tally, VaryingBatchSizes
+
+
+class Loaders:
+    """The dataloaders of one strategy.
+
+    Args:
+        rank: this rank.
+        replica: the ranks that average gradients with this one, itself among them.
+        planner: the agreed plans.
+        position: where training stands.
+        broadcast: sends an object from rank 0 (collective).
+        exchange: sums a tally over the ranks (collective).
+        size_of: samples in a batch.
+        global_batch_size: samples in a step of all ranks; default: the loader's ``batch_size`` times the ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        replica: Sequence[int],
+        planner: Planner,
+        position: Callable[[], Position],
+        broadcast: Callable[[Any], Any],
+        exchange: Callable[[Tally], Tally],
+        size_of: Callable[[Any], int],
+        global_batch_size: int | None,
+    ) -> None:
+        self.rank, self.replica, self.planner = rank, replica, planner
+        self._position, self._broadcast, self._exchange, self._size_of = position, broadcast, exchange, size_of
+        self._global_batch_size = global_batch_size
+        self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
+
+    # -- entry -------------------------------------------------------------------------------------
+
+    def training(self, loader: object, sharded_by_user: bool) -> object:
+        """Make a training loader yield this rank's share (collective)."""
+        problem, kind = None, "stream"
+        try:
+            kind = self._kind(loader, sharded_by_user)
+        except HeteroError as error:
+            problem = error
+        together(problem, "the training dataloader")
+        agree("the training dataloader", {"kind": kind, **self._describe(loader, kind)})
+        if kind == "map":
+            batches = self._batches(loader, evaluation=False)
+            check_enough(_samples(batches), self.planner.world, "training")
+            self.planner.expect(self._batch_size(loader))
+            sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._shares)
+            return _with_batch_sampler(loader, sampler)
+        return self._stream(loader, kind)
+
+    def evaluation(self, loader: object, sharded_by_user: bool, name: str) -> object:
+        """Make an evaluation loader yield every sample once, on one rank (collective)."""
+        if sharded_by_user or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
+            return loader
+        problem = None
+        if loader.batch_sampler is None:
+            problem = _no_batches(name)
+        together(problem, f"the {name} dataloader")
+        agree(f"the {name} dataloader", self._describe(loader, "map"))
+        batches = self._batches(loader, evaluation=True)
+        check_enough(_samples(batches), self.planner.world, name)
+        sampler = EvaluationSampler(batches, self.rank, self.planner.world, lambda: self.planner.plans[-1])
+        indexed = isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper)
+        return _with_batch_sampler(loader, _IndexBatchSamplerWrapper(sampler) if indexed else sampler)
+
+    # -- what was drawn ----------------------------------------------------------------------------
+
+    def sources(self) -> list[ShareSampler | Stream]:
+        """Where the parts of a training batch come from, one per loader."""
+        combined = self.combined()
+        found = [] if combined is None else [_source(loader) for loader in combined.flattened]
+        return [source for source in found if source is not None]
+
+    def next_step(self) -> int:
+        """The first step that this rank has not drawn yet."""
+        samplers = [getattr(source, "batch_sampler", source) for source in self.sources()]
+        ahead = [s.next_step for s in samplers if isinstance(s, ShareSampler | VaryingBatchSizes)]
+        return max(ahead, default=self._position().step + 1)
+
+    def take(self) -> Drawn:
+        """What was drawn for the batch that is about to be trained on: samples of all loaders together."""
+        parts = [source.drawn.popleft() for source in self.sources() if source.drawn]
+        return Drawn(sum(part.samples for part in parts), sum(part.total for part in parts))
+
+    # -- one kind at a time ------------------------------------------------------------------------
+
+    def _kind(self, loader: object, sharded_by_user: bool) -> str:
+        if not isinstance(loader, DataLoader):
+            return "stream"
+        if getattr(loader, "in_order", True) is False and loader.num_workers > 1:
+            raise UnsupportedError(
+                "DataLoader(in_order=False) delivers batches in any order, so that their weights cannot be told. Use "
+                "in_order=True."
+            )
+        if has_iterable_dataset(loader):
+            endless = sized_len(loader) is None and loader.batch_size is not None
+            return "resizable stream" if endless and self.planner.auto else "stream"
+        if sharded_by_user:
+            return "stream"
+        if loader.batch_sampler is None:
+            raise _no_batches("training")
+        return "map"
+
+    def _batches(self, loader: Any, evaluation: bool) -> GlobalBatches:
+        batch_sampler = loader.batch_sampler
+        if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
+            batch_sampler = batch_sampler._batch_sampler
+        if type(batch_sampler) is not BatchSampler:
+            if self._global_batch_size is not None:
+                raise UnsupportedError(
+                    f"global_batch_size={self._global_batch_size} and the batch sampler "
+                    f"{type(batch_sampler).__name__} both say how large a batch is. Remove one."
+                )
+            return GroupedBatches(self._agreed(batch_sampler), self.planner.world)
+        order = self._order(batch_sampler.sampler)
+        size = self._batch_size(loader)
+        return EvenBatches(order, size) if evaluation else FixedBatches(order, size, batch_sampler.drop_last)
+
+    def _order(self, sampler: Any) -> Any:
+        # Lightning has put a DistributedSampler here, of one replica: around the dataset, in which case the order
+        # follows from seed and epoch, or around a sampler of the user's, whose own order is kept.
+        inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+        if isinstance(sampler, DistributedSampler) and (inner is None or isinstance(inner, SequentialSampler)):
+            return sampler
+        return self._agreed(sampler if inner is None else inner)
+
+    def _agreed(self, sampler: Any) -> AgreedOrder:
+        return AgreedOrder(sampler, self._broadcast, self.rank == 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
+
+    def _batch_size(self, loader: Any) -> int:
+        if self._global_batch_size is not None:
+            return self._global_batch_size
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        return int(size) * self.planner.world
+
+    def _stream(self, loader: Any, kind: str) -> Stream:
+        if kind == "resizable stream":
+            total = self._batch_size(loader)
+            self.planner.expect(total)
+            loader = copy.copy(loader)  # the user's own stays as it is
+            share = VaryingBatchSizes(
+                lambda step: self.planner.at(step).split([total])[0][self.rank], lambda: self._position().step
+            )
+            object.__setattr__(loader, "batch_sampler", share)
+        _auto_add_worker_init_fn(loader, self.rank)
+        lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
+        if all(length is not None for length in lengths):
+            return SizedStream(loader, self._size_of, self._exchange, max(lengths))
+        return Stream(loader, self._size_of, self._exchange)
+
+    def _shares(self, sampler: ShareSampler, step: int, in_epoch: int, size: int) -> Sequence[int]:
+        """Shares of one loader's batch, in proportion to those of the loaders that it is combined with."""
+        plan, combined = self.planner.at(step), self.combined()
+        sources = self.sources()
+        if combined is None or len(sources) <= 1:
+            return plan.split([size])[0]
+        shares = plan.split([self._size_at(source, in_epoch, combined._mode) for source in sources])
+        return shares[next(i for i, source in enumerate(sources) if source is sampler)]
+
+    def _begin_pass(self) -> Position:
+        sources, combined = self.sources(), self.combined()
+        if combined is not None and len(sources) > 1:
+            length = max(len(source) for source in sources if isinstance(source, ShareSampler))
+            steps = [[self._size_at(source, i, combined._mode) for source in sources] for i in range(length)]
+            self.planner.expect(sum(steps[0]))
+            for step, sizes in enumerate(steps):
+                self._check_proportions(step, sizes)
+        return self._position()
+
+    def _check_proportions(self, step: int, sizes: Sequence[int]) -> None:
+        world, units = self.planner.world, math.gcd(*sizes)
+        most = -(-units // world) * (sum(sizes) // max(units, 1))
+        if most > 2 * -(-self.planner.total // world):
+            raise DataError(
+                f"batch {step} of the epoch combines batches of {list(sizes)} samples, which {world} ranks cannot split "
+                "in equal proportions, as one weight for all of them needs. Use drop_last=True, or batch sizes and "
+                "dataset lengths with a large common divisor."
+            )
+
+    @staticmethod
+    def _size_at(source: ShareSampler | Stream, in_epoch: int, mode: str) -> int:
+        if not isinstance(source, ShareSampler) or not isinstance(source.batches, FixedBatches):
+            raise UnsupportedError(
+                "a CombinedLoader for training needs map-style datasets with a fixed batch size: their parts of a "
+                "batch must have equal proportions on every rank. Combine the datasets before the DataLoader instead."
+            )
+        length = len(source)
+        if mode == "max_size_cycle":
+            in_epoch %= length
+        return source.batches.size(in_epoch) if in_epoch < length else 0
+
+    def _describe(self, loader: Any, kind: str) -> dict[str, Any]:
+        if kind != "map":
+            return {"batch_size": getattr(loader, "batch_size", None)}
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+        return {
+            "samples": sized_len(loader.dataset),
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "sampler": type(sampler).__name__,
+            "seed (seed_everything)": getattr(sampler, "seed", None),
+        }
+
+
+def _source(loader: Any) -> ShareSampler | Stream | None:
+    if isinstance(loader, Stream):
+        return loader
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler if isinstance(sampler, ShareSampler) else None
+
+
+def _samples(batches: GlobalBatches) -> int:
+    length = len(batches.sampler)
+    return length if isinstance(batches, FixedBatches) else length * 10**9 if length else 0
+
+
+def _no_batches(name: str) -> HeteroError:
+    return UnsupportedError(
+        f"the {name} DataLoader has batch_size=None: the dataset makes the batches, and there is nothing to split. "
+        "Give a batch_size, or shard the data yourself and set Trainer(use_distributed_sampler=False)."
+    )
+
+
+def _with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:
+    # DataLoader forbids this after its construction; going around it keeps subclasses and persistent workers intact.
+    object.__setattr__(loader, "batch_sampler", batch_sampler)
+    if isinstance(batch_sampler, ShareSampler):
+        # The Trainer saves the position itself; these tell it that the loader resumes there.
+        object.__setattr__(loader, "state_dict", dict)
+        object.__setattr__(loader, "load_state_dict", lambda state: None)
+    return loader

@@ -1,0 +1,142 @@
+"""This rank's part of the work: what it draws, how much it weighs, how long it takes, and what the others are told."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.pulse import Pulse
+from lightning_hetero.errors import DataError
+from lightning_hetero.strategies.loaders import Loaders
+from lightning_hetero.workload.cost import CostModel
+from lightning_hetero.workload.planner import Planner, Report
+from lightning_hetero.workload.sampler import Drawn
+from lightning_hetero.workload.stream import Tally
+from lightning_hetero.workload.timer import StepTimer
+
+
+class Workshare:
+    """Accompanies every training batch from its draw to its report.
+
+    Args:
+        planner: the agreed plans.
+        timer: this rank's stopwatch.
+        loaders: the dataloaders.
+        replica: the ranks that average gradients with this one, itself among them.
+        group: their process group for small CPU tensors.
+        pulse: gathers the reports of all ranks.
+        every_n_steps: how often ranks report.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        timer: StepTimer,
+        loaders: Loaders,
+        replica: tuple[int, ...],
+        group: dist.ProcessGroup | None,
+        pulse: Pulse,
+        every_n_steps: int,
+    ) -> None:
+        self.planner, self.timer, self.loaders = planner, timer, loaders
+        self.replica, self._group, self._pulse, self._every = replica, group, pulse, every_n_steps
+        self.cost = CostModel()
+        self.step = 0  # batches done, the same on every rank
+        self.reports: list[Report] = []  # of all ranks, from the latest pulse
+        self.fresh_epoch = False  # an iterator has just been made
+        self.stop_requested = False
+        self.drawn: Drawn | None = None  # of the running step, None between steps
+        self._laps: list[tuple[float, float, float]] = []  # samples, work, wait of each step since the last report
+        self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
+
+    def begin(self) -> None:
+        """A training batch has arrived."""
+        self.end()  # if nothing else has ended the last step
+        if self.fresh_epoch:  # starting workers and the like is not what a batch costs
+            self.fresh_epoch = False
+            self.timer.restart()
+        self.listen()
+        if not self.loaders.sources():
+            raise DataError(
+                "the training dataloader was replaced after the Trainer had set it up, so that the weights of its "
+                "batches are unknown. Pass the final one to `fit`, or return it from `train_dataloader`."
+            )
+        self.drawn = self.loaders.take()
+
+    def end(self) -> None:
+        """This rank has done its work on the batch."""
+        if self.drawn is None:
+            return
+        for lap in self.timer.lap(max(int(self.drawn.samples), 1)):
+            self.cost.observe(lap.samples, lap.work)
+            self._laps.append(lap)
+        self.drawn, self._weighing = None, None
+        self.step += 1
+        if self.step % self._every == 0:
+            self._pulse.launch(self._report())
+
+    def listen(self) -> None:
+        """Act on the reports that are on their way, if any; on all ranks at the same step."""
+        if not self._pulse.in_flight:
+            return
+        with self.timer.waiting():
+            self.reports = [Report(*row) for row in self._pulse.collect()]
+        # Since the reports were sent every rank has drawn one more batch.
+        self.planner.update(self.step, [report._replace(drawn=report.drawn + 1) for report in self.reports])
+
+    def weigh(self, measure: Callable[[Any], Any], batch: Any) -> None:
+        """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
+        assert self.drawn is not None
+        value = measure(batch) if self.drawn.samples else 0.0
+        own = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(())
+        if not own >= 0:
+            own = torch.tensor(float("nan"), dtype=torch.float64)  # reaches every rank through the sum
+        total = own.clone()
+        with deadline("sum the batch weights"):
+            work = dist.all_reduce(total, group=self._group, async_op=True)
+        self._weighing = own, total, work
+
+    def weight(self) -> float:
+        """The factor ``W n_i / N`` on this rank's loss, which makes a plain mean over ``W`` ranks one over samples.
+
+        Raises:
+            DataError: on every rank, if the user's measure of a batch was negative or NaN on any.
+        """
+        assert self.drawn is not None
+        own, total = self.drawn
+        if self._weighing is not None:
+            mine, everyone, work = self._weighing
+            if work is not None:
+                with self.timer.waiting(), deadline("sum the batch weights"):
+                    work.wait()
+            self._weighing = mine, everyone, None
+            own, total = mine.item(), everyone.item()
+            if total != total:
+                raise DataError("`batch_weight(batch)` was negative or NaN on some rank; it must be at least 0.")
+        return len(self.replica) * own / total if total else 0.0
+
+    def _report(self) -> Report:
+        count = max(len(self._laps), 1)
+        samples, work, wait = (sum(column) / count for column in zip(*self._laps, (0.0, 0.0, 0.0), strict=True))
+        self._laps = []
+        error = self.cost.error(max(int(samples), 1))
+        stop = float(self.stop_requested)
+        return Report(*self.cost.cost, error, self.loaders.next_step(), samples, work, wait, stop)
+
+
+def exchanger(
+    group: dist.ProcessGroup | None, waiting: Callable[[], AbstractContextManager[None]]
+) -> Callable[[Tally], Tally]:
+    """A function that sums tallies over the ranks of ``group`` (collective)."""
+
+    def exchange(tally: Tally) -> Tally:
+        row = torch.tensor(tally, dtype=torch.float64)
+        with waiting(), deadline("exchange batch sizes"):
+            dist.all_reduce(row, group=group)
+        return Tally(*row.tolist())
+
+    return exchange

@@ -1,0 +1,1 @@
+"""Who computes how much: cost model, shares, agreed plan, samplers, timer."""

@@ -1,0 +1,151 @@
+"""The global order of samples, cut into global batches; the same on every rank."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+
+class GlobalBatches(Protocol):
+    """The global batches of one epoch."""
+
+    sampler: Any  # has `set_epoch`, if the order depends on the epoch
+
+    def __len__(self) -> int: ...
+
+    def size(self, index: int) -> int | None:
+        """Samples in batch ``index``; ``None`` if that is known only when it is drawn."""
+
+    def draw(self, first: int) -> Iterator[list[int]]:
+        """Yield the batches from index ``first`` on, as lists of dataset indices."""
+
+
+class FixedBatches:
+    """Global batches of ``batch_size`` consecutive samples of an order.
+
+    Args:
+        sampler: yields dataset indices, the same on every rank, and has a length.
+        batch_size: samples in a global batch.
+        drop_last: leave out the last batch if it is short.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
+
+    def __len__(self) -> int:
+        full, tail = divmod(len(self.sampler), self.batch_size)
+        return full + (tail > 0 and not self.drop_last)
+
+    def size(self, index: int) -> int:
+        """Samples in batch ``index``."""
+        return min(self.batch_size, len(self.sampler) - index * self.batch_size)
+
+    def draw(self, first: int) -> Iterator[list[int]]:
+        """Yield the batches from index ``first`` on."""
+        order = islice(self.sampler, first * self.batch_size, None)
+        for _ in range(first, len(self)):
+            yield list(islice(order, self.batch_size))
+
+
+class EvenBatches(FixedBatches):
+    """As few batches of at most ``batch_size`` samples as hold them all, as even as can be.
+
+    Evaluation uses them: no batch is so short that a rank is left without a sample, so that all ranks run the same
+    number of batches and yet see every sample exactly once.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+
+    @override
+    def size(self, index: int) -> int:
+        least, extra = divmod(len(self.sampler), len(self))
+        return least + (index < extra)
+
+    @override
+    def draw(self, first: int) -> Iterator[list[int]]:
+        order = islice(self.sampler, sum(self.size(i) for i in range(first)), None)
+        for index in range(first, len(self)):
+            yield list(islice(order, self.size(index)))
+
+
+class GroupedBatches:
+    """Global batches of ``world`` consecutive batches of a batch sampler of the user's.
+
+    Args:
+        batch_sampler: yields lists of dataset indices, the same on every rank, and has a length.
+        world: number of its batches that make a global batch.
+    """
+
+    def __init__(self, batch_sampler: Any, world: int) -> None:
+        self.sampler = batch_sampler
+        self.world = world
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.world)
+
+    def size(self, index: int) -> None:
+        """Not known before the batch is drawn."""
+
+    def draw(self, first: int) -> Iterator[list[int]]:
+        """Yield the batches from index ``first`` on."""
+        batches = iter(self.sampler)
+        for index in range(len(self)):
+            batch = [i for part in islice(batches, self.world) for i in part]
+            if index >= first and batch:
+                yield batch
+
+
+class AgreedOrder:
+    """A sampler of the user's whose order rank 0 decides, for all ranks.
+
+    A sampler may draw from the process's random state, which differs between ranks. It runs on rank 0 with the state
+    seeded by the epoch, so that an interrupted epoch can be repeated, and its order is sent to the others.
+
+    Args:
+        sampler: yields dataset indices, or lists of them; has a length.
+        broadcast: sends an object from rank 0 to all (collective).
+        decides: whether this is rank 0.
+        seed: of the first epoch.
+    """
+
+    def __init__(self, sampler: Iterable[Any], broadcast: Callable[[Any], Any], decides: bool, seed: int) -> None:
+        self.sampler, self._broadcast, self._decides, self._seed = sampler, broadcast, decides, seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the order depend on the epoch."""
+        self._epoch = epoch
+        for owner in (self.sampler, getattr(self.sampler, "sampler", None)):
+            if callable(set_epoch := getattr(owner, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        order: list[Any] | None = None
+        if self._decides:
+            with seeded(self._seed + self._epoch):
+                order = list(self.sampler)
+        return iter(self._broadcast(order))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run a block with the global CPU random states of torch, NumPy and Python seeded, and restore them after it."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

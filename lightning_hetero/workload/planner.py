@@ -1,0 +1,221 @@
+"""The agreed plan: which rank takes how many samples of which step.
+
+Every rank holds the same plans, because every rank derives them from the same gathered reports by the same
+arithmetic. A new plan starts at a step that no rank's sampler has drawn yet.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from lightning_hetero.errors import ConfigurationError, ShareError
+from lightning_hetero.workload.shares import Cost, makespan, split
+
+
+class Report(NamedTuple):
+    """What a rank tells the others at a pulse; all floats, so that one small tensor carries it.
+
+    Attributes:
+        fixed: ``a`` of its cost model, seconds.
+        per_sample: ``k`` of its cost model, seconds per sample.
+        error: relative standard error of the model at the present share; infinite while it is not ready.
+        drawn: first step that its samplers have not drawn yet.
+        samples: samples per step that it processed since the last pulse, mean.
+        compute: seconds per step of its own work since the last pulse, mean.
+        wait: seconds per step that it waited for others since the last pulse, mean.
+        stop: above 0 if it was asked to stop (SIGTERM).
+    """
+
+    fixed: float
+    per_sample: float
+    error: float
+    drawn: float
+    samples: float
+    compute: float
+    wait: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How batches are split from step ``start`` on.
+
+    Attributes:
+        start: first step (batches since the start of the fit) of this plan.
+        costs: cost per rank; for fixed shares, ``k`` is the inverse share.
+        low: least samples per rank.
+        high: most samples per rank.
+    """
+
+    start: int
+    costs: tuple[Cost, ...]
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+    def split(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
+
+        The unit is the greatest part that divides all batches: with one loader a sample, with batches of 64 and 32
+        two samples and one. A tail too small for the lower limits ignores them.
+
+        Args:
+            sizes: samples in the global batch of each loader; 0 for a loader that has run out.
+
+        Returns:
+            For each loader the shares per rank, in samples.
+
+        Raises:
+            ShareError: the upper limits leave no room.
+        """
+        units = math.gcd(*sizes)
+        if units == 0:
+            return [[0] * len(self.costs) for _ in sizes]
+        width = sum(sizes) // units  # samples per unit
+        low = [-(-n // width) for n in self.low]
+        high = [n // width for n in self.high]
+        if sum(low) > units:
+            low = [0] * len(low)
+        shares = split(units, [Cost(c.fixed, c.per_sample * width) for c in self.costs], low, high)
+        return [[share * (size // units) for share in shares] for size in sizes]
+
+
+class Planner:
+    """Turns reports into plans.
+
+    Args:
+        world: number of ranks that share a batch.
+        balance: ``"auto"`` measures; ``"off"`` splits evenly; a list gives fixed relative shares.
+        low: least samples per rank: one number for all, or one per rank. Default 1 (0 for a rank of share 0).
+        high: most samples per rank, likewise. Default: no limit.
+        min_gain: smallest predicted gain for which shares change, as a fraction of the step's time.
+
+    Raises:
+        ConfigurationError: a negative, NaN or all-zero share, a wrong number of shares or limits.
+    """
+
+    #: A predicted gain must also exceed this many standard errors of the worst-known rank, or noise moves the shares.
+    CAUTION = 1.5
+    #: No rank's share grows beyond this multiple of what it has been seen to manage.
+    GROWTH = 2.0
+
+    def __init__(
+        self,
+        world: int,
+        balance: Literal["auto", "off"] | Sequence[float] = "auto",
+        low: int | Sequence[int] | None = None,
+        high: int | Sequence[int] | None = None,
+        min_gain: float = 0.03,
+    ) -> None:
+        self.world = world
+        self.auto = balance == "auto"
+        self.min_gain = min_gain
+        self.total = 0
+        shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
+        self._low = _per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
+        self._high = _per_rank("max_batch_size", 2**62 if high is None else high, world)
+        if any(lo > hi for lo, hi in zip(self._low, self._high, strict=True)):
+            raise ShareError(
+                f"min_batch_size={list(self._low)} exceeds max_batch_size={list(self._high)} on some rank."
+            )
+        barred = tuple(0 if s == 0 else h for s, h in zip(shares, self._high, strict=True))
+        costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
+        self.plans = [Plan(0, costs, self._low, barred)]
+        self._most = [0] * world  # samples that each rank has been given so far
+
+    def expect(self, total: int) -> None:
+        """Say how many samples a full step holds (of all loaders together).
+
+        Raises:
+            ShareError: the limits per rank cannot be met with ``total`` samples.
+        """
+        self.total = total
+        plan = self.plans[-1]
+        if any(self._low) and sum(self._low) > total:
+            raise ShareError(
+                f"a global batch of {total} samples is too small for {self.world} ranks that take at least "
+                f"{list(self._low)}. Raise the batch size, lower `min_batch_size`, or use fewer ranks."
+            )
+        self._note(split(total, plan.costs, plan.low, plan.high))
+
+    def at(self, step: int) -> Plan:
+        """The plan in force at ``step``."""
+        return next(plan for plan in reversed(self.plans) if plan.start <= step)
+
+    def shares(self, step: int) -> list[int]:
+        """Shares of a full batch at ``step``, in samples."""
+        plan = self.at(step)
+        return split(self.total, plan.costs, plan.low, plan.high)
+
+    def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
+        """Solve the split again; deterministic in its arguments, so that all ranks agree.
+
+        Args:
+            step: the present step, the same on every rank.
+            reports: one per rank, all taken at the same earlier step.
+
+        Returns:
+            The new plan if it pays, else ``None``.
+        """
+        latest = self.plans[-1]
+        if not (self.auto and self.total) or latest.start > step or any(math.isinf(r.error) for r in reports):
+            return None
+        costs = tuple(Cost(r.fixed, r.per_sample) for r in reports)
+        high = tuple(min(h, math.ceil(self.GROWTH * n)) for h, n in zip(self._high, self._most, strict=True))
+        plan = Plan(max(int(r.drawn) for r in reports), costs, self._low, high)
+        shares = split(self.total, costs, plan.low, plan.high)
+        before = makespan(split(self.total, latest.costs, latest.low, latest.high), costs)
+        gain = 1 - makespan(shares, costs) / before
+        if gain <= max(self.min_gain, self.CAUTION * max(r.error for r in reports)):
+            return None
+        self._note(shares)
+        self.plans = [p for p in self.plans[-4:] if p is self.at(step) or p.start > step] + [plan]
+        return plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """The latest plan and what it rests on; builtins only."""
+        plan = self.plans[-1]
+        return {
+            "costs": [list(cost) for cost in plan.costs],
+            "low": list(plan.low),
+            "high": list(plan.high),
+            "most": list(self._most),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the plan of :meth:`state_dict`, from the first step on."""
+        costs = tuple(Cost(*cost) for cost in state["costs"])
+        self.plans = [Plan(0, costs, tuple(state["low"]), tuple(state["high"]))]
+        self._most = list(state["most"])
+
+    def _note(self, shares: Sequence[int]) -> None:
+        self._most = [max(most, n) for most, n in zip(self._most, shares, strict=True)]
+
+
+def fixed_shares(balance: Sequence[float], world: int) -> list[float]:
+    """Check relative shares given by the user.
+
+    Raises:
+        ConfigurationError: not one per rank, or a value that is negative, NaN, infinite, or all zero.
+    """
+    shares = [float(share) for share in balance]
+    if len(shares) != world:
+        raise ConfigurationError(
+            f"balance={list(balance)} gives {len(shares)} shares for {world} ranks: give one each."
+        )
+    if not all(math.isfinite(s) and s >= 0 for s in shares) or not any(shares):
+        raise ConfigurationError(
+            f"balance={list(balance)}: shares are relative speeds, finite, at least 0, and not all 0."
+        )
+    return shares
+
+
+def _per_rank(name: str, value: int | Sequence[int], world: int) -> tuple[int, ...]:
+    limits = (value,) * world if isinstance(value, int) else tuple(value)
+    if len(limits) != world:
+        raise ConfigurationError(
+            f"{name}={list(limits)} gives {len(limits)} limits for {world} ranks: one, or one each."
+        )
+    if any(not isinstance(n, int) or n < 0 for n in limits):
+        raise ConfigurationError(f"{name}={list(limits)}: limits are whole numbers of samples, at least 0.")
+    return limits

@@ -1,0 +1,145 @@
+"""Batch samplers that yield this rank's slice of every global batch."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from lightning_hetero.errors import DataError
+from lightning_hetero.workload.order import GlobalBatches
+from lightning_hetero.workload.planner import Plan
+
+
+class Drawn(NamedTuple):
+    """What was drawn for one step: this rank's part of a global batch.
+
+    Attributes:
+        samples: this rank's samples; 0 if its batch is a filler.
+        total: samples of all ranks of its replica.
+    """
+
+    samples: float
+    total: float
+
+
+class Position(NamedTuple):
+    """Where training stands when an epoch's iterator is made.
+
+    Attributes:
+        epoch: epochs done.
+        batch: batches of this epoch done; above 0 when a run resumes within an epoch.
+        step: batches done since the start of the fit, which plans count.
+    """
+
+    epoch: int
+    batch: int
+    step: int
+
+
+class ShareSampler:
+    """This rank's slices of the global batches, in training.
+
+    A rank that gets no sample of a batch yields one of its samples all the same, as a filler of weight 0, so that
+    every rank runs the same number of steps.
+
+    Args:
+        batches: the global batches.
+        rank: this rank.
+        replica: the ranks that average gradients with this one, itself among them.
+        position: where training stands; asked whenever an epoch begins.
+        shares: for (step, index of the batch in the epoch, its size): the share of every rank.
+    """
+
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        rank: int,
+        replica: Sequence[int],
+        position: Callable[[], Position],
+        shares: Callable[["ShareSampler", int, int, int], Sequence[int]],
+    ) -> None:
+        self.batches, self.rank, self.replica = batches, rank, replica
+        self._position, self._shares = position, shares
+        self.sampler = batches.sampler  # where Lightning looks for `set_epoch`
+        self.drawn: deque[Drawn] = deque()  # drawn but not yet trained on, in order
+        self.begun: Position | None = None  # where the running epoch began, or was resumed
+        self.next_step = 0  # first step not drawn yet
+        self._left = 0  # batches that the running pass has still to draw
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        position = self._position()
+        first = 0
+        if self.begun is None or self.begun.epoch != position.epoch or self._left > 0:
+            # A new epoch. What was prefetched beyond the end of the last one is void.
+            self.drawn.clear()
+            self.begun, self.next_step = position, position.step
+            first = position.batch % max(len(self), 1)
+        # Else a shorter loader starts over within its epoch.
+        self._left = len(self) - first
+        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
+            set_epoch(position.epoch)
+        return self._slices(first, self.begun)
+
+    def _slices(self, first: int, begun: Position) -> Iterator[list[int]]:
+        for batch in self.batches.draw(first):
+            in_epoch = begun.batch + self.next_step - begun.step
+            shares = self._shares(self, self.next_step, in_epoch, len(batch))
+            own = batch_slice(batch, shares, self.rank)
+            self.next_step, self._left = self.next_step + 1, self._left - 1
+            self.drawn.append(Drawn(len(own), sum(shares[rank] for rank in self.replica)))
+            yield own or batch[:1]
+
+
+class EvaluationSampler:
+    """This rank's slices of the global batches, in evaluation: every sample once, on one rank.
+
+    Args:
+        batches: the global batches, even ones where that can be known.
+        rank: this rank.
+        world: number of ranks.
+        plan: the agreed plan of the moment.
+    """
+
+    def __init__(self, batches: GlobalBatches, rank: int, world: int, plan: Callable[[], Plan]) -> None:
+        self.batches, self.rank, self._plan = batches, rank, plan
+        self.sampler = batches.sampler
+        self._world = world
+
+    def __len__(self) -> int:
+        # A batch with fewer samples than ranks gives one sample each to the first of them, whatever the plan.
+        sizes = [self.batches.size(i) for i in range(len(self.batches))]
+        return sum(size is None or size > self.rank for size in sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        plan = self._plan()
+        return filter(None, (self._slice(plan, batch) for batch in self.batches.draw(0)))
+
+    def _slice(self, plan: Plan, batch: list[int]) -> list[int]:
+        if len(batch) <= self._world:
+            return batch[self.rank : self.rank + 1]
+        everyone = replace(
+            plan, low=tuple(max(low, 1) for low in plan.low), high=tuple(max(high, 1) for high in plan.high)
+        )
+        return batch_slice(batch, everyone.split([len(batch)])[0], self.rank)
+
+
+def batch_slice(batch: list[Any], shares: Sequence[int], rank: int) -> list[Any]:
+    """The part of ``batch`` that belongs to ``rank`` when consecutive parts of the given sizes go to the ranks."""
+    first = sum(shares[:rank])
+    return batch[first : first + shares[rank]]
+
+
+def check_enough(samples: int, world: int, name: str) -> None:
+    """Refuse a dataset that cannot give every rank a sample.
+
+    Raises:
+        DataError: fewer samples than ranks.
+    """
+    if samples < world:
+        raise DataError(
+            f"the {name} dataset has {samples} samples for {world} ranks, so that some rank would have none. "
+            "Use fewer ranks or more data."
+        )

@@ -1,0 +1,118 @@
+"""A stopwatch for a rank's own work, which stands still while the rank waits for others."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Lap(NamedTuple):
+    """One step of this rank.
+
+    Attributes:
+        samples: samples that it processed, a filler included.
+        work: seconds of its own work: loading data, forward, backward, optimizer, callbacks.
+        wait: seconds in which it could only wait for other ranks.
+    """
+
+    samples: int
+    work: float
+    wait: float
+
+
+class StepTimer:
+    """Tells a rank's own work from waiting.
+
+    At the end of a data-parallel backward pass every rank reads the same time, because all wait for the slowest. The
+    work ends earlier: when the rank's last own gradient is ready. Autograd runs queued callbacks then, in order, and
+    this timer's comes before the one in which DDP waits.
+
+    On CUDA the host runs ahead of the device, so each span of work is also bracketed by events; the work of a step is
+    the greater of both clocks' sums. Such laps come out a few steps late, when their events have passed.
+
+    Args:
+        device: where the model runs.
+        clock: returns seconds; for tests.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: deque[tuple[Lap, list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = deque()
+        self._depth = 0
+        self._ready: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step here: forget what has been measured of the running one."""
+        self._work = self._wait = 0.0
+        self._spans = []
+        self._resume()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time in this block is waiting for others."""
+        if self._depth == 0:
+            self._pause()
+        self._depth += 1
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._wait += self._clock() - began
+                self._resume()
+
+    def watch(self, loss: Tensor) -> None:
+        """Note when the backward pass of ``loss`` has done all of this rank's own work."""
+        if loss.requires_grad:
+            loss.register_hook(self._queue)
+
+    def backward_done(self) -> None:
+        """The backward pass has returned: all since the own work was done was waiting."""
+        if self._ready is not None:
+            self._wait += self._clock() - self._ready
+            self._ready = None
+            self._resume()
+
+    def lap(self, samples: int) -> list[Lap]:
+        """End a step of ``samples`` samples here and begin the next; returns the laps known by now, oldest first."""
+        self._pause()
+        self._pending.append((Lap(samples, self._work, self._wait), self._spans))
+        self.restart()
+        known = []
+        while self._pending and all(end.query() for _, end in self._pending[0][1]):
+            lap, spans = self._pending.popleft()
+            on_device = sum(start.elapsed_time(end) for start, end in spans) / 1e3
+            known.append(lap._replace(work=max(lap.work, on_device)))
+        return known
+
+    def _queue(self, grad: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._own_work_done)
+
+    def _own_work_done(self) -> None:
+        if self._ready is None and self._depth == 0:
+            self._pause()
+            self._ready = self._clock()
+
+    def _pause(self) -> None:
+        self._work += self._clock() - self._since
+        if self._cuda:
+            self._spans.append((self._event, self._record()))
+
+    def _resume(self) -> None:
+        self._since = self._clock()
+        if self._cuda:
+            self._event = self._record()
+
+    @staticmethod
+    def _record() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
