@@ -25,7 +25,8 @@ def agree(what: str, values: Mapping[str, Any], group: dist.ProcessGroup | None 
 
     Args:
         what: names the values in the error.
-        values: picklable, comparable by ``==``.
+        values: picklable, with a ``repr`` that tells them apart.
+        group: the ranks; default: all.
 
     Raises:
         DisagreementError: on every rank alike, with the names and each rank's value.

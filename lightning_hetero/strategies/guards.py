@@ -42,7 +42,11 @@ def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -
 
 
 def check_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """See that all ranks hold the same parameters and buffers, by name, shape, dtype and ``requires_grad`` (collective).
+    """See that all ranks hold parameters and buffers of the same names, shapes and dtypes (collective).
+
+    Args:
+        module: this rank's.
+        group: the ranks; default: all.
 
     Raises:
         DisagreementError: names the parameter, and what each rank has.

@@ -14,6 +14,7 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -133,7 +134,8 @@ class HeteroStrategy(Collectives):
 
     def set_world_ranks(self) -> None:
         """Read this process's place from the launcher; the number of ranks here may differ from other nodes'."""
-        assert self.cluster_environment is not None and self.parallel_devices is not None
+        assert self.cluster_environment is not None
+        assert self.parallel_devices is not None
         check_variables(self.cluster_environment, self.num_nodes)
         self.parallel_devices = local_devices(self.cluster_environment, self.parallel_devices)
         super().set_world_ranks()
@@ -263,7 +265,8 @@ class HeteroStrategy(Collectives):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; what it logs counts by this rank's samples."""
         drawn, module = self.share.drawn, self.lightning_module
-        assert drawn is not None and module is not None
+        assert drawn is not None
+        assert module is not None
         if callable(measure := getattr(module, "batch_weight", None)):
             self.share.weigh(measure, args[0] if args else None)
         if drawn.samples == 0 and self._trainer._results is not None:
@@ -367,7 +370,9 @@ class HeteroStrategy(Collectives):
         position = self._position()
         begun = [getattr(source, "begun", None) for source in self.share.loaders.sources()]
         if any(b is not None and (b.epoch, b.batch) != (position.epoch, position.batch) for b in begun):
-            iter(self._trainer.fit_loop._data_fetcher)
+            fetcher = self._trainer.fit_loop._data_fetcher
+            assert fetcher is not None
+            iter(fetcher)
 
     def on_train_end(self) -> None:
         """Leave nothing in flight."""
@@ -375,11 +380,23 @@ class HeteroStrategy(Collectives):
         self.share.end()
         self.share.listen()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Add what to do about unused parameters in this strategy's terms."""
+        _augment_message(
+            exception,
+            pattern=".*Expected to have finished reduction in the prior iteration.*",
+            new_message=(
+                "Some parameters had no part in the loss that training_step returned. If this is meant, give "
+                f"`find_unused_parameters=True` to {type(self).__name__}, or add `_find_unused_parameters_true` to the "
+                "strategy's name."
+            ),
+        )
+
     # -- signals -----------------------------------------------------------------------------------
 
     def _request_stop(self, signum: int, frame: Any) -> None:
         if not self.share.stop_requested and self.launcher is not None:
-            self.launcher.kill(signum)  # type: ignore[attr-defined]
+            self.launcher.kill(signum)
         self.share.stop_requested = True
 
     def _heed_stop(self) -> None:

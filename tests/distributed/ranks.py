@@ -1,0 +1,151 @@
+"""Runs a function on several ranks, each a real process, over gloo on loopback.
+
+Processes are forked from a server that has imported Lightning once, so that a job starts in a fraction of a second.
+"""
+
+import io
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Callable
+
+import torch
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["lightning_hetero", "torchmetrics", "tasks"])
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: with a value, with an error, or (both None) not at all."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    exitcode: int | None = None
+
+
+def run(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    nodes: list[int] | None = None,
+    timeout: float = 90,
+    env: dict[str, str] | None = None,
+    env_of: Callable[[int], dict[str, str]] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Values of ``function`` on every rank; fails with all tracebacks if a rank fails or is late."""
+    outcomes = attempt(function, world, *args, nodes=nodes, timeout=timeout, env=env, env_of=env_of, **kwargs)
+    bad = [f"--- rank {r} (exit {o.exitcode})\n{o.trace}" for r, o in enumerate(outcomes) if o.error or o.exitcode]
+    if bad:
+        raise AssertionError("\n".join(bad))
+    return [outcome.value for outcome in outcomes]
+
+
+def attempt(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    nodes: list[int] | None = None,
+    timeout: float = 90,
+    env: dict[str, str] | None = None,
+    env_of: Callable[[int], dict[str, str]] | None = None,
+    **kwargs: Any,
+) -> list[Outcome]:
+    """How ``function`` ends on every rank. A rank that is late is killed and has no value."""
+    nodes = nodes or [world]
+    port = free_port()
+    processes, ends = [], []
+    for rank in range(world):
+        node = next(i for i in range(len(nodes)) if rank < sum(nodes[: i + 1]))
+        variables = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank - sum(nodes[:node])),
+            "LOCAL_WORLD_SIZE": str(nodes[node]),
+            "GROUP_RANK": str(node),
+            "TORCHELASTIC_RUN_ID": "tests",
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+            **(env_of(rank) if env_of else {}),
+        }
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank, args=(theirs, variables, function, args, kwargs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(ours)
+    outcomes = [Outcome() for _ in range(world)]
+    open_ends, deadline = set(ends), time.monotonic() + timeout
+    try:
+        while open_ends and (left := deadline - time.monotonic()) > 0:
+            for end in wait(list(open_ends), left):
+                rank = ends.index(end)
+                try:
+                    outcomes[rank] = Outcome(*torch.load(io.BytesIO(end.recv_bytes()), weights_only=False))
+                except EOFError:
+                    outcomes[rank].trace = outcomes[rank].trace or "(died without a word)"
+                open_ends.discard(end)
+        for rank, process in enumerate(processes):
+            process.join(max(0.0, min(10.0, deadline + 5 - time.monotonic())))
+            if process.exitcode is None:
+                outcomes[rank].trace += "(still running at the deadline: killed)"
+    finally:
+        for rank, process in enumerate(processes):
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            outcomes[rank].exitcode = process.exitcode
+            ends[rank].close()
+    return outcomes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def quiet() -> None:
+    """Warnings are errors in ranks too, but for those that no user of this package can act on."""
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    for message in (
+        "The '.*dataloader' does not have many workers",
+        "Starting from v1.9.0, `tensorboardX`",
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "The number of training batches",
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def _rank(end: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    quiet()
+    try:
+        message = (function(*args, **kwargs), None, "")
+    except BaseException as error:
+        message = (None, error, traceback.format_exc())
+    buffer = io.BytesIO()
+    try:
+        torch.save(message, buffer)
+    except Exception:
+        buffer = io.BytesIO()
+        torch.save((None, RuntimeError(repr(message[1])), message[2]), buffer)
+    end.send_bytes(buffer.getvalue())
+    end.close()
+    if torch.distributed.is_initialized():
+        # A rank that leaves first would break the others' last collectives off.
+        try:
+            torch.distributed.destroy_process_group()
+        except Exception:
+            pass

@@ -1,0 +1,181 @@
+"""Models, data and fits that the distributed tests run on ranks, and in one process as their oracle."""
+
+from typing import Any, Callable
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.workload.planner import Plan
+from lightning_hetero.workload.shares import Cost
+
+FAST = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def dataset(samples: int = 101, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 8, generator=g, dtype=torch.float64)
+    y = torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(samples, 1, generator=g, dtype=torch.float64)
+    length = torch.randint(1, 6, (samples, 1), generator=g)
+    return TensorDataset(x.to(dtype), y.to(dtype), length, torch.arange(samples))
+
+
+class Net(pl.LightningModule):
+    """A small regression; logs its losses and keeps the samples that it saw."""
+
+    def __init__(self, optimizer: str = "sgd", dtype: torch.dtype = torch.float64, lr: float = 0.05) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
+        self.optimizer, self.lr = optimizer, lr
+        self.seen: list[list[int]] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y, *_ = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch[3].tolist())
+        loss = self.loss(batch)
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class EvaluatedNet(Net):
+    """Also validates, tests and predicts, and keeps the samples that it saw then."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.evaluated: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated += batch[3].tolist()
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated += batch[3].tolist()
+        self.log("test", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
+        return batch[3].tolist()
+
+
+class TokenNet(Net):
+    """A loss that is a mean over tokens, of which samples have different numbers."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y, length, _ = batch
+        return (length * (self.net(x) - y) ** 2).sum() / length.sum()
+
+    def batch_weight(self, batch: Any) -> torch.Tensor:
+        return batch[2].sum()
+
+
+class GanLike(Net):
+    """Two optimizers by hand, two backward passes a step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+        torch.manual_seed(11)
+        self.critic = nn.Linear(1, 1).to(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[3].tolist())
+        first, second = self.optimizers()
+        x, y, *_ = batch
+        self.toggle_optimizer(first)
+        first.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self.net(x), y) + self.critic(self.net(x)).pow(2).mean())
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        second.zero_grad()
+        self.manual_backward((self.critic(self.net(x).detach()) - y).abs().mean())
+        second.step()
+        self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9),
+            torch.optim.AdamW(self.critic.parameters(), lr=0.01),
+        ]
+
+
+class ChangePlan(pl.Callback):
+    """Changes the shares at given steps, on all ranks alike."""
+
+    def __init__(self, changes: dict[int, list[float]]) -> None:
+        self.changes = changes
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        planner = trainer.strategy.share.planner
+        for step, shares in self.changes.items():
+            costs = tuple(Cost(0.0, 1 / s) if s else Cost(0.0, 1.0) for s in shares)
+            high = tuple(0 if s == 0 else 10**6 for s in shares)
+            planner.plans.append(Plan(step, costs, (0,) * len(shares), high))
+
+
+def parameters(module: nn.Module) -> torch.Tensor:
+    """All parameters, flat, float64."""
+    return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
+
+
+def oracle(
+    make: Callable[[], pl.LightningModule],
+    batch_size: int,
+    samples: int = 101,
+    dtype: torch.dtype = torch.float64,
+    drop_last: bool = False,
+    **trainer: Any,
+) -> pl.LightningModule:
+    """One Lightning process on the whole batch, in the order that the ranks share."""
+    data, module = dataset(samples, dtype), make()
+    order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
+    loader = DataLoader(data, batch_size=batch_size, sampler=order, drop_last=drop_last)
+    pl.Trainer(devices=1, **{**FAST, "max_epochs": 3, **trainer}).fit(module, loader)
+    return module
+
+
+def fit(
+    make: Callable[[], pl.LightningModule],
+    batch_size: int,
+    samples: int = 101,
+    dtype: torch.dtype = torch.float64,
+    strategy: dict[str, Any] | None = None,
+    changes: dict[int, list[float]] | None = None,
+    loader: dict[str, Any] | None = None,
+    strategy_class: Any = HeteroDDPStrategy,
+    **trainer: Any,
+) -> dict[str, Any]:
+    """What every rank of a hetero_ddp job does; ``batch_size`` is the global one."""
+    module = make()
+    chosen = strategy_class(**{"global_batch_size": batch_size, "timeout": 60, **(strategy or {})})
+    callbacks = [ChangePlan(changes)] if changes else []
+    instance = pl.Trainer(strategy=chosen, **{**FAST, "max_epochs": 3, "callbacks": callbacks, **trainer})
+    instance.fit(module, DataLoader(dataset(samples, dtype), batch_size=2, shuffle=True, **(loader or {})))
+    return {
+        "parameters": parameters(module),
+        "seen": module.seen,
+        "metrics": {name: value.item() for name, value in instance.callback_metrics.items()},
+        "shares": chosen.share.planner.shares(chosen.share.step),
+        "steps": instance.global_step,
+    }
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative difference of two vectors."""
+    return ((a - b).norm() / b.norm()).item()
