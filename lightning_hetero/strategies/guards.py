@@ -25,7 +25,7 @@ def check_trainer(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) 
 def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> HeteroError | None:
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         return UnsupportedError(
-            f"val_check_interval={trainer.val_check_interval!r} is a time. Each rank would go by its own clock, some "
+            f"val_check_interval is a time ({trainer._val_check_time_interval} s). Each rank would go by its own clock, some "
             "would validate while others train, and the job would hang. Give a number of batches or a fraction."
         )
     if layer_sync is not None and device.type == "cpu":

@@ -381,7 +381,10 @@ class HeteroStrategy(Collectives):
         self.share.listen()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add what to do about unused parameters in this strategy's terms."""
+        """Let the error be seen, with what to do about unused parameters in this strategy's terms."""
+        loop = self._trainer.fit_loop
+        if loop._combined_loader is not None and loop._combined_loader._iterator is None:
+            loop._data_fetcher = None  # it failed to start; tearing it down would raise another error over this one
         _augment_message(
             exception,
             pattern=".*Expected to have finished reduction in the prior iteration.*",

@@ -39,7 +39,7 @@ class CostModel:
 
     @property
     def cost(self) -> Cost:
-        """The fit in seconds and seconds per sample, exact at the last ``n``, with ``a >= 0`` and ``k > 0`` enforced."""
+        """The fit, in seconds and seconds per sample; exact at the last ``n``, with ``a >= 0`` and ``k > 0``."""
         seconds = max(self.predict(self._samples), 1e-9)
         fixed = min(max(self._a, 0.0), 0.999 * seconds)
         return Cost(fixed, (seconds - fixed) / self._samples)

@@ -6,6 +6,8 @@ Processes are forked from a server that has imported Lightning once, so that a j
 import io
 import multiprocessing
 import os
+import random
+import signal
 import socket
 import time
 import traceback
@@ -42,7 +44,11 @@ def run(
 ) -> list[Any]:
     """Values of ``function`` on every rank; fails with all tracebacks if a rank fails or is late."""
     outcomes = attempt(function, world, *args, nodes=nodes, timeout=timeout, env=env, env_of=env_of, **kwargs)
-    bad = [f"--- rank {r} (exit {o.exitcode})\n{o.trace}" for r, o in enumerate(outcomes) if o.error or o.exitcode]
+    bad = [
+        f"--- rank {rank} (exit {outcome.exitcode})\n" + "\n".join(outcome.trace.splitlines()[-24:])
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error or outcome.exitcode
+    ]
     if bad:
         raise AssertionError("\n".join(bad))
     return [outcome.value for outcome in outcomes]
@@ -78,7 +84,7 @@ def attempt(
             **(env_of(rank) if env_of else {}),
         }
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank, args=(theirs, variables, function, args, kwargs), daemon=True)
+        process = _context.Process(target=_rank, args=(theirs, variables, function, args, kwargs))
         process.start()
         theirs.close()
         processes.append(process)
@@ -101,7 +107,7 @@ def attempt(
     finally:
         for rank, process in enumerate(processes):
             if process.exitcode is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its own group: the rank and its dataloader workers
                 process.join()
             outcomes[rank].exitcode = process.exitcode
             ends[rank].close()
@@ -109,9 +115,15 @@ def attempt(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that the kernel gives to connections, so that none takes it before rank 0 listens."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def quiet() -> None:
@@ -128,6 +140,7 @@ def quiet() -> None:
 
 
 def _rank(end: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    os.setpgid(0, 0)
     os.environ.update(variables)
     torch.set_num_threads(1)
     quiet()

@@ -1,0 +1,270 @@
+"""Lightning's features over several ranks: each works as in one process."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from ranks import run
+from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroDDPStrategy
+
+WORLD = 3
+UNEVEN = [5.0, 1.0, 2.0]
+
+
+# -- resume --------------------------------------------------------------------------------------------------
+
+
+class Scheduled(Net):
+    """Asks for the number of steps while it is set up, which sets up the dataloaders before a checkpoint is read."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, int(steps)), "interval": "step"}
+        ]
+
+
+def _resume(folder: str, module_class: Any, workers: int, stop_after: int, limits: dict[str, Any]) -> dict[str, Any]:
+    loader = {"batch_size": 4, "shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
+    seen = []
+    weights = []
+    for part in ("whole", "first", "second"):
+        module, strategy = module_class(), HeteroDDPStrategy(balance=UNEVEN, timeout=60)
+        options = {**FAST, **limits}
+        if part == "first":
+            options["callbacks"] = [SaveAt(stop_after, folder, stop=True)]
+        trainer = pl.Trainer(strategy=strategy, **options)
+        path = f"{folder}/step={stop_after}.ckpt" if part == "second" else None
+        trainer.fit(module, DataLoader(dataset(96), **loader), ckpt_path=path)
+        seen.append(module.seen)
+        weights.append(parameters(module))
+    return {"seen": seen, "weights": weights}
+
+
+class SaveAt(pl.Callback):
+    """Saves a checkpoint at a step, and there stops if told to, as a preempted job does."""
+
+    def __init__(self, step: int, folder: str, stop: bool = False) -> None:
+        self.step, self.path, self.stop = step, f"{folder}/step={step}.ckpt", stop
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = self.stop
+
+
+@pytest.mark.parametrize("module_class", [Net, Scheduled])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_steps": 22, "max_epochs": -1}])
+def test_resuming_within_an_epoch(tmp_path: Path, module_class: Any, workers: int, limits: dict[str, Any]) -> None:
+    # 8 batches an epoch; stop after 11: in the second epoch.
+    results = run(_resume, WORLD, str(tmp_path), module_class, workers, 11, limits)
+    for result in results:
+        whole, first, second = result["seen"]
+        assert first == whole[:11]
+        assert second == whole[11:]
+        # DDP lays its buckets out anew after its first step, and so sums three ranks in another order.
+        assert error(result["weights"][2], result["weights"][0]) <= 1e-12
+        assert error(result["weights"][1], result["weights"][0]) > 1e-3
+
+
+def _portable(folder: str) -> dict[str, Any]:
+    module, strategy = Net(), HeteroDDPStrategy(timeout=60)
+    options = {**FAST, "max_epochs": 2, "callbacks": [SaveAt(10, folder)]}
+    trainer = pl.Trainer(strategy=strategy, **options)
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
+    return {"weights": parameters(module)}
+
+
+def test_checkpoints_load_without_this_strategy(tmp_path: Path) -> None:
+    run(_portable, 2, str(tmp_path))
+    checkpoint = torch.load(tmp_path / "step=10.ckpt", weights_only=True)
+    assert "lightning_hetero" in checkpoint
+    module = Net()
+    trainer = pl.Trainer(devices=1, **{**FAST, "max_epochs": 3})
+    with pytest.warns(UserWarning, match="your dataloader is not resumable"):
+        trainer.fit(module, DataLoader(dataset(96), batch_size=8), ckpt_path=str(tmp_path / "step=10.ckpt"))
+    assert trainer.current_epoch == 3
+
+
+def _other_world(folder: str) -> dict[str, Any]:
+    import warnings
+
+    module, strategy = Net(), HeteroDDPStrategy(timeout=60, global_batch_size=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3})
+        trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), ckpt_path=f"{folder}/step=10.ckpt")
+    return {"warned": [str(w.message) for w in caught], "weights": parameters(module)}
+
+
+def test_resuming_with_another_number_of_ranks(tmp_path: Path) -> None:
+    run(_portable, 2, str(tmp_path))
+    results = run(_other_world, 3, str(tmp_path))
+    assert any("measures anew" in text for text in results[0]["warned"])
+    assert error(results[0]["weights"], results[1]["weights"]) == 0
+
+
+# -- precision, compilation, hooks ---------------------------------------------------------------------------
+
+
+def test_bf16_mixed() -> None:
+    from functools import partial
+
+    make = partial(Net, dtype=torch.float32)
+    single = run(fit, 1, make, 12, dtype=torch.float32, precision="bf16-mixed")[0]
+    strategy = {"balance": UNEVEN}
+    results = run(fit, WORLD, make, 12, dtype=torch.float32, precision="bf16-mixed", strategy=strategy)
+    for result in results:
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+        assert error(result["parameters"], single["parameters"]) < 0.02  # bf16 keeps 3 digits
+
+
+class Silent(Net):
+    """Logs nothing: torch.compile does not get through `self.log`, whatever the strategy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def _compiled(balance: Any) -> dict[str, Any]:
+    module, strategy = Silent(), HeteroDDPStrategy(global_batch_size=12, balance=balance, timeout=60)
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2})
+    compiled = torch.compile(module, backend="aot_eager", dynamic=True)
+    trainer.fit(compiled, DataLoader(dataset(101), batch_size=2, shuffle=True))
+    return {"parameters": parameters(module)}
+
+
+def test_torch_compile() -> None:
+    single = run(fit, 1, Net, 12, max_epochs=2)[0]
+    for result in run(_compiled, WORLD, UNEVEN, timeout=180):
+        assert error(result["parameters"], single["parameters"]) <= 1e-10
+
+
+CALLS: list[int] = []
+
+
+def counting_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    CALLS.append(bucket.index())
+    return fp16_compress_hook(state, bucket)
+
+
+def _hooked() -> dict[str, Any]:
+    result = fit(Net, 12, strategy={"balance": UNEVEN, "ddp_comm_hook": counting_hook})
+    return {**result, "calls": len(CALLS)}
+
+
+def test_comm_hooks_on_cpu() -> None:
+    single = run(fit, 1, Net, 12)[0]
+    for result in run(_hooked, WORLD):
+        assert result["calls"] >= result["steps"]
+        assert 0 < error(result["parameters"], single["parameters"]) < 0.02  # fp16 keeps 3 digits
+
+
+# -- callbacks and signals -----------------------------------------------------------------------------------
+
+
+def _early() -> dict[str, Any]:
+    module, strategy = EvaluatedNet(), HeteroDDPStrategy(balance=UNEVEN, timeout=60)
+    stop = EarlyStopping("val", patience=1, min_delta=10.0)
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 9, "callbacks": [stop]})
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), DataLoader(dataset(50), batch_size=4))
+    return {"epochs": trainer.current_epoch, "value": stop.best_score.item()}
+
+
+def test_early_stopping_agrees() -> None:
+    results = run(_early, WORLD)
+    assert {result["epochs"] for result in results} == {2}
+    assert len({result["value"] for result in results}) == 1
+
+
+def _terminated() -> dict[str, Any]:
+    class Terminate(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 9 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    module, strategy = Net(), HeteroDDPStrategy(timeout=60)
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 50, "callbacks": [Terminate()]})
+    try:
+        trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
+    except BaseException as stopped:
+        return {"how": type(stopped).__name__, "steps": trainer.global_step, "weights": parameters(module)}
+    return {"how": "not at all"}
+
+
+def test_sigterm_to_one_rank_stops_all_at_one_step() -> None:
+    results = run(_terminated, WORLD)
+    assert {result["how"] for result in results} == {"SIGTERMException"}
+    assert len({result["steps"] for result in results}) == 1
+    assert 9 < results[0]["steps"] < 20
+    assert torch.equal(results[0]["weights"], results[2]["weights"])
+
+
+def _gathered() -> tuple[Any, str]:
+    class Gather(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                self.ranks = self.all_gather(torch.tensor([self.global_rank]))
+            elif batch_idx == 1:
+                self.all_gather(batch[0])
+
+    module = Gather()
+    strategy = HeteroDDPStrategy(balance=UNEVEN, timeout=60)
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
+    with pytest.raises(ValueError, match="all_gather of different shapes") as raised:
+        trainer.fit(module, DataLoader(dataset(96), batch_size=4))
+    return module.ranks.tolist(), str(raised.value)
+
+
+def test_all_gather_of_uneven_batches_is_refused_on_every_rank() -> None:
+    for ranks, message in run(_gathered, WORLD):
+        assert ranks == [[0], [1], [2]]
+        assert "[(8, 8), (1, 8), (3, 8)]" in message  # the shapes are named
+        assert "torchmetrics" in message
+
+
+# -- launches ------------------------------------------------------------------------------------------------
+
+
+def _ragged() -> dict[str, Any]:
+    module = Net()
+    trainer = pl.Trainer(strategy="hetero_ddp", **{**FAST, "max_epochs": 2})
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
+    topology = trainer.strategy.topology
+    return {"nodes": topology.nodes, "node": topology.node, "weights": parameters(module), "seen": module.seen}
+
+
+def test_nodes_with_different_numbers_of_ranks() -> None:
+    results = run(_ragged, 3, nodes=[2, 1])
+    assert [result["nodes"] for result in results] == [((0, 1), (2,))] * 3
+    assert [result["node"] for result in results] == [(0, 1), (0, 1), (2,)]
+    assert torch.equal(results[0]["weights"], results[2]["weights"])
+    assert sorted(i for r in results for batch in r["seen"] for i in batch) == sorted(list(range(96)) * 2)
+
+
+def test_one_machine_tried_as_several_nodes() -> None:
+    results = run(_as_nodes, 3)
+    assert results == [((0,), (1, 2))] * 3
+
+
+def _as_nodes() -> Any:
+    strategy = HeteroDDPStrategy(ranks_per_node=[1, 2], timeout=60)
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "limit_train_batches": 1})
+    trainer.fit(Net(), DataLoader(dataset(96), batch_size=4))
+    return strategy.topology.nodes
+
+
+def test_one_rank_alone() -> None:
+    result = run(fit, 1, Net, 12)[0]
+    assert result["shares"] == [12]
