@@ -135,6 +135,7 @@ def quiet() -> None:
         "Starting from v1.9.0, `tensorboardX`",
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         "The number of training batches",
+        "You are using the `dataloader_iter` step flavor",
     ):
         warnings.filterwarnings("ignore", message)
 
