@@ -17,16 +17,20 @@ def check_trainer(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) 
     """Refuse settings that would hang or be wrong (collective).
 
     Raises:
-        UnsupportedError: here, or on another rank.
+        UnsupportedError: a setting of this rank's.
+        DisagreementError: another rank's, or one that differs between ranks.
     """
     together(_unsupported(trainer, layer_sync, device), "the Trainer's settings")
+    settings = ("precision", "accumulate_grad_batches", "gradient_clip_val", "max_epochs", "max_steps")
+    limits = ("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch")
+    agree("the Trainer's settings", {name: getattr(trainer, name, None) for name in (*settings, *limits)})
 
 
 def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> HeteroError | None:
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
+    if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
         return UnsupportedError(
-            f"val_check_interval is a time ({trainer._val_check_time_interval} s). Each rank would go by its own clock, some "
-            "would validate while others train, and the job would hang. Give a number of batches or a fraction."
+            f"val_check_interval is a time ({seconds} s). Each rank would go by its own clock, some would validate "
+            "while others train, and the job would hang. Give a number of batches or a fraction."
         )
     if layer_sync is not None and device.type == "cpu":
         return UnsupportedError(

@@ -7,42 +7,35 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import _augment_message
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
+from typing_extensions import override
 
-from lightning_hetero.comm.agreement import agree
-from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.pulse import Pulse
-from lightning_hetero.comm.topology import Place, Topology, device_identity, discover
-from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
-from lightning_hetero.strategies.collectives import Collectives
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.strategies.checkpoint import add_plan, restore_plan
+from lightning_hetero.strategies.evaluation import Evaluation, StepSamples
 from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.loaders import Loaders
+from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, ReplicaSyncBatchNorm
+from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.workshare import Workshare, exchanger
-from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.sampler import Position
-from lightning_hetero.workload.shares import Cost
 from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_STATE = "lightning_hetero"
 
-
-class HeteroStrategy(Collectives):
+class HeteroStrategy(Evaluation):
     """Base of the strategies: splits batches by speed, and weighs gradients by samples within a replica.
 
     Args:
@@ -93,15 +86,17 @@ class HeteroStrategy(Collectives):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        if isinstance(balance, str) and balance not in ("auto", "off"):
-            raise ConfigurationError(f"balance={balance!r}: give 'auto', 'off', or a list with one share per rank.")
-        _at_least_one("global_batch_size", global_batch_size)
-        _at_least_one("rebalance_every_n_steps", rebalance_every_n_steps)
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
-        if limit <= timedelta(0):
-            raise ConfigurationError(f"timeout={timeout!r}: the longest wait must be above 0 seconds.")
-        if isinstance(balance, list):
-            Planner(len(balance), balance, min_batch_size, max_batch_size)  # raises now rather than after the launch
+        self.options = Options(
+            type(self).__name__,
+            balance,
+            global_batch_size,
+            min_batch_size,
+            max_batch_size,
+            rebalance_every_n_steps,
+            ranks_per_node,
+            limit,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -117,60 +112,12 @@ class HeteroStrategy(Collectives):
             start_method=start_method,
             **kwargs,
         )
-        self.options: dict[str, Any] = {
-            "strategy": type(self).__name__,
-            "balance": balance,
-            "global_batch_size": global_batch_size,
-            "min_batch_size": min_batch_size,
-            "max_batch_size": max_batch_size,
-            "rebalance_every_n_steps": rebalance_every_n_steps,
-            "ranks_per_node": ranks_per_node,
-            "timeout": limit,
-        }
-        self.topology: Topology | None = None
+        self._stop: StopRequest | None = None
         self._timer = StepTimer(torch.device("cpu"))
 
-    # -- launch ------------------------------------------------------------------------------------
+    # -- membership --------------------------------------------------------------------------------
 
-    def set_world_ranks(self) -> None:
-        """Read this process's place from the launcher; the number of ranks here may differ from other nodes'."""
-        assert self.cluster_environment is not None
-        assert self.parallel_devices is not None
-        check_variables(self.cluster_environment, self.num_nodes)
-        self.parallel_devices = local_devices(self.cluster_environment, self.parallel_devices)
-        super().set_world_ranks()
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self.cluster_environment = RaggedEnvironment(self.cluster_environment)
-        super()._configure_launcher()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Lightning's samplers yield the global order, which this strategy's samplers cut up."""
-        return {"num_replicas": 1, "rank": 0}
-
-    def setup_distributed(self) -> None:
-        """Join the job: a gloo world for all devices, the topology, and the groups."""
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        with deadline("join the job"):
-            _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
-        if self.topology is None:
-            self._timer = StepTimer(self.root_device)
-            host = hostname()
-            device = device_identity(self.root_device, host)
-            self.topology = discover(
-                Place(host, self.node_rank, self.local_rank, device), self.options["ranks_per_node"]
-            )
-            agree("the strategy's options", self.options)
-            self._join(self.topology)
-
-    def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        """The replicas of the job, each the ranks that average gradients every step."""
-        return (tuple(range(topology.world)),)
-
+    @override
     def _join(self, topology: Topology) -> None:
         new_group = dist.new_group
         for ranks in self.replicas(topology):  # every process takes part in the making of every group
@@ -181,8 +128,7 @@ class HeteroStrategy(Collectives):
             if topology.rank in ranks:
                 replica, (self._data_group, small) = ranks, groups
         pulse = Pulse(new_group(timeout=self._timeout, backend="gloo"))
-        o = self.options
-        planner = Planner(topology.world, o["balance"], o["min_batch_size"], o["max_batch_size"])
+        planner = self.options.planner(topology.world)
         exchange = exchanger(small, self._timer.waiting)
         loaders = Loaders(
             topology.rank,
@@ -191,10 +137,11 @@ class HeteroStrategy(Collectives):
             self._position,
             self.broadcast,
             exchange,
-            self._size_of,
-            o["global_batch_size"],
+            extract_batch_size,
+            self.options.global_batch_size,
         )
-        self.share = Workshare(planner, self._timer, loaders, replica, small, pulse, o["rebalance_every_n_steps"])
+        every = self.options.rebalance_every_n_steps
+        self.share = Workshare(planner, self._timer, loaders, replica, small, pulse, every, self._stop_requested)
 
     # -- model -------------------------------------------------------------------------------------
 
@@ -207,9 +154,7 @@ class HeteroStrategy(Collectives):
             self.share.loaders.combined = lambda: trainer.fit_loop._combined_loader
             if self._layer_sync is not None:
                 self._layer_sync = ReplicaSyncBatchNorm(self._data_group)
-            # Lightning broadcasts a flag before every batch, and within the handler; the pulse carries it instead.
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-            trainer._signal_connector._sigterm_notifier_fn = self._request_stop  # type: ignore[method-assign, assignment]
+            self._stop = StopRequest(trainer)
         super().setup(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]
@@ -224,7 +169,16 @@ class HeteroStrategy(Collectives):
         if isinstance(self.model, DistributedDataParallel):
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
+    def _stop_requested(self) -> bool:
+        return self._stop is not None and self._stop.requested
+
     # -- data --------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Lightning's samplers yield the global order, which this strategy's samplers cut up.
+        return {"num_replicas": 1, "rank": 0}
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give the loader a sampler that follows the plan."""
@@ -250,16 +204,14 @@ class HeteroStrategy(Collectives):
         batches = fit.epoch_loop.batch_progress.current.processed if fit.restarting else 0  # type: ignore[attr-defined]
         return Position(epochs, batches, self.share.step)
 
-    def _size_of(self, batch: Any) -> int:
-        return extract_batch_size(batch)
-
     # -- a step ------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; in training this is where a step begins."""
         if self.lightning_module is not None and self._trainer.training:
             self.share.begin()
-            self._heed_stop()
+            if self._stop is not None and any(report.stop for report in self.share.reports):
+                self._stop.heed()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +223,7 @@ class HeteroStrategy(Collectives):
             self.share.weigh(measure, args[0] if args else None)
         if drawn.samples == 0 and self._trainer._results is not None:
             self._trainer._results.batch_size = 0  # a filler: none of its values may count
-        with _StepSamples(self, lambda: drawn.samples):
+        with StepSamples(self, lambda: drawn.samples):
             output = super().training_step(*args, **kwargs)
         if not module.automatic_optimization:
             self.share.end()
@@ -306,63 +258,20 @@ class HeteroStrategy(Collectives):
             self.share.end()
         return output
 
-    # -- evaluation --------------------------------------------------------------------------------
-
-    def on_validation_start(self) -> None:
-        """All ranks validate with the buffers of the replica's first, as DDP would."""
-        super().on_validation_start()
-        if isinstance(self.model, ReplicaDDP):
-            self.model.share_buffers()
-
-    def on_validation_end(self) -> None:
-        """Validation is no part of a training step's time."""
-        super().on_validation_end()
-        self._timer.restart()
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the bare module: ranks need not run the same number of batches, and DDP would wait for buffers."""
-        return self._evaluate("val", "validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`validation_step`."""
-        return self._evaluate("test", "test_step", *args, **kwargs)
-
-    def _evaluate(self, stage: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        def samples() -> float:
-            return float(self._size_of(args[0]))
-
-        with getattr(self.precision_plugin, f"{stage}_step_context")(), _StepSamples(self, samples):
-            return getattr(self.lightning_module, name)(*args, **kwargs)
-
     # -- checkpoints, end --------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add the plan to the checkpoint; any strategy can load it."""
-        loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        if not any(loops.get("combined_loader", [True])):
-            del loops["combined_loader"]  # placeholders of the samplers, which other strategies would not expect
         if self.topology is not None:
-            fits = [[r.fixed, r.per_sample, max(r.samples, 1.0)] for r in self.share.reports]
-            checkpoint[_STATE] = {"planner": self.share.planner.state_dict(), "fits": fits}
+            add_plan(checkpoint, self.share)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._timer.restart()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, and the plan if the number of ranks is what it was."""
         super().load_optimizer_state_dict(checkpoint)
-        state = checkpoint.get(_STATE)
-        if state is None or self.options["balance"] != "auto" or self.topology is None:
-            return
-        if len(state["planner"]["costs"]) != self.topology.world:
-            rank_zero_warn(
-                f"The checkpoint's shares are for {len(state['planner']['costs'])} ranks; this job has "
-                f"{self.topology.world} and measures anew."
-            )
-            return
-        self.share.planner.load_state_dict(state["planner"])
-        if state["fits"]:
-            fixed, per_sample, samples = state["fits"][self.topology.rank]
-            self.share.cost.assume(Cost(fixed, per_sample), int(samples))
+        assert self.topology is not None
+        restore_plan(checkpoint, self.share, self.topology.rank)
 
     def on_train_start(self) -> None:
         """If the loaders were set up before a checkpoint was restored, let them begin again where it stands."""
@@ -394,32 +303,3 @@ class HeteroStrategy(Collectives):
                 "strategy's name."
             ),
         )
-
-    # -- signals -----------------------------------------------------------------------------------
-
-    def _request_stop(self, signum: int, frame: Any) -> None:
-        if not self.share.stop_requested and self.launcher is not None:
-            self.launcher.kill(signum)
-        self.share.stop_requested = True
-
-    def _heed_stop(self) -> None:
-        if any(report.stop for report in self.share.reports):
-            self._trainer._signal_connector.received_sigterm = True  # the Trainer stops, on all ranks at this step
-
-
-class _StepSamples:
-    """While a step runs, means weigh this rank by its samples."""
-
-    def __init__(self, strategy: HeteroStrategy, samples: Callable[[], float]) -> None:
-        self._strategy, self._samples = strategy, samples
-
-    def __enter__(self) -> None:
-        self._strategy._step_samples = self._samples
-
-    def __exit__(self, *_: object) -> None:
-        self._strategy._step_samples = None
-
-
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")

@@ -194,8 +194,8 @@ class Loaders:
         if most > 2 * -(-self.planner.total // world):
             raise DataError(
                 f"batch {step} of the epoch combines batches of {list(sizes)} samples, which {world} ranks cannot "
-                "split in equal proportions, as one weight for all of them needs. Use drop_last=True, or batch sizes and "
-                "dataset lengths with a large common divisor."
+                "split in equal proportions, as one weight for all of them needs. Use drop_last=True, or batch sizes "
+                "and dataset lengths with a large common divisor."
             )
 
     @staticmethod

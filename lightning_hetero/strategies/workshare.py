@@ -30,6 +30,7 @@ class Workshare:
         group: their process group for small CPU tensors.
         pulse: gathers the reports of all ranks.
         every_n_steps: how often ranks report.
+        stop_requested: whether this rank has been asked to stop.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Workshare:
         group: dist.ProcessGroup | None,
         pulse: Pulse,
         every_n_steps: int,
+        stop_requested: Callable[[], bool],
     ) -> None:
         self.planner, self.timer, self.loaders = planner, timer, loaders
         self.replica, self._group, self._pulse, self._every = replica, group, pulse, every_n_steps
@@ -48,7 +50,7 @@ class Workshare:
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, from the latest pulse
         self.fresh_epoch = False  # an iterator has just been made
-        self.stop_requested = False
+        self._stop_requested = stop_requested
         self.drawn: Drawn | None = None  # of the running step, None between steps
         self._laps: list[tuple[float, float, float]] = []  # samples, work, wait of each step since the last report
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
@@ -124,7 +126,7 @@ class Workshare:
         samples, work, wait = (sum(column) / count for column in zip(*self._laps, (0.0, 0.0, 0.0), strict=True))
         self._laps = []
         error = self.cost.error(max(int(samples), 1))
-        stop = float(self.stop_requested)
+        stop = float(self._stop_requested())
         return Report(*self.cost.cost, error, self.loaders.next_step(), samples, work, wait, stop)
 
 

@@ -7,6 +7,7 @@ arithmetic. A new plan starts at a step that no rank's sampler has drawn yet.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from lightning_hetero.errors import ConfigurationError, ShareError
@@ -71,13 +72,18 @@ class Plan:
         units = math.gcd(*sizes)
         if units == 0:
             return [[0] * len(self.costs) for _ in sizes]
-        width = sum(sizes) // units  # samples per unit
-        low = [-(-n // width) for n in self.low]
-        high = [n // width for n in self.high]
-        if sum(low) > units:
-            low = [0] * len(low)
-        shares = split(units, [Cost(c.fixed, c.per_sample * width) for c in self.costs], low, high)
+        shares = _split_units(self, units, sum(sizes) // units)
         return [[share * (size // units) for share in shares] for size in sizes]
+
+
+@lru_cache(maxsize=256)  # asked at every step, with one answer for all but the tails
+def _split_units(plan: Plan, units: int, width: int) -> list[int]:
+    """Shares of ``units`` units, each of ``width`` samples."""
+    low = [-(-n // width) for n in plan.low]
+    high = [n // width for n in plan.high]
+    if sum(low) > units:
+        low = [0] * len(low)
+    return split(units, [Cost(c.fixed, c.per_sample * width) for c in plan.costs], low, high)
 
 
 class Planner:
@@ -144,8 +150,7 @@ class Planner:
 
     def shares(self, step: int) -> list[int]:
         """Shares of a full batch at ``step``, in samples."""
-        plan = self.at(step)
-        return split(self.total, plan.costs, plan.low, plan.high)
+        return self.at(step).split([self.total])[0]
 
     def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
         """Solve the split again; deterministic in its arguments, so that all ranks agree.

@@ -1,0 +1,59 @@
+"""How a process becomes a rank: the launcher's word, a gloo world for all devices, the topology."""
+
+from dataclasses import asdict
+
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from typing_extensions import override
+
+from lightning_hetero.comm.agreement import agree
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.topology import Place, Topology, device_identity, discover
+from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
+from lightning_hetero.strategies.collectives import Collectives
+from lightning_hetero.strategies.options import Options
+from lightning_hetero.workload.timer import StepTimer
+
+
+class Membership(Collectives):
+    """Joins jobs whose nodes differ in the number of their ranks and in their devices."""
+
+    options: Options  # the user's, the same on every rank
+    topology: Topology | None = None  # once the process has joined
+
+    @override
+    def set_world_ranks(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.parallel_devices is not None
+        check_variables(self.cluster_environment, self.num_nodes)
+        self.parallel_devices = local_devices(self.cluster_environment, self.parallel_devices)
+        super().set_world_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self.cluster_environment = RaggedEnvironment(self.cluster_environment)
+        super()._configure_launcher()
+
+    @override
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        with deadline("join the job"):
+            _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
+        if self.topology is None:
+            self._timer = StepTimer(self.root_device)
+            host = hostname()
+            place = Place(host, self.node_rank, self.local_rank, device_identity(self.root_device, host))
+            self.topology = discover(place, self.options.ranks_per_node)
+            agree("the strategy's options", asdict(self.options))
+            self._join(self.topology)
+
+    def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
+        return (tuple(range(topology.world)),)
+
+    def _join(self, topology: Topology) -> None:
+        """Make the process groups, and what depends on them."""
+        raise NotImplementedError  # the strategy's
