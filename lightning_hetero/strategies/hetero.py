@@ -160,10 +160,9 @@ class HeteroStrategy(Evaluation):
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]
         if len(self.share.replica) == 1:
             return model  # nothing to average with: DDP would only cost time
-        device_ids = self.determine_ddp_device_ids()
-        return ReplicaDDP(
-            self._timer, module=model, device_ids=device_ids, process_group=self._data_group, **self._ddp_kwargs
-        )
+        # A LightningCLI passes every option of DDP, the group too.
+        options = {**self._ddp_kwargs, "process_group": self._data_group}
+        return ReplicaDDP(self._timer, module=model, device_ids=self.determine_ddp_device_ids(), **options)
 
     def _register_ddp_hooks(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
