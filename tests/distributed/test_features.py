@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,14 @@ def test_resuming_within_an_epoch(tmp_path: Path, module_class: Any, workers: in
         # DDP lays its buckets out anew after its first step, and so sums three ranks in another order.
         assert error(result["weights"][2], result["weights"][0]) <= 1e-12
         assert error(result["weights"][1], result["weights"][0]) > 1e-3
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_steps": 22, "max_epochs": -1}])
+def test_resuming_at_the_end_of_an_epoch(tmp_path: Path, limits: dict[str, Any]) -> None:
+    for result in run(_resume, WORLD, str(tmp_path), Net, 2, 8, limits):
+        whole, first, second = result["seen"]
+        assert first == whole[:8]
+        assert second == whole[8:]
 
 
 def _portable(folder: str) -> dict[str, Any]:
@@ -268,3 +278,34 @@ def _as_nodes() -> Any:
 def test_one_rank_alone() -> None:
     result = run(fit, 1, Net, 12)[0]
     assert result["shares"] == [12]
+
+
+SCRIPT = """
+import torch, lightning_hetero, lightning.pytorch as pl
+from torch.utils.data import DataLoader, TensorDataset
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def on_train_end(self):
+        if self.trainer.is_global_zero:
+            print("ranks", len(self.trainer.strategy.share.planner.shares(0)))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(strategy=STRATEGY, accelerator="cpu", devices=2, max_epochs=1, **quiet)
+    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4))
+"""
+
+
+@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_ddp_spawn", "hetero_ddp_fork"])
+def test_lightning_starts_the_ranks(tmp_path: Path, name: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("STRATEGY", repr(name)))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ranks 2" in done.stdout

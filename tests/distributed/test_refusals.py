@@ -221,6 +221,21 @@ def test_options_that_differ(tmp_path: Path) -> None:
         assert "rebalance_every_n_steps: rank 0: 3, rank 1: 4" in str(outcome.error)
 
 
+def _settings_by_rank(folder: str) -> None:
+    import os
+
+    rank = int(os.environ["RANK"])
+    _train(folder, trainer={"precision": ["32-true", "bf16-mixed"][rank], "accumulate_grad_batches": 1 + rank})
+
+
+def test_trainer_settings_that_differ(tmp_path: Path) -> None:
+    # As when one rank is on a CPU, where 16-mixed silently becomes bf16-mixed.
+    for outcome in attempt(_settings_by_rank, 2, str(tmp_path)):
+        assert isinstance(outcome.error, DisagreementError), outcome.trace
+        assert "precision: rank 0: 32-true, rank 1: bf16-mixed" in str(outcome.error)
+        assert "accumulate_grad_batches: rank 0: 1, rank 1: 2" in str(outcome.error)
+
+
 def _data_by_rank() -> DataLoader:
     import os
 
