@@ -70,4 +70,6 @@ def machine() -> str:
     import torch
 
     load = os.getloadavg()[0]
-    return f"{os.cpu_count()} cores, load average {load:.2f}, torch {torch.__version__}, lightning {lightning.__version__}"
+    return (
+        f"{os.cpu_count()} cores, load average {load:.2f}, torch {torch.__version__}, lightning {lightning.__version__}"
+    )

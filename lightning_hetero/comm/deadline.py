@@ -10,16 +10,26 @@ from lightning_hetero.errors import CommunicationError
 
 @contextmanager
 def deadline(what: str) -> Iterator[None]:
-    """Run collectives; their process group carries the time limit.
+    """Run collectives, perhaps among other things; their process group carries the time limit.
+
+    Args:
+        what: completes "rank 1 of 4 could not ...".
 
     Raises:
-        CommunicationError: another rank did not take part in time, or has gone.
+        CommunicationError: another rank did not take part in time, or has gone. Other errors pass through.
     """
     try:
         yield
-    except RuntimeError as error:  # gloo and NCCL raise this, and subclasses of it
+    except RuntimeError as error:
+        if not _is_of_communication(error):
+            raise
+        me = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "this process"
         raise CommunicationError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} could not {what}: another rank has failed or was too "
-            f"late (the strategy's `timeout` is the limit). Look for the first error among the other ranks. "
-            f"Cause: {error}"
+            f"{me} could not {what}: another rank has failed or was too late (the strategy's `timeout` is the limit). "
+            f"Look for the first error among the other ranks. Cause: {error}"
         ) from error
+
+
+def _is_of_communication(error: RuntimeError) -> bool:
+    # NCCL and the store have their own classes; gloo raises plain RuntimeErrors that name its source files.
+    return isinstance(error, dist.DistError) or "gloo" in str(error)

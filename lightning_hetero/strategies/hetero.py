@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.strategies.checkpoint import add_plan, restore_plan
@@ -241,7 +242,8 @@ class HeteroStrategy(Evaluation):
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
-        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        with deadline("average gradients"):
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._timer.backward_done()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)

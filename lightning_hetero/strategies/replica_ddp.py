@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.workload.timer import StepTimer
 
 
@@ -23,7 +24,7 @@ class ReplicaDDP(DistributedDataParallel):
         self._step_timer = timer
 
     def _sync_buffers(self) -> None:
-        with self._step_timer.waiting():
+        with self._step_timer.waiting(), deadline("share buffers"):
             super()._sync_buffers()
 
     def share_buffers(self) -> None:

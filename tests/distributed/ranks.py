@@ -3,6 +3,7 @@
 Processes are forked from a server that has imported Lightning once, so that a job starts in a fraction of a second.
 """
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -12,9 +13,10 @@ import socket
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -159,7 +161,5 @@ def _rank(end: Connection, variables: dict[str, str], function: Callable[..., An
     end.close()
     if torch.distributed.is_initialized():
         # A rank that leaves first would break the others' last collectives off.
-        try:
+        with contextlib.suppress(Exception):
             torch.distributed.destroy_process_group()
-        except Exception:
-            pass

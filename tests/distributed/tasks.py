@@ -1,6 +1,7 @@
 """Models, data and fits that the distributed tests run on ranks, and in one process as their oracle."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch

@@ -1,8 +1,10 @@
 """Every kind of dataloader: each sample counts exactly once, and the weights are those of one process."""
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, Iterator
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -41,7 +43,7 @@ def test_every_index_once_per_epoch_while_shares_change(workers: int) -> None:
     changes = {2: [4.0, 1.0, 1.0], 9: [1.0, 1.0, 4.0], 20: [1.0, 4.0, 1.0]}
     loader = {"num_workers": workers, "persistent_workers": workers > 0}
     results = run(fit, WORLD, Net, 12, 96, changes=changes, loader=loader)
-    assert counts(results) == Counter({i: 3 for i in range(96)})
+    assert counts(results) == Counter(dict.fromkeys(range(96), 3))
     assert {len(result["seen"]) for result in results} == {3 * 8}
     assert len({len(batch) for batch in results[0]["seen"]}) > 1
 
@@ -50,7 +52,7 @@ def test_measured_shares_with_prefetching_workers() -> None:
     strategy = {"balance": "auto", "rebalance_every_n_steps": 2}
     loader = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
     results = run(_slow_ranks, WORLD, strategy, loader)
-    assert counts(results) == Counter({i: 3 for i in range(96)})
+    assert counts(results) == Counter(dict.fromkeys(range(96), 3))
     assert results[0]["shares"][0] > results[0]["shares"][2]  # rank 2 is made slower
 
 
@@ -166,7 +168,7 @@ def _sharded_by_user(how: str) -> dict[str, Any]:
 
 def test_own_distributed_sampler() -> None:
     results = run(_sharded_by_user, WORLD, "distributed sampler")
-    assert counts(results) == Counter({i: 2 for i in range(93)})
+    assert counts(results) == Counter(dict.fromkeys(range(93), 2))
     assert error(results[0]["parameters"], results[2]["parameters"]) <= 1e-12
 
 
@@ -175,9 +177,7 @@ def test_own_shards_of_unequal_size() -> None:
     assert {len(result["seen"]) for result in results} == {2 * 14}
     # Against one process on the same global batches, whose sizes shrink as shards end.
     edges, data, module = [0, 9, 40, 93], dataset(93), Net()
-    batches = [
-        [i for a, b in zip(edges, edges[1:], strict=False) for i in range(a, b)[4 * s : 4 * s + 4]] for s in range(14)
-    ]
+    batches = [[i for a, b in itertools.pairwise(edges) for i in range(a, b)[4 * s : 4 * s + 4]] for s in range(14)]
     loader = DataLoader(data, batch_sampler=batches)
     pl.Trainer(devices=1, **{**FAST, "max_epochs": 2}).fit(module, loader)
     for result in results:
