@@ -6,10 +6,11 @@ Importing this package registers its strategy strings with Lightning::
     trainer = Trainer(strategy="hetero_ddp", devices=4)
 """
 
+from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies import HeteroDDPStrategy, HeteroStrategy, register
 
-__all__ = ["HeteroDDPStrategy", "HeteroError", "HeteroStrategy", "__version__"]
+__all__ = ["EmulatedSpeed", "HeteroDDPStrategy", "HeteroError", "HeteroMonitor", "HeteroStrategy", "__version__"]
 __version__ = "0.1.0"
 
 register()

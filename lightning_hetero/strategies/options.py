@@ -26,7 +26,7 @@ class Options:
     timeout: timedelta
 
     def __post_init__(self) -> None:
-        if isinstance(self.balance, str) and self.balance not in ("auto", "off"):
+        if self.balance not in ("auto", "off") and not isinstance(self.balance, list | tuple):
             raise ConfigurationError(
                 f"balance={self.balance!r}: give 'auto', 'off', or a list with one share per rank."
             )

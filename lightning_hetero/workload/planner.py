@@ -47,12 +47,15 @@ class Plan:
         costs: cost per rank; for fixed shares, ``k`` is the inverse share.
         low: least samples per rank.
         high: most samples per rank.
+        reach: largest part of a batch that each rank is trusted with, 0 to 1; beyond what it has been seen to manage
+            its cost is an extrapolation.
     """
 
     start: int
     costs: tuple[Cost, ...]
     low: tuple[int, ...]
     high: tuple[int, ...]
+    reach: tuple[float, ...] = ()
 
     def split(self, sizes: Sequence[int]) -> list[list[int]]:
         """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
@@ -81,6 +84,8 @@ def _split_units(plan: Plan, units: int, width: int) -> list[int]:
     """Shares of ``units`` units, each of ``width`` samples."""
     low = [-(-n // width) for n in plan.low]
     high = [n // width for n in plan.high]
+    if plan.reach:
+        high = [min(h, max(lo, math.ceil(part * units))) for h, lo, part in zip(high, low, plan.reach, strict=True)]
     if sum(low) > units:
         low = [0] * len(low)
     return split(units, [Cost(c.fixed, c.per_sample * width) for c in plan.costs], low, high)
@@ -127,7 +132,7 @@ class Planner:
         barred = tuple(0 if s == 0 else h for s, h in zip(shares, self._high, strict=True))
         costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
         self.plans = [Plan(0, costs, self._low, barred)]
-        self._most = [0] * world  # samples that each rank has been given so far
+        self._most = [0.0] * world  # the largest part of a batch that each rank has been given so far
 
     def expect(self, total: int) -> None:
         """Say how many samples a full step holds (of all loaders together).
@@ -142,7 +147,7 @@ class Planner:
                 f"a global batch of {total} samples is too small for {self.world} ranks that take at least "
                 f"{list(self._low)}. Raise the batch size, lower `min_batch_size`, or use fewer ranks."
             )
-        self._note(split(total, plan.costs, plan.low, plan.high))
+        self._note(plan.split([total])[0])
 
     def at(self, step: int) -> Plan:
         """The plan in force at ``step``."""
@@ -150,7 +155,7 @@ class Planner:
 
     def shares(self, step: int) -> list[int]:
         """Shares of a full batch at ``step``, in samples."""
-        return self.at(step).split([self.total])[0]
+        return self.at(step).split([self.total])[0]  # zeros where streams decide, whose batches no plan sizes
 
     def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
         """Solve the split again; deterministic in its arguments, so that all ranks agree.
@@ -166,12 +171,19 @@ class Planner:
         if not (self.auto and self.total) or latest.start > step or any(math.isinf(r.error) for r in reports):
             return None
         costs = tuple(Cost(r.fixed, r.per_sample) for r in reports)
-        high = tuple(min(h, math.ceil(self.GROWTH * n)) for h, n in zip(self._high, self._most, strict=True))
-        plan = Plan(max(int(r.drawn) for r in reports), costs, self._low, high)
-        shares = split(self.total, costs, plan.low, plan.high)
-        before = makespan(split(self.total, latest.costs, latest.low, latest.high), costs)
-        gain = 1 - makespan(shares, costs) / before
-        if gain <= max(self.min_gain, self.CAUTION * max(r.error for r in reports)):
+        reach = tuple(min(1.0, self.GROWTH * part) for part in self._most)
+        start = max(int(r.drawn) for r in reports)
+        best, even = (Plan(start, c, self._low, self._high, reach) for c in (costs, (Cost(0.0, 1.0),) * self.world))
+        now, then, same = (makespan(plan.split([self.total])[0], costs) for plan in (latest, best, even))
+        least = max(self.min_gain, self.CAUTION * max(r.error for r in reports))
+        if same <= now and then >= (1 - least) * same:
+            plan = even  # nothing to gain, as where a batch costs the same whatever its size: do not wander
+        elif then < (1 - least) * now:
+            plan = best
+        else:
+            return None
+        shares = plan.split([self.total])[0]
+        if shares == latest.split([self.total])[0]:
             return None
         self._note(shares)
         self.plans = [p for p in self.plans[-4:] if p is self.at(step) or p.start > step] + [plan]
@@ -182,19 +194,18 @@ class Planner:
         plan = self.plans[-1]
         return {
             "costs": [list(cost) for cost in plan.costs],
-            "low": list(plan.low),
-            "high": list(plan.high),
+            "reach": list(plan.reach),
             "most": list(self._most),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the plan of :meth:`state_dict`, from the first step on."""
+        """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""
         costs = tuple(Cost(*cost) for cost in state["costs"])
-        self.plans = [Plan(0, costs, tuple(state["low"]), tuple(state["high"]))]
+        self.plans = [Plan(0, costs, self._low, self._high, tuple(state["reach"]))]
         self._most = list(state["most"])
 
     def _note(self, shares: Sequence[int]) -> None:
-        self._most = [max(most, n) for most, n in zip(self._most, shares, strict=True)]
+        self._most = [max(most, n / self.total) for most, n in zip(self._most, shares, strict=True)]
 
 
 def fixed_shares(balance: Sequence[float], world: int) -> list[float]:
@@ -216,6 +227,8 @@ def fixed_shares(balance: Sequence[float], world: int) -> list[float]:
 
 
 def _per_rank(name: str, value: int | Sequence[int], world: int) -> tuple[int, ...]:
+    if not isinstance(value, int | list | tuple):
+        raise ConfigurationError(f"{name}={value!r}: give a whole number of samples, or a list with one per rank.")
     limits = (value,) * world if isinstance(value, int) else tuple(value)
     if len(limits) != world:
         raise ConfigurationError(

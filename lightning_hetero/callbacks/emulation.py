@@ -1,0 +1,114 @@
+"""Lets one machine pass for devices of unequal speed."""
+
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.workload.shares import Cost
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class EmulatedSpeed(Callback):
+    """Emulation: makes each rank as slow as a device that needs ``a + k * n`` seconds for ``n`` samples.
+
+    A rank sleeps before each backward pass, so that forward and backward together take that long. A sleep uses no
+    core, so a few cores emulate many devices, as long as their real work fits in. Only training is slowed down; the
+    optimizer, data loading and communication take the time they really take. For ranks on CPUs: the queue of a GPU
+    is not waited for. Works with every strategy, Lightning's own too.
+
+    Args:
+        costs: ``(a, k)`` of each rank, in seconds and seconds per sample; ``(0, 0)`` leaves a rank as fast as it is.
+        change_at: other costs from a batch on, counted from 0 over all epochs: a device that slows down, say.
+
+    Raises:
+        ConfigurationError: a cost is negative or not finite, or there is not one per rank.
+
+    Example::
+
+        Trainer(devices=2, callbacks=[EmulatedSpeed([(0.01, 0.002), (0.01, 0.008)])])  # the second 4x slower
+    """
+
+    #: So many batches in a row must overrun before that is no mere hiccup.
+    OVERRUNS = 5
+
+    def __init__(
+        self,
+        costs: Sequence[tuple[float, float]],
+        change_at: Mapping[int, Sequence[tuple[float, float]]] | None = None,
+    ) -> None:
+        schedule = {0: costs, **(change_at or {})}
+        self._costs = {batch: [Cost(*cost) for cost in row] for batch, row in schedule.items()}
+        for batch, row in self._costs.items():
+            if not all(math.isfinite(x) and x >= 0 for cost in row for x in cost):
+                raise ConfigurationError(f"costs from batch {batch} on: {row}: seconds are finite and at least 0.")
+            if len(row) != len(costs):
+                raise ConfigurationError(f"{len(row)} costs from batch {batch} on, {len(costs)} before: one per rank.")
+        self._backward: deque[float] = deque(maxlen=5)  # seconds of real backward passes; the first is out of line
+        self._began: float | None = None  # the running batch, until its backward pass
+        self._resumed = 0.0  # when the real backward pass began
+        self._samples = 0
+        self._overruns, self._warned = 0, False
+
+    @override
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """See that there is one cost per rank."""
+        if len(self._costs[0]) != trainer.world_size:
+            raise ConfigurationError(
+                f"EmulatedSpeed has {len(self._costs[0])} costs for {trainer.world_size} ranks: give one each."
+            )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """The emulated device starts here."""
+        self._samples = extract_batch_size(batch)
+        self._began = time.perf_counter()
+
+    @override
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
+        """Sleep for as long as the emulated device would still compute when the real one is done."""
+        if self._began is None:
+            return  # another backward pass of a batch that has been slowed down already
+        batch = trainer.fit_loop.epoch_loop.total_batch_idx
+        cost = self._costs[max(start for start in self._costs if start <= batch)][trainer.global_rank]
+        real = time.perf_counter() - self._began + (median(self._backward) if self._backward else 0.0)
+        pause = cost.seconds(self._samples) - real
+        if pause > 0:
+            time.sleep(pause)
+        self._check(pause, real, cost, trainer.global_rank)
+        self._began = None
+        if loss.requires_grad:
+            self._resumed = time.perf_counter()
+            loss.register_hook(self._queue)
+
+    def _queue(self, grad: Tensor) -> None:
+        # Runs when all of this rank's own gradients are ready, before the callback in which DDP waits for the others.
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+
+    def _backward_done(self) -> None:
+        self._backward.append(time.perf_counter() - self._resumed)
+
+    def _check(self, pause: float, real: float, cost: Cost, rank: int) -> None:
+        self._overruns = self._overruns + 1 if pause < 0 and any(cost) else 0
+        if self._overruns == self.OVERRUNS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"EmulatedSpeed on rank {rank}: {self._samples} samples really take {1e3 * real:.1f} ms, more than the "
+                f"emulated {1e3 * cost.seconds(self._samples):.1f} ms (a={cost.fixed} s, k={cost.per_sample} s). "
+                "Emulate slower devices, or run fewer ranks per core.",
+                stacklevel=2,
+            )

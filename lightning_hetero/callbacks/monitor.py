@@ -1,0 +1,123 @@
+"""Shows who computes how much, how fast, and who waits."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies.hetero import HeteroStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class Record(NamedTuple):
+    """What the ranks told each other at one exchange; of times and samples, the mean per step since the one before.
+
+    Attributes:
+        step: batches done when it was taken in.
+        shares: samples of a full batch that each rank is to take, by the plan in force.
+        samples: samples that each rank processed.
+        compute: seconds of each rank's own work.
+        wait: seconds that each rank waited for others.
+    """
+
+    step: int
+    shares: tuple[int, ...]
+    samples: tuple[float, ...]
+    compute: tuple[float, ...]
+    wait: tuple[float, ...]
+
+    @property
+    def samples_per_s(self) -> tuple[float, ...]:
+        """Speed of each rank while it works."""
+        return tuple(n / seconds for n, seconds in zip(self.samples, self.compute, strict=True))
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of the whole job."""
+        return sum(self.samples) * len(self.samples) / (sum(self.compute) + sum(self.wait))
+
+    @property
+    def waiting(self) -> float:
+        """Fraction of all ranks' time that was spent waiting."""
+        return sum(self.wait) / (sum(self.compute) + sum(self.wait))
+
+
+class HeteroMonitor(Callback):
+    """Logs how a strategy of this package splits batches, and what comes of it.
+
+    Whenever the ranks have exchanged their measurements (``rebalance_every_n_steps``) the Trainer's loggers get, of
+    each rank ``i``::
+
+        hetero/share/rank{i}          samples per step
+        hetero/samples_per_s/rank{i}  its own speed while it works
+        hetero/compute_s/rank{i}      seconds per step of its own work
+        hetero/wait_s/rank{i}         seconds per step that it waits for others
+
+    and of the job ``hetero/samples_per_s`` and ``hetero/waiting``, the fraction of all ranks' time spent waiting. The
+    progress bar shows the last two and the shares.
+
+    It exchanges nothing itself. With accumulation, a step here is one batch.
+
+    Attributes:
+        history: everything logged so far, on every rank; in memory only.
+    """
+
+    def __init__(self) -> None:
+        self.history: list[Record] = []
+        self._seen: object = None
+
+    @override
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Refuse strategies that have nothing to show.
+
+        Raises:
+            UnsupportedError: the strategy does not split batches by speed.
+        """
+        if not isinstance(trainer.strategy, HeteroStrategy):
+            raise UnsupportedError(
+                f"HeteroMonitor shows how batches are split by speed, which {type(trainer.strategy).__name__} does not "
+                "do. Use a strategy of this package, such as Trainer(strategy='hetero_ddp'), or leave the callback out."
+            )
+
+    @override
+    def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
+        """Log the latest exchange once; it arrives at the same step on every rank."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, HeteroStrategy)
+        share = strategy.share
+        if share.reports is self._seen:
+            return
+        self._seen = share.reports
+        if not share.reports or not all(report.samples for report in share.reports):
+            return  # nothing yet, or a GPU whose first times are still to come
+        _, _, _, _, samples, compute, wait, _ = zip(*share.reports, strict=True)
+        planned = share.planner.total > 0  # but for streams, whose batches no plan sizes
+        shares = share.planner.shares(share.step - 1) if planned else map(round, samples)
+        record = Record(share.step, tuple(shares), samples, compute, wait)
+        self.history.append(record)
+        for logger in trainer.loggers:
+            logger.log_metrics(_metrics(record), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        # `self.log(..., prog_bar=True)` takes numbers only and costs a hundred times as much; bars show text as well.
+        trainer.progress_bar_metrics.update(_texts(record))  # type: ignore[arg-type]
+
+
+def _metrics(record: Record) -> dict[str, float]:
+    columns = {
+        "share": record.shares,
+        "samples_per_s": record.samples_per_s,
+        "compute_s": record.compute,
+        "wait_s": record.wait,
+    }
+    per_rank = {f"hetero/{name}/rank{i}": float(x) for name, row in columns.items() for i, x in enumerate(row)}
+    return {**per_rank, "hetero/samples_per_s": record.throughput, "hetero/waiting": record.waiting}
+
+
+def _texts(record: Record) -> dict[str, str]:
+    return {
+        "samples/s": f"{record.throughput:.0f}",
+        "waiting": f"{record.waiting:.0%}",
+        "shares": " ".join(map(str, record.shares)),
+    }

@@ -1,0 +1,124 @@
+"""EmulatedSpeed: a step takes the time of the device that it emulates, under any strategy, and uses no core for it."""
+
+import time
+import warnings
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from ranks import run
+from tasks import FAST, EvaluatedNet, GanLike, Net, dataset
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
+from lightning_hetero.errors import ConfigurationError
+
+
+class Clock(pl.Callback):
+    """Seconds from a batch's start to the end of its backward pass, and of this process's CPU in it."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.cpu: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._began, self._cpu = time.perf_counter(), time.process_time()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append(time.perf_counter() - self._began)
+        self.cpu.append(time.process_time() - self._cpu)
+
+
+def _fit(emulated: EmulatedSpeed, module: pl.LightningModule | None = None, **options: Any) -> Clock:
+    clock = Clock()
+    trainer = pl.Trainer(max_epochs=1, callbacks=[clock, emulated], **{**FAST, "devices": 1, **options})
+    trainer.fit(module or Net(), DataLoader(dataset(120), batch_size=10))
+    return clock
+
+
+@pytest.mark.parametrize("module", [Net, GanLike], ids=lambda module: module.__name__)
+def test_a_step_takes_as_long_as_the_emulated_device(module: type[pl.LightningModule]) -> None:
+    clock = _fit(EmulatedSpeed([(0.03, 0.002)]), module())  # the second backward pass of a step is not slowed again
+    assert 0.045 < median(clock.steps) < 0.065
+    assert median(clock.cpu) < 0.02
+
+
+def test_costs_change_at_a_batch() -> None:
+    clock = _fit(EmulatedSpeed([(0.01, 0.0)], change_at={4: [(0.06, 0.0)], 8: [(0.02, 0.001)]}))
+    assert median(clock.steps[:4]) < 0.03
+    assert 0.055 < median(clock.steps[4:8]) < 0.075
+    assert 0.028 < median(clock.steps[8:]) < 0.045
+
+
+def test_validation_is_not_slowed() -> None:
+    module = EvaluatedNet()
+    trainer = pl.Trainer(max_epochs=1, callbacks=[EmulatedSpeed([(1.0, 0.0)])], devices=1, **FAST)
+    began = time.perf_counter()
+    trainer.fit(module, DataLoader(dataset(10), batch_size=10), DataLoader(dataset(40), batch_size=10))
+    assert 1.0 < time.perf_counter() - began < 3.0
+    assert len(module.evaluated) >= 40
+
+
+def test_warns_once_if_the_real_work_takes_longer() -> None:
+    with pytest.warns(
+        UserWarning, match=r"rank 0: 10 samples really take .* ms, more than the emulated 0\.0 ms"
+    ) as seen:
+        _fit(EmulatedSpeed([(1e-9, 0.0)]))
+    assert sum("EmulatedSpeed" in str(warning.message) for warning in seen) == 1
+
+
+def test_zero_cost_leaves_a_rank_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The '.*dataloader' does not have many workers")
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
+        warnings.filterwarnings("ignore", "The number of training batches")
+        assert median(_fit(EmulatedSpeed([(0.0, 0.0)])).steps) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("costs", "change_at", "message"),
+    [
+        ([(-0.1, 0.0)], None, "batch 0 on.*at least 0"),
+        ([(0.1, float("nan"))], None, "finite"),
+        ([(0.1, 0.0)], {5: [(0.1, float("inf"))]}, "batch 5 on"),
+        ([(0.1, 0.0)], {5: [(0.1, 0.0), (0.1, 0.0)]}, "2 costs from batch 5 on, 1 before"),
+    ],
+)
+def test_impossible_costs_are_refused(costs: Any, change_at: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        EmulatedSpeed(costs, change_at)
+
+
+def test_one_cost_per_rank() -> None:
+    with pytest.raises(ConfigurationError, match="2 costs for 1 ranks"):
+        _fit(EmulatedSpeed([(0.1, 0.0), (0.1, 0.0)]))
+
+
+def _train(strategy: Any, change_at: Any = None) -> dict[str, Any]:
+    emulated = EmulatedSpeed([(0.005, 0.001), (0.005, 0.004)], change_at)
+    if strategy == "hetero":
+        monitor = HeteroMonitor()
+        strategy, callbacks = HeteroDDPStrategy(timeout=60), [monitor]
+    else:
+        monitor, callbacks = None, []
+    clock = Clock()
+    trainer = pl.Trainer(strategy=strategy, devices=2, max_epochs=4, callbacks=[*callbacks, clock, emulated], **FAST)
+    trainer.fit(Net(), DataLoader(dataset(400), batch_size=20))  # 40 steps of 40 samples
+    return {"steps": clock.steps, "shares": [record.shares for record in monitor.history] if monitor else None}
+
+
+def test_under_ddp_every_rank_steps_at_the_pace_of_the_slowest() -> None:
+    for rank in run(_train, 2, "ddp"):
+        assert 0.080 < median(rank["steps"]) < 0.110  # 5 ms + 20 * 4 ms
+
+
+def test_hetero_ddp_finds_the_split_and_follows_a_change() -> None:
+    # The best split of 40 is 32 and 8 (37 ms); when both devices change places, 8 and 32.
+    first, second = run(_train, 2, "hetero", {20: [(0.005, 0.004), (0.005, 0.001)]})
+    assert first["shares"] == second["shares"]
+    assert 29 <= first["shares"][3][0] <= 35
+    assert 5 <= first["shares"][-1][0] <= 11
+    assert median(first["steps"][-8:]) < 0.070

@@ -1,0 +1,120 @@
+"""HeteroMonitor: what it logs is what the ranks reported, once, on all ranks alike."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import Logger
+from ranks import run
+from tasks import FAST, Net, dataset
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.callbacks import HeteroMonitor, Record
+from lightning_hetero.errors import UnsupportedError
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(dataset(10**3))
+
+
+def _fit(balance: Any = "auto", every: int = 4, data: Any = None, epochs: int = 1, **options: Any) -> dict[str, Any]:
+    monitor, logger, bar = HeteroMonitor(), Memory(), TQDMProgressBar()
+    strategy = HeteroDDPStrategy(balance=balance, rebalance_every_n_steps=every, timeout=60)
+    settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar], **options}
+    trainer = pl.Trainer(strategy=strategy, max_epochs=epochs, **settings)
+    trainer.fit(Net(), DataLoader(dataset(160) if data is None else data, batch_size=4))
+    return {
+        "history": [tuple(record) for record in monitor.history],
+        "rows": [row for row in logger.rows if "hetero/waiting" in row[1]],
+        "bar": dict(bar.get_metrics(trainer, trainer.lightning_module)),
+    }
+
+
+def test_all_ranks_keep_the_same_history_and_rank_zero_logs_it() -> None:
+    first, *others = run(_fit, 2, balance=[3.0, 1.0])
+    history = [Record(*row) for row in first["history"]]
+    # 20 steps: the reports of steps 4, 8, 12 and 16 arrive one step later; those of step 20 after the last batch.
+    assert [record.step for record in history] == [5, 9, 13, 17]
+    for record in history:
+        assert record.shares == (6, 2)
+        assert record.samples == (6.0, 2.0)
+        assert min(record.compute) > 0
+        assert min(record.wait) >= 0
+    assert all(other["history"] == first["history"] for other in others)
+    assert [step for step, _ in first["rows"]] == [4, 8, 12, 16]  # optimizer steps before this one, as Lightning counts
+
+    record, (_, metrics) = history[1], first["rows"][1]
+    assert set(metrics) == {
+        f"hetero/{name}/rank{i}" for name in ("share", "samples_per_s", "compute_s", "wait_s") for i in (0, 1)
+    } | {"hetero/samples_per_s", "hetero/waiting"}
+    assert metrics["hetero/share/rank0"] == 6
+    assert metrics["hetero/samples_per_s/rank1"] == pytest.approx(2 / record.compute[1])
+    step = (sum(record.compute) + sum(record.wait)) / 2
+    assert metrics["hetero/samples_per_s"] == pytest.approx(8 / step)
+    assert metrics["hetero/waiting"] == pytest.approx(sum(record.wait) / 2 / step)
+
+
+def test_the_progress_bar_shows_speed_waiting_and_shares() -> None:
+    first, _ = run(_fit, 2, balance=[3.0, 1.0])
+    assert first["bar"]["shares"] == "6 2"
+    assert int(first["bar"]["samples/s"]) > 0
+    assert 0 <= int(first["bar"]["waiting"].removesuffix("%")) <= 100
+
+
+def test_the_shares_are_those_of_the_plan_even_for_a_rank_that_only_repeats_a_sample() -> None:
+    first, _ = run(_fit, 2, balance=[1.0, 0.0])
+    assert first["history"][0][1] == (8, 0)
+    assert first["history"][0][2] == (8.0, 1.0)
+
+
+def test_reports_are_logged_once_across_epochs() -> None:
+    first, _ = run(_fit, 2, every=8, epochs=3)  # 60 steps
+    assert [row[0] for row in first["history"]] == [9, 17, 25, 33, 41, 49, 57]
+
+
+def test_accumulation_counts_batches_and_logs_at_optimizer_steps() -> None:
+    first, _ = run(_fit, 2, accumulate_grad_batches=2)
+    assert [row[0] for row in first["history"]] == [5, 9, 13, 17]
+    assert [step for step, _ in first["rows"]] == [2, 4, 6, 8]
+
+
+def test_streams_show_what_each_rank_processed() -> None:
+    first, _ = run(_fit, 2, data=Endless(), balance="off", limit_train_batches=6)
+    assert first["history"][0][1] == (4, 4)
+
+
+def test_one_rank() -> None:
+    [only] = run(_fit, 1)
+    assert [row[1] for row in only["history"]] == [(4,)] * 9
+    assert only["bar"]["shares"] == "4"
+
+
+def test_other_strategies_are_refused() -> None:
+    trainer = pl.Trainer(devices=1, max_steps=1, callbacks=[HeteroMonitor()], **FAST)
+    with pytest.raises(UnsupportedError, match=r"SingleDeviceStrategy does not do.*hetero_ddp"):
+        trainer.fit(Net(), DataLoader(dataset(), batch_size=4))
+
+
+def test_derived_numbers() -> None:
+    record = Record(5, (6, 2), (6.0, 2.0), compute=(0.2, 0.1), wait=(0.0, 0.1))
+    assert record.samples_per_s == pytest.approx((30.0, 20.0))
+    assert record.throughput == pytest.approx(40.0)
+    assert record.waiting == pytest.approx(0.25)
