@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LightningCLI
@@ -39,7 +39,7 @@ class Data(pl.LightningDataModule):
 
 if __name__ == "__main__":
     LightningCLI(Model, Data, save_config_callback=None)
-'''
+"""
 YAML = """
 trainer:
   accelerator: cpu

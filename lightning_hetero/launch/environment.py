@@ -90,14 +90,16 @@ def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
     """
     inner = getattr(environment, "inner", environment)
     if isinstance(inner, TorchElasticEnvironment):
-        _require(("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT"), "torchrun sets them all")
+        _require(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"), ("MASTER_ADDR",), "torchrun sets them all")
         if not 0 <= int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
             raise LaunchError(
                 f"RANK={os.environ['RANK']} is not below WORLD_SIZE={os.environ['WORLD_SIZE']}. Launch with torchrun, "
                 "which sets both."
             )
     elif isinstance(inner, LightningEnvironment) and num_nodes > 1:
-        _require((), ("MASTER_ADDR",), "without them every node would wait for the others on its own 127.0.0.1")
+        _require(
+            ("MASTER_PORT",), ("MASTER_ADDR",), "without them every node would wait on a port of its own 127.0.0.1"
+        )
         if "NODE_RANK" not in os.environ and "GROUP_RANK" not in os.environ:
             raise LaunchError(
                 f"num_nodes={num_nodes}, but NODE_RANK is not set, so that every node would take itself for the "

@@ -135,7 +135,7 @@ class HeteroStrategy(Evaluation):
             topology.rank,
             replica,
             planner,
-            self._position,
+            self._begin_pass,
             self.broadcast,
             exchange,
             extract_batch_size,
@@ -197,8 +197,11 @@ class HeteroStrategy(Evaluation):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
+    def _begin_pass(self) -> Position:
+        self.share.begin_pass()
+        return self._position()
+
     def _position(self) -> Position:
-        self.share.fresh_epoch = True
         fit = self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed  # type: ignore[attr-defined]
         batches = fit.epoch_loop.batch_progress.current.processed if fit.restarting else 0  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ class Loaders:
         rank: this rank.
         replica: the ranks that average gradients with this one, itself among them.
         planner: the agreed plans.
-        position: where training stands.
+        begin: says where training stands; called whenever an epoch's first batch is drawn.
         broadcast: sends an object from rank 0 (collective).
         exchange: sums a tally over the ranks (collective).
         size_of: samples in a batch.
@@ -39,14 +39,14 @@ class Loaders:
         rank: int,
         replica: Sequence[int],
         planner: Planner,
-        position: Callable[[], Position],
+        begin: Callable[[], Position],
         broadcast: Callable[[Any], Any],
         exchange: Callable[[Tally], Tally],
         size_of: Callable[[Any], int],
         global_batch_size: int | None,
     ) -> None:
         self.rank, self.replica, self.planner = rank, replica, planner
-        self._position, self._broadcast, self._exchange, self._size_of = position, broadcast, exchange, size_of
+        self._begin, self._broadcast, self._exchange, self._size_of = begin, broadcast, exchange, size_of
         self._global_batch_size = global_batch_size
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
 
@@ -96,7 +96,7 @@ class Loaders:
         """The first step that this rank has not drawn yet."""
         samplers = [getattr(source, "batch_sampler", source) for source in self.sources()]
         ahead = [s.next_step for s in samplers if isinstance(s, ShareSampler | VaryingBatchSizes)]
-        return max(ahead, default=self._position().step + 1)
+        return max(ahead, default=0)  # streams of the user's own sizes follow no plan
 
     def take(self) -> Drawn:
         """What was drawn for the batch that is about to be trained on: samples of all loaders together."""
@@ -135,7 +135,11 @@ class Loaders:
             return GroupedBatches(self._agreed(batch_sampler), self.planner.world)
         order = self._order(batch_sampler.sampler)
         size = self._batch_size(loader)
-        return EvenBatches(order, size) if evaluation else FixedBatches(order, size, batch_sampler.drop_last)
+        return (
+            EvenBatches(order, size, self.planner.world)
+            if evaluation
+            else FixedBatches(order, size, batch_sampler.drop_last)
+        )
 
     def _order(self, sampler: Any) -> Any:
         # Lightning has put a DistributedSampler here, of one replica: around the dataset, in which case the order
@@ -160,7 +164,7 @@ class Loaders:
             self.planner.expect(total)
             loader = copy.copy(loader)  # the user's own stays as it is
             share = VaryingBatchSizes(
-                lambda step: self.planner.at(step).split([total])[0][self.rank], lambda: self._position().step
+                lambda step: self.planner.at(step).split([total])[0][self.rank], lambda: self._begin().step
             )
             object.__setattr__(loader, "batch_sampler", share)
         _auto_add_worker_init_fn(loader, self.rank)
@@ -186,7 +190,7 @@ class Loaders:
             self.planner.expect(sum(steps[0]))
             for step, sizes in enumerate(steps):
                 self._check_proportions(step, sizes)
-        return self._position()
+        return self._begin()
 
     def _check_proportions(self, step: int, sizes: Sequence[int]) -> None:
         world, units = self.planner.world, math.gcd(*sizes)

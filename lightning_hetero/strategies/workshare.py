@@ -49,17 +49,22 @@ class Workshare:
         self.cost = CostModel()
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, from the latest pulse
-        self.fresh_epoch = False  # an iterator has just been made
+        self._fresh_pass = False  # an epoch's first batch has just been drawn
         self._stop_requested = stop_requested
         self.drawn: Drawn | None = None  # of the running step, None between steps
         self._laps: list[tuple[float, float, float]] = []  # samples, work, wait of each step since the last report
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
 
+    def begin_pass(self) -> None:
+        """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
+        self.listen()  # or the next plan could begin at a step that is drawn now
+        self._fresh_pass = True
+
     def begin(self) -> None:
         """A training batch has arrived."""
         self.end()  # if nothing else has ended the last step
-        if self.fresh_epoch:  # starting workers and the like is not what a batch costs
-            self.fresh_epoch = False
+        if self._fresh_pass:  # starting workers and the like is not what a batch costs
+            self._fresh_pass = False
             self.timer.restart()
         self.listen()
         if not self.loaders.sources():

@@ -52,7 +52,7 @@ class CostModel:
         """Relative standard error of :meth:`predict`; infinite before the model is ready."""
         if not self.ready:
             return math.inf
-        return math.sqrt(max(self._variance(samples), 0.0)) / max(self.predict(samples), 1e-12)
+        return math.sqrt(self._variance(samples)) / max(self.predict(samples), 1e-12)
 
     def observe(self, samples: int, seconds: float) -> None:
         """Take in one measured batch of ``samples >= 1`` samples that took ``seconds`` of this rank's own time."""
@@ -67,6 +67,9 @@ class CostModel:
             return
         self._fade()
         predicted = self.predict(samples)
+        if predicted <= 0:  # extrapolated to where no line through the past makes sense
+            self._start(samples, seconds)
+            return
         surprise = seconds - predicted
         spread = math.sqrt(self._variance(samples) + (self.noise * predicted) ** 2)
         if abs(surprise) > max(self.FAR * spread, self.JUMP * predicted):
@@ -107,7 +110,7 @@ class CostModel:
 
     def _variance(self, samples: int) -> float:
         p_aa, p_ak, p_kk = self._p
-        return p_aa + 2 * samples * p_ak + samples**2 * p_kk
+        return max(p_aa + 2 * samples * p_ak + samples**2 * p_kk, 0.0)  # below 0 only by rounding
 
     def _jump(self, samples: int, ratio: float) -> None:
         self._a, self._k = ratio * self._a, ratio * self._k

@@ -56,14 +56,23 @@ class EvenBatches(FixedBatches):
     """As few batches of at most ``batch_size`` samples as hold them all, as even as can be.
 
     Evaluation uses them: no batch is so short that a rank is left without a sample, so that all ranks run the same
-    number of batches and yet see every sample exactly once.
+    number of batches and yet see every sample exactly once. Where even batches would be smaller than the ranks are
+    many, full ones come first, so that every rank has at least one batch.
+
+    Args:
+        sampler: yields dataset indices, the same on every rank, and has a length.
+        batch_size: most samples in a global batch; raised to ``world``.
+        world: number of ranks.
     """
 
-    def __init__(self, sampler: Any, batch_size: int) -> None:
-        super().__init__(sampler, batch_size, drop_last=False)
+    def __init__(self, sampler: Any, batch_size: int, world: int) -> None:
+        super().__init__(sampler, max(batch_size, world), drop_last=False)
+        self._even = len(sampler) >= len(self) * world
 
     @override
     def size(self, index: int) -> int:
+        if not self._even:
+            return super().size(index)
         least, extra = divmod(len(self.sampler), len(self))
         return least + (index < extra)
 
@@ -117,6 +126,7 @@ class AgreedOrder:
     def __init__(self, sampler: Iterable[Any], broadcast: Callable[[Any], Any], decides: bool, seed: int) -> None:
         self.sampler, self._broadcast, self._decides, self._seed = sampler, broadcast, decides, seed
         self._epoch = 0
+        self._own_seeds: dict[int, int] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Let the order depend on the epoch."""
@@ -125,6 +135,10 @@ class AgreedOrder:
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(epoch)
 
+    def _own_seed(self, generator: torch.Generator) -> int:
+        """The seed that the user gave to a sampler's own generator."""
+        return self._own_seeds.setdefault(id(generator), generator.initial_seed())
+
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
@@ -132,6 +146,9 @@ class AgreedOrder:
         order: list[Any] | None = None
         if self._decides:
             with seeded(self._seed + self._epoch):
+                for owner in (self.sampler, getattr(self.sampler, "sampler", None)):
+                    if isinstance(own := getattr(owner, "generator", None), torch.Generator):
+                        own.manual_seed(self._own_seed(own) + self._epoch)
                 order = list(self.sampler)
         return iter(self._broadcast(order))
 

@@ -70,23 +70,22 @@ class ShareSampler:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # All happens at the first draw: a DataLoader with workers makes two iterators and uses the second.
         position = self._position()
-        first = 0
-        if self.begun is None or self.begun.epoch != position.epoch or self._left > 0:
-            # A new epoch. What was prefetched beyond the end of the last one is void.
+        same_epoch = self.begun is not None and self.begun.epoch == position.epoch
+        if same_epoch and not self._left and not self.drawn:  # all trained on: a shorter loader starts over
+            first = 0
+        else:  # a new epoch; what was prefetched beyond the end of the last one is void
             self.drawn.clear()
             self.begun, self.next_step = position, position.step
             first = position.batch % max(len(self), 1)
-        # Else a shorter loader starts over within its epoch.
+        assert self.begun is not None
+        origin = self.begun.step - self.begun.batch  # the step at which the epoch began, or would have
         self._left = len(self) - first
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(position.epoch)
-        return self._slices(first, self.begun)
-
-    def _slices(self, first: int, begun: Position) -> Iterator[list[int]]:
         for batch in self.batches.draw(first):
-            in_epoch = begun.batch + self.next_step - begun.step
-            shares = self._shares(self, self.next_step, in_epoch, len(batch))
+            shares = self._shares(self, self.next_step, self.next_step - origin, len(batch))
             own = batch_slice(batch, shares, self.rank)
             self.next_step, self._left = self.next_step + 1, self._left - 1
             self.drawn.append(Drawn(len(own), sum(shares[rank] for rank in self.replica)))
@@ -120,9 +119,7 @@ class EvaluationSampler:
     def _slice(self, plan: Plan, batch: list[int]) -> list[int]:
         if len(batch) <= self._world:
             return batch[self.rank : self.rank + 1]
-        everyone = replace(
-            plan, low=tuple(max(low, 1) for low in plan.low), high=tuple(max(high, 1) for high in plan.high)
-        )
+        everyone = replace(plan, low=(1,) * self._world, high=tuple(max(high, 1) for high in plan.high))
         return batch_slice(batch, everyone.split([len(batch)])[0], self.rank)
 
 

@@ -93,8 +93,8 @@ def bound(
         middle = 0.5 * (early + late)
         if not early < middle < late:
             break
-        early, late = (middle, late) if done_by(middle) <= total else (early, middle)
-    return early
+        early, late = (middle, late) if done_by(middle) < total else (early, middle)
+    return late
 
 
 def makespan(shares: Sequence[int], costs: Sequence[Cost]) -> float:

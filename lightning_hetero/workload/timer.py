@@ -45,12 +45,13 @@ class StepTimer:
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._pending: deque[tuple[Lap, list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = deque()
         self._depth = 0
-        self._ready: float | None = None
+        self._ready: float | None  # when the own work of the running backward pass was done
         self.restart()
 
     def restart(self) -> None:
         """Begin a step here: forget what has been measured of the running one."""
         self._work = self._wait = 0.0
+        self._ready = None
         self._spans = []
         self._resume()
 

@@ -1,0 +1,139 @@
+"""Who lives where, from places made by hand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm import topology as module
+from lightning_hetero.comm.topology import Place, Topology, consecutive, device_identity, discover
+from lightning_hetero.errors import ConfigurationError, HeteroError
+
+GPU_0, GPU_1, CPU = "cuda:a:uuid-0", "cuda:a:uuid-1", "cpu"
+
+
+def topology(nodes, rank=0, devices=None):
+    """Ranks on nodes as given."""
+    places = {}
+    for node, ranks in enumerate(nodes):
+        for local, r in enumerate(ranks):
+            places[r] = Place(f"host-{node}", node, local, devices[r] if devices else CPU)
+    return Topology(rank, tuple(places[r] for r in sorted(places)), tuple(map(tuple, nodes)))
+
+
+@pytest.fixture
+def discovered(monkeypatch):
+    """Run ``discover`` on one rank as if the others had sent the given places."""
+
+    def run(places, rank=0, ranks_per_node=None):
+        sent = []
+        monkeypatch.setattr(module, "gather", lambda mine, what: sent.append(mine) or [tuple(p) for p in places])
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        found = discover(places[rank], ranks_per_node)
+        assert sent == [tuple(places[rank])]
+        return found
+
+    return run
+
+
+# -- nodes of consecutive ranks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks_per_node", "nodes"),
+    [
+        (1, 1, ((0,),)),
+        (4, 1, ((0,), (1,), (2,), (3,))),
+        (4, 2, ((0, 1), (2, 3))),
+        (4, 4, ((0, 1, 2, 3),)),
+        (6, 2, ((0, 1), (2, 3), (4, 5))),
+        (6, [1, 3, 2], ((0,), (1, 2, 3), (4, 5))),  # nodes of unequal size
+        (3, (2, 1), ((0, 1), (2,))),
+    ],
+)
+def test_consecutive_ranks(world, ranks_per_node, nodes):
+    assert consecutive(world, ranks_per_node) == nodes
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks_per_node"),
+    [(4, 3), (4, 5), (4, 0), (4, -2), (4, [1, 2]), (4, [2, 3]), (4, [4, 0]), (4, [5, -1]), (4, [])],
+)
+def test_sizes_that_do_not_fit_are_refused_with_both_values(world, ranks_per_node):
+    with pytest.raises(ConfigurationError) as caught:
+        consecutive(world, ranks_per_node)
+    assert f"ranks_per_node={ranks_per_node!r}" in str(caught.value)
+    assert f"{world} ranks" in str(caught.value)
+    assert isinstance(caught.value, HeteroError)
+
+
+# -- discovery ---------------------------------------------------------------------------------------
+
+
+def place(host, node, local_rank, device=CPU):
+    return Place(host, node, local_rank, device)
+
+
+def test_nodes_are_in_the_order_of_their_lowest_rank(discovered):
+    # Neither by name nor by the launcher's number: rank 0 is on node 7, "zeta".
+    places = [place("zeta", 7, 0), place("alpha", 3, 0), place("zeta", 7, 1), place("mid", 5, 0), place("alpha", 3, 1)]
+    found = discovered(places, rank=3)
+    assert found.nodes == ((0, 2), (1, 4), (3,))
+    assert found.node == (3,)
+    assert found.world == 5
+    assert found.rank == 3
+    assert found.places == tuple(places)
+
+
+def test_the_launchers_node_counts_and_not_the_hostname(discovered):
+    # Containers may share a hostname, and one node may go by two.
+    places = [place("box", 0, 0), place("box", 1, 0), place("box-ib", 0, 1), place("box", 1, 1)]
+    assert discovered(places).nodes == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(("ranks_per_node", "nodes"), [(2, ((0, 1), (2, 3))), ([1, 3], ((0,), (1, 2, 3)))])
+def test_one_machine_can_be_tried_as_several_nodes(discovered, ranks_per_node, nodes):
+    found = discovered([place("box", 0, i) for i in range(4)], rank=1, ranks_per_node=ranks_per_node)
+    assert found.nodes == nodes
+    assert found.node == nodes[[1 in node for node in nodes].index(True)]
+
+
+def test_a_wrong_size_is_refused(discovered):
+    with pytest.raises(ConfigurationError, match="does not fit 4 ranks"):
+        discovered([place("box", 0, i) for i in range(4)], ranks_per_node=3)
+
+
+@pytest.mark.parametrize(("rank", "node"), [(0, (0, 3)), (3, (0, 3)), (1, (1,)), (4, (2, 4, 5)), (2, (2, 4, 5))])
+def test_the_own_node_among_nodes_of_unequal_size(rank, node):
+    assert topology([(0, 3), (1,), (2, 4, 5)], rank).node == node
+
+
+# -- backends ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "nccl", "backend"),
+    [
+        ([GPU_0, GPU_1], [0, 1], True, "nccl"),
+        ([GPU_0, GPU_1], [0, 1], False, "gloo"),  # PyTorch was built without it
+        ([GPU_0, GPU_0], [0, 1], True, "gloo"),  # two ranks on one card, which NCCL refuses
+        ([GPU_0, GPU_0], [1], True, "nccl"),
+        ([GPU_0, CPU], [0, 1], True, "gloo"),
+        ([GPU_0, CPU, GPU_1], [0, 2], True, "nccl"),  # the GPUs among a mixed job
+        ([CPU, CPU], [0, 1], True, "gloo"),
+        (["cuda:a:uuid-0", "cuda:b:uuid-9"], [0, 1], True, "nccl"),
+        (["mps", "mps"], [0, 1], True, "gloo"),
+    ],
+)
+def test_nccl_only_among_gpus_that_are_not_shared(monkeypatch, devices, ranks, nccl, backend):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    assert topology([tuple(range(len(devices)))], devices=devices).backend(ranks) == backend
+
+
+def test_a_device_is_known_by_its_card(monkeypatch):
+    class Properties:
+        uuid = "1234-5678"
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert device_identity(torch.device("cuda", 0), "box") == "cuda:box:1234-5678"
+    assert device_identity(torch.device("cuda", 0), "other") != device_identity(torch.device("cuda", 0), "box")
+    assert device_identity(torch.device("cpu"), "box") == "cpu"

@@ -1,0 +1,218 @@
+"""The global order against what one PyTorch process would draw."""
+
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from lightning_hetero.workload.order import AgreedOrder, EvenBatches, FixedBatches, GroupedBatches, seeded
+
+sizes = st.integers(0, 60)
+batch_sizes = st.integers(1, 20)
+
+
+# -- cutting the order -------------------------------------------------------------------------------
+
+
+@given(sizes, batch_sizes, st.booleans(), st.integers(0, 10))
+def test_fixed_batches_are_those_of_one_process(samples, batch_size, drop_last, first):
+    order = random.Random(samples).sample(range(1000), samples)
+    reference = list(BatchSampler(order, batch_size, drop_last))
+    batches = FixedBatches(order, batch_size, drop_last)
+    assert len(batches) == len(reference)
+    assert list(batches.draw(0)) == reference
+    assert [batches.size(i) for i in range(len(batches))] == [len(batch) for batch in reference]
+    first = min(first, len(reference))
+    assert list(batches.draw(first)) == reference[first:]
+
+
+@given(st.integers(1, 200), batch_sizes, st.integers(1, 6))
+def test_even_batches_hold_all_samples_and_differ_by_one_at_most(samples, batch_size, world):
+    order = random.Random(samples).sample(range(1000), samples)
+    batches = EvenBatches(order, batch_size, world)
+    batch_size = max(batch_size, world)
+    drawn = list(batches.draw(0))
+    lengths = [len(batch) for batch in drawn]
+    assert [i for batch in drawn for i in batch] == order
+    assert max(lengths) <= batch_size
+    if samples >= len(drawn) * world:
+        assert max(lengths) - min(lengths) <= 1
+        assert min(lengths) >= world
+    elif samples >= world:
+        assert lengths[0] >= world  # every rank has at least one batch
+    assert lengths == [batches.size(i) for i in range(len(batches))]
+    assert len(drawn) == -(-samples // batch_size)  # no more than needed
+    for first in range(len(drawn) + 1):
+        assert list(batches.draw(first)) == drawn[first:]
+
+
+@given(st.lists(st.lists(st.integers(), min_size=1, max_size=4), max_size=14), st.integers(1, 5), st.integers(0, 5))
+def test_grouped_batches_join_as_many_batches_as_there_are_ranks(parts, world, first):
+    batches = GroupedBatches(parts, world)
+    groups = [list(chain(*parts[i : i + world])) for i in range(0, len(parts), world)]
+    assert len(batches) == len(groups)
+    assert list(batches.draw(0)) == groups
+    assert list(batches.draw(first)) == groups[first:]
+    assert batches.size(0) is None
+
+
+def test_a_batch_sampler_that_ends_early_gives_no_empty_batch():
+    class Short(list):
+        def __len__(self):
+            return 8
+
+    batches = GroupedBatches(Short([[1], [2], [3]]), 2)
+    assert len(batches) == 4
+    assert list(batches.draw(0)) == [[1, 2], [3]]
+
+
+# -- agreeing on a sampler of the user's -----------------------------------------------------------------
+
+
+class Wire:
+    """Carries what rank 0 sends to the others."""
+
+    def __init__(self):
+        self.sent = []
+
+    def sender(self, value):
+        assert value is not None
+        self.sent.append(value)
+        return value
+
+    def receiver(self, value):
+        assert value is None  # only rank 0 decides
+        return self.sent[-1]
+
+
+class Coins:
+    """Draws from all three global random states."""
+
+    def __init__(self, length=30):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for _ in range(self.length):
+            yield int(torch.randint(100, ()).item() * 10**4 + np.random.randint(100) * 100 + random.randrange(100))
+
+
+class Epochal(Coins):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch] * self.length)
+
+
+class Forbidden(Coins):
+    def __iter__(self):
+        raise AssertionError("only rank 0 runs the sampler")
+
+
+def states():
+    return torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()
+
+
+def order_of(sampler, epoch=0, seed=0):
+    """What rank 0 decides."""
+    agreed = AgreedOrder(sampler, Wire().sender, decides=True, seed=seed)
+    agreed.set_epoch(epoch)
+    return list(agreed)
+
+
+def stir(seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+SAMPLERS = [
+    Coins,
+    lambda: RandomSampler(range(30)),
+    lambda: WeightedRandomSampler([0.1, 0.2, 0.7] * 10, 30),
+    lambda: BatchSampler(RandomSampler(range(30)), 4, drop_last=False),
+]
+
+
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_rank_0_decides_for_all(make):
+    wire = Wire()
+    orders = []
+    for rank in range(3):
+        stir(rank)  # as ranks differ
+        sampler = make() if rank == 0 else Forbidden()
+        agreed = AgreedOrder(sampler, wire.sender if rank == 0 else wire.receiver, rank == 0, seed=5)
+        orders.append(list(agreed))
+    assert orders[0] == orders[1] == orders[2]
+    assert len(wire.sent) == 1
+
+
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_an_interrupted_epoch_can_be_repeated(make):
+    stir(1)
+    first = order_of(make(), epoch=3)
+    stir(2)  # another process, another past
+    assert order_of(make(), epoch=3) == first
+    assert order_of(make(), epoch=4) != first
+    assert order_of(make(), epoch=3, seed=1) != first
+
+
+def test_an_interrupted_epoch_can_be_repeated_though_the_sampler_has_its_own_generator():
+    def sampler():
+        return RandomSampler(range(30), generator=torch.Generator().manual_seed(7))
+
+    agreed = AgreedOrder(sampler(), Wire().sender, decides=True, seed=0)
+    orders = []
+    for epoch in range(3):
+        agreed.set_epoch(epoch)
+        orders.append(list(agreed))
+    assert orders[0] != orders[1] != orders[2]
+    assert order_of(sampler(), epoch=2) == orders[2]
+
+
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_the_random_states_are_as_if_nothing_had_been_drawn(make):
+    stir(9)
+    before = states()
+    order_of(make())
+    assert states() == before
+
+
+def test_the_random_states_are_restored_after_an_error_too():
+    class Broken(Coins):
+        def __iter__(self):
+            yield from super().__iter__()
+            raise RuntimeError("no more")
+
+    before = states()
+    with pytest.raises(RuntimeError, match="no more"):
+        order_of(Broken())
+    assert states() == before
+
+
+def test_seeded_is_what_seeding_would_be():
+    with seeded(2**32 + 3):  # more than NumPy takes
+        drawn = list(Coins())
+    torch.manual_seed(2**32 + 3)
+    np.random.seed(3)
+    random.seed(2**32 + 3)
+    assert drawn == list(Coins())
+
+
+def test_samplers_are_told_the_epoch():
+    assert order_of(Epochal(4), epoch=6) == [6, 6, 6, 6]
+    assert order_of(BatchSampler(Epochal(4), 2, drop_last=False), epoch=7) == [[7, 7], [7, 7]]
+
+
+def test_the_length_is_the_samplers():
+    assert len(AgreedOrder(SequentialSampler(range(17)), Wire().sender, True, 0)) == 17

@@ -1,0 +1,420 @@
+"""All ranks of a job in one process: what they draw together, against what one process would draw."""
+
+import math
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_hetero.errors import DataError, HeteroError
+from lightning_hetero.workload.cost import CostModel
+from lightning_hetero.workload.order import EvenBatches, FixedBatches, GroupedBatches
+from lightning_hetero.workload.planner import Plan, Planner, Report
+from lightning_hetero.workload.sampler import (
+    Drawn,
+    EvaluationSampler,
+    Position,
+    ShareSampler,
+    batch_slice,
+    check_enough,
+)
+from lightning_hetero.workload.shares import Cost
+
+
+def order_of(samples, epoch=0):
+    """A global order that depends on the epoch, the same on every rank; Lightning puts this sampler in."""
+    sampler = DistributedSampler(range(samples), num_replicas=1, rank=0, seed=3)
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+def one_process(samples, batch_size, drop_last, epoch):
+    return list(BatchSampler(order_of(samples, epoch), batch_size, drop_last))
+
+
+class Rank:
+    """One rank: its sampler, and where training stands."""
+
+    def __init__(self, rank, planner, samples, batch_size, drop_last=False, replica=None):
+        self.position = Position(0, 0, 0)
+        self.asked = []  # (step, batch in the epoch, size) of every split
+        self.planner = planner
+        self.sampler = ShareSampler(
+            FixedBatches(order_of(samples), batch_size, drop_last),
+            rank,
+            replica or range(planner.world),
+            lambda: self.position,
+            self.shares,
+        )
+
+    def shares(self, sampler, step, in_epoch, size):
+        assert sampler is self.sampler
+        self.asked.append((step, in_epoch, size))
+        return self.planner.at(step).split([size])[0]
+
+    def go_to(self, epoch, batch=0, step=None):
+        self.position = Position(epoch, batch, epoch * len(self.sampler) + batch if step is None else step)
+
+    def run(self):
+        """The rest of the epoch: pairs of a batch and what the sampler says about it."""
+        return [(batch, self.sampler.drawn.popleft()) for batch in self.sampler]
+
+
+def check_together(parts, reference):
+    """``parts[rank][step]`` make up the reference's batches exactly."""
+    assert {len(steps) for steps in parts} == {len(reference)}  # the same number of steps on every rank
+    for step, batch in enumerate(reference):
+        together = []
+        for own, drawn in (steps[step] for steps in parts):
+            if drawn.samples == 0:
+                assert len(own) == 1  # a filler, which must be something that the model can take
+                assert own[0] in batch
+            else:
+                assert len(own) == drawn.samples
+                together += own
+        assert together == batch
+        assert {drawn.total for _, drawn in (steps[step] for steps in parts)} == {len(batch)}
+
+
+@st.composite
+def jobs(draw):
+    """A planner of up to 5 ranks, of which the plan changes at some steps; samples, batch size, drop_last."""
+    world = draw(st.integers(1, 5))
+    planner = Planner(world)
+    costs = st.lists(
+        st.builds(Cost, st.floats(0, 1), st.sampled_from([0.01, 0.1, 1.0])), min_size=world, max_size=world
+    )
+    starts = sorted(draw(st.sets(st.integers(1, 40), max_size=4)))
+    planner.plans = [
+        Plan(start, tuple(draw(costs)), (draw(st.integers(0, 2)),) * world, (2**62,) * world) for start in [0, *starts]
+    ]
+    return planner, draw(st.integers(1, 90)), draw(st.integers(1, 24)), draw(st.booleans())
+
+
+# -- an epoch ----------------------------------------------------------------------------------------
+
+
+@given(jobs())
+@settings(max_examples=200)
+def test_the_ranks_draw_together_what_one_process_draws(job):
+    planner, samples, batch_size, drop_last = job
+    ranks = [Rank(rank, planner, samples, batch_size, drop_last) for rank in range(planner.world)]
+    for epoch in range(3):
+        reference = one_process(samples, batch_size, drop_last, epoch)
+        parts = []
+        for rank in ranks:
+            rank.go_to(epoch)
+            assert len(rank.sampler) == len(reference)
+            parts.append(rank.run())
+        check_together(parts, reference)
+        seen = Counter(i for steps in parts for own, drawn in steps if drawn.samples for i in own)
+        assert set(seen.values()) <= {1}
+        assert len(seen) == (samples // batch_size * batch_size if drop_last else samples)
+
+
+def test_the_epochs_differ_in_order():
+    rank = Rank(0, Planner(1), 32, 8)
+    rank.go_to(0)
+    first = rank.run()
+    rank.go_to(1)
+    assert [own for own, _ in rank.run()] != [own for own, _ in first]
+
+
+def test_the_total_is_that_of_the_replica():
+    planner = Planner(4, [4, 2, 1, 1])
+    parts = [Rank(r, planner, 22, 16, replica=(0, 1) if r < 2 else (2, 3)).run() for r in range(4)]
+    drawn = [[d for _, d in steps] for steps in parts]
+    assert drawn == [
+        [Drawn(8, 12), Drawn(3, 4)],  # the tail has 6 samples, not 16
+        [Drawn(4, 12), Drawn(1, 4)],
+        [Drawn(2, 4), Drawn(1, 2)],
+        [Drawn(2, 4), Drawn(1, 2)],
+    ]
+
+
+def test_a_rank_without_a_sample_repeats_one_with_weight_0():
+    planner = Planner(3, [1, 0, 1])
+    parts = [Rank(r, planner, 9, 4).run() for r in range(3)]
+    assert [d.samples for _, d in parts[1]] == [0, 0, 0]
+    assert [len(own) for own, _ in parts[1]] == [1, 1, 1]
+    assert [d.samples for _, d in parts[2]] == [2, 2, 0]  # the tail is a single sample
+    check_together(parts, one_process(9, 4, False, 0))
+
+
+# -- resuming ----------------------------------------------------------------------------------------
+
+
+@given(jobs(), st.integers(0, 2), st.data())
+@settings(max_examples=150)
+def test_resuming_within_an_epoch_gives_exactly_the_rest(job, epoch, data):
+    planner, samples, batch_size, drop_last = job
+    reference = one_process(samples, batch_size, drop_last, epoch)
+    done = data.draw(st.integers(0, max(len(reference) - 1, 0)))
+    step = data.draw(st.integers(0, 50))  # an earlier fit may have counted other steps
+    parts = []
+    for r in range(planner.world):
+        rank = Rank(r, planner, samples, batch_size, drop_last)
+        rank.go_to(epoch, done, step)
+        parts.append(rank.run())
+        batches = range(done, len(reference))
+        assert rank.asked == [(step + i - done, i, len(reference[i])) for i in batches]
+    check_together(parts, reference[done:])
+
+
+def test_the_epoch_after_a_resumed_one_is_whole():
+    rank = Rank(0, Planner(1), 40, 8)
+    rank.go_to(2, 3)
+    assert len(rank.run()) == 2
+    rank.go_to(3)
+    check_together([rank.run()], one_process(40, 8, False, 3))
+    assert [a[:2] for a in rank.asked] == [(13, 3), (14, 4), (15, 0), (16, 1), (17, 2), (18, 3), (19, 4)]
+
+
+# -- shorter loaders, epochs cut short -----------------------------------------------------------------
+
+
+def test_a_shorter_loader_starts_over_within_the_epoch():
+    planner = Planner(2, [3, 1])
+    planner.plans.append(Plan(4, (Cost(0, 1), Cost(0, 3)), (0, 0), (99, 99)))
+    ranks = [Rank(r, planner, 10, 4) for r in range(2)]
+    for epoch in range(2):
+        reference = one_process(10, 4, False, epoch)
+        parts = []
+        for rank in ranks:
+            rank.asked.clear()
+            steps = []
+            while len(steps) < 7:  # batches of the longer loader
+                rank.go_to(epoch, step=7 * epoch + len(steps))
+                for batch in rank.sampler:
+                    steps.append((batch, rank.sampler.drawn.popleft()))
+                    if len(steps) == 7:
+                        break
+            parts.append(steps)
+            assert rank.sampler.next_step == 7 * epoch + 7
+            assert [a[:2] for a in rank.asked] == [(7 * epoch + i, i) for i in range(7)]
+        check_together(parts, (reference * 3)[:7])
+
+
+def test_a_shorter_loader_resumes_where_it_was():
+    rank = Rank(0, Planner(1), 12, 4)
+    rank.go_to(0, 5, step=5)  # in its second round, with one batch of three to go
+    steps = rank.run()
+    rank.go_to(0, 6, step=6)  # while the epoch is a resumed one, Lightning goes on telling its batches
+    steps += rank.run()
+    reference = one_process(12, 4, False, 0)
+    check_together([steps], [reference[2], *reference])
+    assert [a[:2] for a in rank.asked] == [(5, 5), (6, 6), (7, 7), (8, 8)]
+
+
+def test_what_was_drawn_ahead_of_a_cut_epoch_is_void():
+    rank = Rank(0, Planner(1), 40, 8)
+    iterator = iter(rank.sampler)
+    for _ in range(3):
+        next(iterator)  # trained on one, two drawn ahead; then `limit_train_batches=1` ends the epoch
+    rank.sampler.drawn.popleft()
+    rank.go_to(1, step=1)
+    steps = rank.run()
+    check_together([steps], one_process(40, 8, False, 1))
+    assert [a[0] for a in rank.asked] == [0, 1, 2, 1, 2, 3, 4, 5]
+    assert not rank.sampler.drawn
+
+
+@pytest.mark.parametrize("drawn_ahead", [1, 4, 5])
+def test_an_epoch_that_begins_anew_is_not_taken_for_a_shorter_loader(drawn_ahead):
+    # Lightning may make an iterator, workers draw from it, and then, after loading a checkpoint, it makes another.
+    rank = Rank(0, Planner(1), 40, 8)
+    iterator = iter(rank.sampler)
+    for _ in range(drawn_ahead):
+        next(iterator)
+    rank.go_to(0, 2, step=0)  # no step has been trained
+    check_together([rank.run()], one_process(40, 8, False, 0)[2:])
+    assert [a[:2] for a in rank.asked[drawn_ahead:]] == [(0, 2), (1, 3), (2, 4)]
+    assert not rank.sampler.drawn
+
+
+def test_an_iterator_that_is_never_used_changes_nothing():
+    # A DataLoader with workers makes two and uses the second.
+    rank = Rank(0, Planner(1), 12, 4)
+    for round_ in range(3):
+        iter(rank.sampler)
+        rank.position = Position(0, 0, 3 * round_)  # only the step goes on
+        check_together([rank.run()], one_process(12, 4, False, 0))
+    assert [a[:2] for a in rank.asked] == [(i, i) for i in range(9)]
+
+
+# -- drawing ahead, while the plan changes ---------------------------------------------------------------
+
+
+@given(
+    st.lists(st.sampled_from([0.001, 0.002, 0.004, 0.016]), min_size=2, max_size=4),
+    st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    st.integers(1, 5),
+)
+@settings(max_examples=40)
+def test_ranks_that_draw_ahead_differently_agree_on_every_batch(speeds, ahead, every):
+    # Each rank has its own planner and its own prefetching; speeds change, so plans do. Were a plan to begin at a step
+    # that some rank has drawn, samples would be lost or doubled.
+    world, samples, batch_size = len(speeds), 250, 32
+    planners = [Planner(world) for _ in speeds]
+    ranks = [Rank(r, planners[r], samples, batch_size) for r in range(world)]
+    models = [CostModel() for _ in speeds]
+    for planner in planners:
+        planner.expect(batch_size)
+    step, reports = 0, None
+    for epoch in range(4):
+        reference = one_process(samples, batch_size, False, epoch)
+        parts = [[] for _ in ranks]
+        iterators, queues = [], [deque() for _ in ranks]
+        for rank in ranks:
+            rank.go_to(epoch)
+            iterators.append(iter(rank.sampler))
+        for _ in reference:
+            for r, rank in enumerate(ranks):
+                while len(queues[r]) <= ahead[r] and (batch := next(iterators[r], None)) is not None:
+                    queues[r].append(batch)
+                parts[r].append((queues[r].popleft(), rank.sampler.drawn.popleft()))
+            if reports:
+                drawn = [float(rank.sampler.next_step) for rank in ranks]
+                reports = [report._replace(drawn=first) for report, first in zip(reports, drawn, strict=True)]
+                for planner in planners:
+                    planner.update(step, reports)
+                reports = None
+            for model, k, steps in zip(models, speeds, parts, strict=True):
+                n = max(steps[-1][1].samples, 1)
+                model.observe(n, 0.01 + k * n)
+            step += 1
+            if step % every == 0:
+                reports = [
+                    Report(*m.cost, m.error(max(steps[-1][1].samples, 1)), 0, 0, 0, 0, 0)
+                    for m, steps in zip(models, parts, strict=True)
+                ]
+        check_together(parts, reference)
+        speeds = speeds[1:] + speeds[:1]
+    if len(set(speeds)) > 1:
+        assert len(planners[0].plans) > 1  # or the test would show nothing
+
+
+class Numbers:
+    def __len__(self):
+        return 90
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_a_dataloader_with_persistent_workers_draws_ahead():
+    planner = Planner(2)
+    planner.plans += [
+        Plan(start, (Cost(0, 1), Cost(0, k)), (0, 0), (99, 99)) for start, k in ((5, 3.0), (12, 0.1), (17, 40.0))
+    ]
+    with_workers, plain = (Rank(r, planner, len(Numbers()), 12) for r in range(2))
+    loader = DataLoader(
+        Numbers(), batch_sampler=with_workers.sampler, num_workers=2, persistent_workers=True, prefetch_factor=2
+    )
+    most_ahead, step = 0, 0
+    for epoch, length in enumerate((8, 3, 8)):  # the second epoch is cut short
+        reference = one_process(len(Numbers()), 12, False, epoch)[:length]
+        for rank in (with_workers, plain):
+            rank.go_to(epoch, step=step)
+        steps = []
+        for batch, _ in zip(loader, reference, strict=False):
+            most_ahead = max(most_ahead, len(with_workers.sampler.drawn))
+            steps.append((batch.tolist(), with_workers.sampler.drawn.popleft()))
+            if len(steps) == length:
+                break
+        check_together([steps, plain.run()[:length]], reference)
+        step += length
+    assert most_ahead >= 4  # it did draw ahead
+    assert len(loader) == 8
+    loader._iterator._shutdown_workers()
+
+
+# -- evaluation --------------------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw):
+    world = draw(st.integers(1, 6))
+    costs = tuple(Cost(draw(st.floats(0, 1)), draw(st.sampled_from([1e-3, 1e-2, 1.0]))) for _ in range(world))
+    low = tuple(draw(st.integers(0, 6)) for _ in range(world))
+    high = (2**62,) * world
+    if draw(st.booleans()):  # a rank that trains on nothing
+        low, high = (0, *low[1:]), (0, *high[1:])
+        if world == 1:
+            high = (2**62,)
+    return Plan(0, costs, low, high)
+
+
+@given(plans(), st.integers(1, 150), st.integers(1, 40))
+@settings(max_examples=300)
+def test_evaluation_sees_every_sample_once(plan, samples, batch_size):
+    world = len(plan.costs)
+    batches = EvenBatches(order_of(samples), batch_size, world)
+    samplers = [EvaluationSampler(batches, rank, world, lambda: plan) for rank in range(world)]
+    drawn = [list(sampler) for sampler in samplers]
+    assert Counter(i for rank in drawn for batch in rank for i in batch) == Counter(range(samples))
+    assert all(batch for rank in drawn for batch in rank)
+    counts = [len(rank) for rank in drawn]
+    assert counts == [len(sampler) for sampler in samplers]
+    if min(batches.size(i) for i in range(len(batches))) >= world:
+        assert counts == [len(batches)] * world
+    if samples >= world and batch_size >= world:
+        assert min(counts) >= 1  # a rank without a batch would not run the epoch's end with the others
+
+
+def test_evaluation_is_split_by_speed():
+    plan = Plan(0, tuple(Cost(0, k) for k in (1, 2, 4)), (1, 1, 1), (99, 99, 99))
+    batches = EvenBatches(range(70), 35, 3)
+    sizes = [[len(b) for b in EvaluationSampler(batches, rank, 3, lambda: plan)] for rank in range(3)]
+    assert sizes == [[20, 20], [10, 10], [5, 5]]
+
+
+def test_evaluation_asks_for_the_plan_of_the_moment():
+    plans = [Plan(0, (Cost(0, 1), Cost(0, k)), (1, 1), (99, 99)) for k in (1, 3)]
+    sampler = EvaluationSampler(EvenBatches(range(8), 8, 2), 0, 2, lambda: plans.pop(0))
+    assert [[len(b) for b in sampler] for _ in range(2)] == [[4], [6]]
+
+
+def test_evaluation_goes_on_after_training_has_adapted():
+    # Training uses batches of 64, evaluation of 1000. That no rank has been seen to manage so much must not stop it.
+    planner = Planner(4)
+    planner.expect(64)
+    reports = [Report(0.01, k, 0.01, 6, 16, 0, 0, 0) for k in (0.002, 0.002, 0.004, 0.008)]
+    assert planner.update(4, reports) is not None
+    batches = EvenBatches(range(3000), 1000, 4)
+    drawn = [list(EvaluationSampler(batches, rank, 4, lambda: planner.plans[-1])) for rank in range(4)]
+    assert sorted(i for rank in drawn for batch in rank for i in batch) == list(range(3000))
+    assert [len(rank) for rank in drawn] == [3] * 4
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_evaluation_with_a_batch_sampler_of_the_users(world):
+    parts = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
+    plan = Planner(world).plans[0]
+    batches = GroupedBatches(parts, world)
+    drawn = [list(EvaluationSampler(batches, rank, world, lambda: plan)) for rank in range(world)]
+    assert sorted(i for rank in drawn for batch in rank for i in batch) == list(range(11))
+    assert len(drawn[0]) == len(EvaluationSampler(batches, 0, world, lambda: plan)) == math.ceil(5 / world)
+
+
+# -- small things --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_slices_of_a_batch_are_consecutive_and_complete(shares):
+    batch = list(range(sum(shares)))
+    parts = [batch_slice(batch, shares, rank) for rank in range(len(shares))]
+    assert [len(part) for part in parts] == shares
+    assert [i for part in parts for i in part] == batch
+
+
+def test_fewer_samples_than_ranks_are_refused():
+    check_enough(4, 4, "validation")
+    with pytest.raises(DataError, match="the validation dataset has 3 samples for 4 ranks") as caught:
+        check_enough(3, 4, "validation")
+    assert isinstance(caught.value, HeteroError)
+    assert isinstance(caught.value, ValueError)
