@@ -8,9 +8,17 @@ Importing this package registers its strategy strings with Lightning::
 
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.strategies import HeteroDDPStrategy, HeteroStrategy, register
+from lightning_hetero.strategies import HeteroDDPStrategy, HeteroStrategy, NodeAverageStrategy, register
 
-__all__ = ["EmulatedSpeed", "HeteroDDPStrategy", "HeteroError", "HeteroMonitor", "HeteroStrategy", "__version__"]
+__all__ = [
+    "EmulatedSpeed",
+    "HeteroDDPStrategy",
+    "HeteroError",
+    "HeteroMonitor",
+    "HeteroStrategy",
+    "NodeAverageStrategy",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 register()

@@ -4,18 +4,26 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
 from lightning_hetero.strategies.hetero import HeteroStrategy
+from lightning_hetero.strategies.node import NodeAverageStrategy
+from lightning_hetero.strategies.replicas import ReplicaStrategy
 
-__all__ = ["HeteroDDPStrategy", "HeteroStrategy", "register"]
+__all__ = ["HeteroDDPStrategy", "HeteroStrategy", "NodeAverageStrategy", "ReplicaStrategy", "register"]
+
+_ENTRIES = (
+    ("hetero_ddp", HeteroDDPStrategy, "batches split by measured speed, gradients weighted by samples"),
+    ("hetero_node", NodeAverageStrategy, "gradients within a node, parameter averages between nodes"),
+)
 
 
 def register() -> None:
     """Make the strategy strings known to Lightning; importing the package does it."""
-    for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-        for unused in (False, True):
-            StrategyRegistry.register(
-                f"hetero_ddp{suffix}" + ("_find_unused_parameters_true" if unused else ""),
-                HeteroDDPStrategy,
-                description=f"Batches split by measured speed, gradients weighted by samples ({start_method})",
-                start_method=start_method,
-                **({"find_unused_parameters": True} if unused else {}),
-            )
+    for name, strategy, description in _ENTRIES:
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            for unused in ({}, {"find_unused_parameters": True}):
+                StrategyRegistry.register(
+                    name + suffix + ("_find_unused_parameters_true" if unused else ""),
+                    strategy,
+                    description=f"{description} ({start_method})",
+                    start_method=start_method,
+                    **unused,
+                )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -23,15 +24,21 @@ class Collectives(DDPStrategy):
     _timer: StepTimer
     _step_samples: Callable[[], float] | None = None  # this rank's samples in the running step, outside of one None
 
+    def _alone(self) -> bool:
+        """Whether there is nobody to meet: no job yet, or this rank has failed, and callbacks save what they can."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return interrupted or not dist.is_initialized()
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait until every rank is here."""
-        if dist.is_initialized():
+        if not self._alone():
             with self._timer.waiting(), deadline("pass a barrier"):
                 dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
-        if not dist.is_initialized():
+        if self._alone():
             return obj
         box = [obj]
         with self._timer.waiting(), deadline(f"receive an object from rank {src}"):
@@ -52,7 +59,7 @@ class Collectives(DDPStrategy):
         Returns:
             The result on every rank; float64 for a mean of integers, else of the same dtype.
         """
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        if not isinstance(tensor, Tensor) or self._alone():
             return tensor
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         mean = name in ("mean", "avg", ReduceOp.AVG)
@@ -86,7 +93,7 @@ class Collectives(DDPStrategy):
         Raises:
             DataError: on every rank, if the shapes differ, as those of batches do when shares are uneven.
         """
-        if not dist.is_initialized():
+        if self._alone():
             return tensor
         with self._timer.waiting(), deadline("gather a tensor"):
             shapes: list[Any] = [None] * dist.get_world_size(group)

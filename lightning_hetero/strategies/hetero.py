@@ -141,8 +141,13 @@ class HeteroStrategy(Evaluation):
             extract_batch_size,
             self.options.global_batch_size,
         )
-        every = self.options.rebalance_every_n_steps
-        self.share = Workshare(planner, self._timer, loaders, replica, small, pulse, every, self._stop_requested)
+        self.share = Workshare(
+            planner, self._timer, loaders, replica, small, pulse, self._report_due, self._stop_requested
+        )
+
+    def _report_due(self, step: int) -> bool:
+        """Whether the ranks exchange reports after ``step`` batches."""
+        return step % self.options.rebalance_every_n_steps == 0
 
     # -- model -------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """How a process becomes a rank: the launcher's word, a gloo world for all devices, the topology."""
 
 from dataclasses import asdict
+from typing import Any
 
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
@@ -47,8 +48,12 @@ class Membership(Collectives):
             host = hostname()
             place = Place(host, self.node_rank, self.local_rank, device_identity(self.root_device, host))
             self.topology = discover(place, self.options.ranks_per_node)
-            agree("the strategy's options", asdict(self.options))
+            agree("the strategy's options", {**asdict(self.options), **self.algorithm_options()})
             self._join(self.topology)
+
+    def algorithm_options(self) -> dict[str, Any]:
+        """Options of the algorithm itself, by name, which must also be the same on every rank."""
+        return {}
 
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
         """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""

@@ -29,7 +29,7 @@ class Workshare:
         replica: the ranks that average gradients with this one, itself among them.
         group: their process group for small CPU tensors.
         pulse: gathers the reports of all ranks.
-        every_n_steps: how often ranks report.
+        report_due: whether ranks report after a given step; the same on all.
         stop_requested: whether this rank has been asked to stop.
     """
 
@@ -41,11 +41,11 @@ class Workshare:
         replica: tuple[int, ...],
         group: dist.ProcessGroup | None,
         pulse: Pulse,
-        every_n_steps: int,
+        report_due: Callable[[int], bool],
         stop_requested: Callable[[], bool],
     ) -> None:
         self.planner, self.timer, self.loaders = planner, timer, loaders
-        self.replica, self._group, self._pulse, self._every = replica, group, pulse, every_n_steps
+        self.replica, self._group, self._pulse, self._report_due = replica, group, pulse, report_due
         self.cost = CostModel()
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, from the latest pulse
@@ -83,7 +83,7 @@ class Workshare:
             self._laps.append(lap)
         self.drawn, self._weighing = None, None
         self.step += 1
-        if self.step % self._every == 0:
+        if self._report_due(self.step):
             self._pulse.launch(self._report())
 
     def listen(self) -> None:

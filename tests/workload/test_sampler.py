@@ -198,11 +198,12 @@ def test_a_shorter_loader_starts_over_within_the_epoch():
         check_together(parts, (reference * 3)[:7])
 
 
-def test_a_shorter_loader_resumes_where_it_was():
+@pytest.mark.parametrize("told", [6, 0])  # whether Lightning still tells the batches of the resumed epoch
+def test_a_shorter_loader_resumes_where_it_was(told):
     rank = Rank(0, Planner(1), 12, 4)
     rank.go_to(0, 5, step=5)  # in its second round, with one batch of three to go
     steps = rank.run()
-    rank.go_to(0, 6, step=6)  # while the epoch is a resumed one, Lightning goes on telling its batches
+    rank.go_to(0, told, step=6)
     steps += rank.run()
     reference = one_process(12, 4, False, 0)
     check_together([steps], [reference[2], *reference])

@@ -1,0 +1,1 @@
+"""How replicas agree: the Averager protocol, and one file per algorithm."""

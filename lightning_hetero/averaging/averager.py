@@ -1,0 +1,72 @@
+"""What an algorithm between replicas is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.replica import Replica
+
+
+class StepContext(NamedTuple):
+    """What all ranks know alike about the step that has just been taken.
+
+    Attributes:
+        step: optimizer steps (accumulation windows) since the start of the fit, this one included.
+        epoch_ends: whether it was the last of its epoch.
+        planned: samples of a full batch that each replica takes by the plan in force.
+    """
+
+    step: int
+    epoch_ends: bool
+    planned: Sequence[int]
+
+
+class Averager(ABC):
+    """Brings the parameters of replicas together; touches neither Lightning nor the data.
+
+    Only :meth:`before_step` and :meth:`after_step` change parameters. :meth:`consensus` and :meth:`state_dict` may wait
+    for other replicas, but never mix, cancel or advance, so that validating and saving do not change the training.
+    """
+
+    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        """Learn what to average and with whom. All replicas hold the same values now.
+
+        Args:
+            replica: this rank's values.
+            links: the wires to other replicas.
+            optimizers: gives the optimizers, whose state appears with their first step.
+        """
+        self.replica, self.links, self.optimizers = replica, links, optimizers
+
+    def before_step(self, context: StepContext) -> None:  # noqa: B027 - not all algorithms need it
+        """Before a window's first forward pass; ``context.step`` counts the steps before it."""
+
+    @abstractmethod
+    def after_step(self, context: StepContext) -> None:
+        """After the optimizer's step."""
+
+    @abstractmethod
+    def due(self, context: StepContext) -> bool:
+        """Whether all replicas meet after this step; on the same steps for all."""
+
+    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+        """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
+        return self.links.average(self.replica.pack(), planned)
+
+    def finish(self, planned: Sequence[int]) -> None:
+        """End of the fit: complete what is in flight and make all replicas equal (collective)."""
+        self.replica.unpack(self.consensus(planned))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This replica's own state; tensors and builtins only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have state
+        """Continue from :meth:`state_dict`."""
+
+    def close(self) -> None:  # noqa: B027 - not all algorithms hold resources
+        """Let go of all resources; local, idempotent, also after an error."""

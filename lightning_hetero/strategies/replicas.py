@@ -1,0 +1,230 @@
+"""Strategies whose replicas train apart, and are brought together by an averager."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.comm.agreement import together
+from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.strategies import replica_state
+from lightning_hetero.strategies.hetero import HeteroStrategy
+from lightning_hetero.workload.stream import Stream
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class ReplicaStrategy(HeteroStrategy):
+    """Base of strategies with several replicas: each a node, whose ranks average gradients at every step.
+
+    Between replicas an averager brings parameters together. What is validated, saved as the model's weights, and left
+    at the end of a fit is the consensus of all replicas.
+    """
+
+    averager: Averager | None = None
+
+    @abstractmethod
+    def make_averager(self) -> Averager:
+        """The algorithm between replicas, of this strategy's options."""
+
+    @override
+    def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        return topology.nodes
+
+    @override
+    def _join(self, topology: Topology) -> None:
+        super()._join(topology)
+        self._replicas = self.replicas(topology)
+        self._links = ReplicaLinks(topology.rank, self._replicas, self.options.timeout)
+        self._windows = 0  # optimizer steps since the start of the fit
+        self._window_open = False
+        self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
+        self._random_states: dict[str, Any] | None = None  # to restore once training starts
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        together(_unsupported(callbacks), "the Trainer's callbacks")
+        if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, _FinishFirst) for c in callbacks):
+            callbacks.insert(0, _FinishFirst())  # so that others see the final weights
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            self._share_initial_values(self.lightning_module)
+            self.averager = self.make_averager()
+            self.averager.setup(Replica(self.lightning_module), self._links, lambda: self.optimizers)
+
+    def _share_initial_values(self, module: torch.nn.Module) -> None:
+        # DDP has made the ranks of each replica alike; here all replicas, frozen parameters too.
+        for tensor in (*module.parameters(), *module.buffers()):
+            value = tensor.detach().cpu()
+            dist.broadcast(value, 0)
+            tensor.data.copy_(value)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        if isinstance(loader, Stream):
+            raise UnsupportedError(
+                f"{type(self).__name__} needs map-style datasets: with iterable ones, or shards of your own, replicas "
+                "could not run the same number of steps without waiting for each other at each. Use hetero_ddp."
+            )
+        return loader
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def context(self, epoch_ends: bool) -> StepContext:
+        """What all ranks know alike about the latest optimizer step."""
+        return StepContext(self._windows, epoch_ends, self._planned())
+
+    def _planned(self) -> list[int]:
+        shares = self.share.planner.shares(self.share.step)
+        return [sum(shares[rank] for rank in ranks) for ranks in self._replicas]
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._window_open and self.averager is not None:
+            self._window_open = True
+            self.averager.before_step(self.context(epoch_ends=False))
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._after_window()
+        return output
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._after_window()
+        return output
+
+    def _after_window(self) -> None:
+        assert self.averager is not None
+        self._windows += 1
+        self._window_open = False
+        with self._timer.waiting():
+            self.averager.after_step(self.context(self._epoch_ends()))
+
+    def _epoch_ends(self) -> bool:
+        return self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+    @override
+    def _report_due(self, step: int) -> bool:
+        # Only where replicas meet anyway: reports at other steps would make the fast ones wait.
+        if self.averager is None:
+            return False
+        after = self.context(self._epoch_ends())._replace(step=self._windows + 1)
+        return not self._trainer.fit_loop._should_accumulate() and self.averager.due(after)
+
+    # -- the consensus -----------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._hold_consensus()
+
+    @override
+    def on_validation_end(self) -> None:
+        # The Trainer calls this after the callbacks' hooks: what they have saved is what was validated.
+        if self.averager is not None and self._own is not None:
+            self.averager.replica.unpack(self._own)
+            self._own = None
+        super().on_validation_end()
+
+    def _hold_consensus(self) -> None:
+        if self.averager is not None and self._own is None:
+            self._own = self.averager.replica.pack()
+            self.averager.replica.unpack(self.averager.consensus(self._planned()))
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
+        differ = self.averager is not None and self._own is None and self._trainer.training
+        if not differ or self._alone():
+            return super().lightning_module_state_dict()
+        assert self.averager is not None
+        with self.averager.replica.holding(self.averager.consensus(self._planned())):
+            return {name: value.clone() for name, value in super().lightning_module_state_dict().items()}
+
+    def finish(self) -> None:
+        """Make all replicas equal, at the end of the fit (collective)."""
+        if self.averager is not None:
+            self.averager.finish(self._planned())
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.averager is not None and not self._alone():
+            values = self.averager.replica.pack() if self._own is None else self._own
+            own = replica_state.collect(self.averager, values, self.optimizers, self._windows)
+            replica_state.gather_into(checkpoint, own, self._links.leads)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        assert self.averager is not None
+        mine = replica_state.find(checkpoint, self._links.index, self._links.count)
+        if mine is None:
+            rank_zero_warn(
+                f"The checkpoint was not saved by {self._links.count} replicas, or while a rank had failed: all "
+                "replicas start from its weights."
+            )
+            return
+        self._windows = replica_state.restore(mine, self.averager, self.optimizers)
+        self._random_states = replica_state.random_states_of(checkpoint, self.global_rank)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._random_states is not None:  # after the loaders, whose making draws random numbers
+            replica_state.restore_random_states(self._random_states)
+            self._random_states = None
+
+    @override
+    def teardown(self) -> None:
+        if self.averager is not None:
+            self.averager.close()
+            self.averager = self._own = None
+        super().teardown()
+
+
+class _FinishFirst(Callback):
+    """Ends the averager's work before any other callback sees the end of training."""
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.finish()
+
+
+def _unsupported(callbacks: list[Callback]) -> HeteroError | None:
+    for callback in callbacks:
+        name = type(callback).__name__
+        if name in ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"):
+            return UnsupportedError(
+                f"{name} averages the weights of each rank over time, which differ between replicas here, so that its "
+                "result would be one replica's. Leave it out, or use hetero_ddp."
+            )
+        if isinstance(callback, Timer) or getattr(callback, "_train_time_interval", None) is not None:
+            return UnsupportedError(
+                f"{name} goes by the clock and asks rank 0 after every batch, which would make all replicas wait for "
+                "each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
+            )
+    return None

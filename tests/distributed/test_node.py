@@ -1,0 +1,344 @@
+"""`hetero_node`: replicas that train apart, against loops written by hand, and all that Lightning expects of them."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from ranks import attempt, run
+from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, oracle, parameters
+from test_data import Shard
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_hetero import NodeAverageStrategy
+from lightning_hetero.errors import ConfigurationError, DisagreementError, UnsupportedError
+
+NODES = [2, 1]  # ranks of each node
+SHARES = [3.0, 1.0, 2.0]  # of 12 samples: 6, 2 and 4; by node 8 and 4
+NODE = {"strategy_class": NodeAverageStrategy}
+
+
+def by_hand(
+    every: int | None, epochs: int, moments: bool, make: Any = Net, samples: int = 96
+) -> tuple[nn.Module, list[torch.Tensor]]:
+    """Two models that train on 8 and 4 samples of each batch of 12, and average every K steps. Returns their mean."""
+    data, models = dataset(samples), [make(), make()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
+    order, step, path = DistributedSampler(data, 1, 0, shuffle=True), 0, []
+    for epoch in range(epochs):
+        order.set_epoch(epoch)
+        indices = list(order)
+        for first in range(0, samples, 12):
+            parts = indices[first : first + 8], indices[first + 8 : first + 12]
+            for model, optimizer, part in zip(models, optimizers, parts, strict=True):
+                optimizer.zero_grad()
+                model.loss(data[part]).backward()
+                optimizer.step()
+            step += 1
+            if (first + 12 >= samples) if every is None else step % every == 0:
+                with torch.no_grad():
+                    for p, q in zip(*(model.parameters() for model in models), strict=True):
+                        tensors = [(p, q)]
+                        if moments:
+                            tensors.append(
+                                tuple(o.state[x]["momentum_buffer"] for o, x in zip(optimizers, (p, q), strict=True))
+                            )
+                        for a, b in tensors:
+                            mean = (8 * a + 4 * b) / 12
+                            a.copy_(mean)
+                            b.copy_(mean)
+            path.append((2 * parameters(models[0]) + parameters(models[1])) / 3)
+    return models[0], path
+
+
+# -- the algorithm -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "moments"), [(1, False), (3, False), (3, True), (None, False), (5, True)])
+def test_against_a_loop_by_hand(every: int | None, moments: bool) -> None:
+    _, path = by_hand(every, 3, moments)
+    strategy = {"every_n_steps": every, "average_optimizer_state": moments, "balance": SHARES}
+    results = run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **NODE)
+    for result in results:
+        assert error(result["parameters"], path[-1]) <= 1e-10
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
+def test_meeting_at_every_step_with_momentum_is_flat_data_parallel() -> None:
+    truth = parameters(oracle(Net, 12, 96))
+    strategy = {"every_n_steps": 1, "average_optimizer_state": True, "balance": SHARES}
+    for result in run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **NODE):
+        assert error(result["parameters"], truth) <= 1e-10
+    # The controls: nodes weighted alike, and momentum left apart (which shows with K > 1 only: it is linear).
+    result = run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, strategy_class=Unweighted)[0]
+    assert error(result["parameters"], truth) > 1e-4
+    assert error(by_hand(3, 3, True)[1][-1], by_hand(3, 3, False)[1][-1]) > 1e-4
+
+
+class Unweighted(NodeAverageStrategy):
+    def _planned(self) -> list[int]:
+        return [1] * len(self._replicas)
+
+
+def test_moments_of_adam_are_averaged_and_its_steps_are_not() -> None:
+    strategy = {"every_n_steps": 2, "average_optimizer_state": True, "balance": SHARES}
+    results = run(fit, 3, partial(Net, "adamw"), 12, 96, nodes=NODES, strategy=strategy, **NODE)
+    assert torch.equal(results[0]["parameters"], results[2]["parameters"])
+
+
+def test_one_node_trains_as_hetero_ddp() -> None:
+    truth = parameters(oracle(Net, 12, 96))
+    for result in run(fit, 2, Net, 12, 96, strategy={"every_n_steps": 3, "balance": [2.0, 1.0]}, **NODE):
+        assert error(result["parameters"], truth) <= 1e-10
+
+
+def test_accumulation_counts_optimizer_steps() -> None:
+    strategy = {"every_n_steps": 2, "balance": SHARES}
+    results = run(fit, 3, Met, 12, 96, nodes=NODES, strategy=strategy, accumulate_grad_batches=3, max_epochs=1, **NODE)
+    assert len({tuple(r["seen"][0]) for r in results}) == 3
+    assert torch.equal(results[0]["parameters"], results[2]["parameters"])
+
+
+class Met(Net):
+    pass
+
+
+class Frozen(Net):
+    """A frozen layer between, which must neither travel nor shift the others; and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+        self.net[1].requires_grad_(False)
+
+
+def _frozen() -> dict[str, Any]:
+    result = fit(_frozen_by_rank, 12, 96, strategy={"every_n_steps": 2, "balance": SHARES}, **NODE)
+    return result
+
+
+def _frozen_by_rank() -> Frozen:
+    import os
+
+    module = Frozen()
+    if os.environ["RANK"] == "2":  # starts elsewhere: rank 0's values must reach it, the frozen ones too
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(1.0)
+    return module
+
+
+def test_frozen_parameters_and_different_starts() -> None:
+    results = run(_frozen, 3, nodes=NODES)
+    assert torch.equal(results[0]["parameters"], results[2]["parameters"])
+    frozen = parameters(Frozen().net[1])
+    start = parameters(Frozen().net[0]).numel()
+    assert torch.equal(results[2]["parameters"][start : start + frozen.numel()], frozen)
+
+
+# -- the consensus -------------------------------------------------------------------------------------------
+
+
+class Watched(EvaluatedNet):
+    """Records the weights that it validates with, and those after training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[torch.Tensor] = []
+        self.final: list[torch.Tensor] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append(parameters(self))
+
+    def on_train_end(self) -> None:
+        self.final.append(parameters(self))
+
+
+def _watch(folder: str | None, validate: bool, **options: Any) -> dict[str, Any]:
+    module = Watched()
+    strategy = NodeAverageStrategy(every_n_steps=5, balance=SHARES, global_batch_size=12, timeout=60)
+    keep = [ModelCheckpoint(folder, save_top_k=-1, filename="{step}", save_on_train_epoch_end=False)] if folder else []
+    limits = {"val_check_interval": 2} if validate else {"limit_val_batches": 0}
+    settings = {**FAST, "max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": keep, **limits, **options}
+    trainer = pl.Trainer(strategy=strategy, **{**settings, "enable_checkpointing": folder is not None})
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), DataLoader(dataset(50), batch_size=4))
+    return {"validated": module.validated, "final": module.final, "parameters": parameters(module)}
+
+
+def test_validation_is_on_the_consensus_and_changes_nothing(tmp_path: Path) -> None:
+    _, path = by_hand(5, 2, False, Watched)
+    results = run(_watch, 3, str(tmp_path), True, nodes=NODES)
+    without = run(_watch, 3, None, False, nodes=NODES)
+    for result, other in zip(results, without, strict=True):
+        assert len(result["validated"]) == 8
+        for i, weights in enumerate(result["validated"]):
+            assert error(weights, path[2 * i + 1]) <= 1e-10
+            assert torch.equal(weights, results[0]["validated"][i])
+        assert torch.equal(result["parameters"], other["parameters"])
+        assert torch.equal(result["final"][0], results[0]["parameters"])  # before on_train_end, on all ranks
+    for i in range(8):  # what was saved is what was validated
+        saved = torch.load(tmp_path / f"step={2 * i + 2}.ckpt", weights_only=True)
+        model = Watched()
+        model.load_state_dict(saved["state_dict"])
+        assert torch.equal(parameters(model), results[0]["validated"][i])
+
+
+# -- resume --------------------------------------------------------------------------------------------------
+
+
+class Dropping(Net):
+    """Depends on each rank's random state."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y, *_ = batch
+        return nn.functional.mse_loss(self.net(nn.functional.dropout(x, 0.3)), y)
+
+
+class Save(pl.Callback):
+    def __init__(self, path: str, step: int, stop: bool) -> None:
+        self.path, self.step, self.stop = path, step, stop
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = self.stop
+
+
+def _resume(folder: str, workers: int) -> list[torch.Tensor]:
+    weights, path = [], f"{folder}/mid.ckpt"
+    for part in ("whole", "first", "second"):
+        module = Dropping()
+        strategy = NodeAverageStrategy(5, average_optimizer_state=False, balance=SHARES, global_batch_size=12)
+        callbacks = [Save(path if part == "first" else f"{folder}/{part}.ckpt", 11, part == "first")]
+        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3, "callbacks": callbacks})
+        loader = DataLoader(dataset(96), batch_size=4, shuffle=True, num_workers=workers)
+        torch.manual_seed(trainer.global_rank)  # each rank drops out other units
+        trainer.fit(module, loader, ckpt_path=path if part == "second" else None)
+        weights.append(parameters(module))
+    return weights
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_between_two_meetings_is_as_if_never_stopped(tmp_path: Path, workers: int) -> None:
+    # K = 5, stopped after 11 steps; dropout; the loader has workers.
+    for whole, first, second in run(_resume, 3, str(tmp_path), workers, nodes=NODES, timeout=45):
+        assert torch.equal(second, whole)
+        assert not torch.equal(first, whole)
+    checkpoint = torch.load(tmp_path / "mid.ckpt", weights_only=True)
+    values = [replica["values"][0] for replica in checkpoint["lightning_hetero_replicas"]["replicas"]]
+    assert len(values) == 2
+    assert not torch.equal(*values)
+    consensus = torch.cat([value.reshape(-1) for value in checkpoint["state_dict"].values()])
+    assert torch.allclose((2 * values[0] + values[1]) / 3, consensus, rtol=0, atol=1e-14)
+
+
+def _resume_elsewhere(folder: str) -> list[str]:
+    import warnings
+
+    strategy = NodeAverageStrategy(5, global_batch_size=12, ranks_per_node=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3})
+        loader = DataLoader(dataset(96), batch_size=4, shuffle=True)
+        trainer.fit(Dropping(), loader, ckpt_path=f"{folder}/mid.ckpt")
+    return [str(w.message) for w in caught]
+
+
+def test_resuming_with_other_replicas_starts_from_the_consensus(tmp_path: Path) -> None:
+    run(_resume, 3, str(tmp_path), 0, nodes=NODES)
+    assert any("all replicas start from its weights" in text for text in run(_resume_elsewhere, 3, str(tmp_path))[0])
+
+
+# -- independence --------------------------------------------------------------------------------------------
+
+
+class Sleeper(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1:
+            time.sleep(0.02)
+        self.times = [*getattr(self, "times", []), time.perf_counter()]
+        return self.loss(batch)
+
+
+def _beside_a_sleeper() -> float:
+    module = Sleeper()
+    strategy = NodeAverageStrategy(every_n_steps=60, balance="off", ranks_per_node=1, timeout=60)
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
+    trainer.fit(module, DataLoader(dataset(480), batch_size=4))
+    return module.times[50] - module.times[0]
+
+
+def test_a_fast_node_does_not_wait_for_a_slow_one_between_meetings() -> None:
+    fast, slow = run(_beside_a_sleeper, 2)
+    assert slow > 50 * 0.02
+    assert fast < slow / 2
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5])
+def test_a_period_that_cannot_be(every: Any) -> None:
+    with pytest.raises(ConfigurationError, match="every_n_steps"):
+        NodeAverageStrategy(every_n_steps=every)
+
+
+def _train(**kwargs: Any) -> None:
+    loader = kwargs.pop("loader") if "loader" in kwargs else DataLoader(dataset(96), batch_size=4)
+    strategy = NodeAverageStrategy(every_n_steps=3, ranks_per_node=1, timeout=20)
+    pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, **kwargs}).fit(Net(), loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging averages the weights"),
+        ({"max_time": "00:00:01:00"}, "goes by the clock"),
+        ({"loader": DataLoader(Shard(60), batch_size=4)}, "needs map-style datasets"),
+    ],
+)
+def test_what_makes_no_sense_with_replicas_is_refused(options: dict[str, Any], words: str) -> None:
+    for outcome in attempt(_train, 2, **options):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert words in str(outcome.error)
+
+
+def _differing() -> None:
+    import os
+
+    strategy = NodeAverageStrategy(every_n_steps=3 + int(os.environ["RANK"]), ranks_per_node=1, timeout=20)
+    pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1}).fit(Net(), DataLoader(dataset(96), batch_size=4))
+
+
+def test_periods_that_differ() -> None:
+    for outcome in attempt(_differing, 2):
+        assert isinstance(outcome.error, DisagreementError), outcome.trace
+        assert "every_n_steps: rank 0: 3, rank 1: 4" in str(outcome.error)
+
+
+class FailsOnOne(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == 2:
+            raise RuntimeError("a fault of rank 1")
+        return super().training_step(batch, batch_idx)
+
+
+def _failing(folder: str) -> None:
+    strategy = NodeAverageStrategy(every_n_steps=5, ranks_per_node=1, timeout=10)
+    keep = ModelCheckpoint(folder, save_on_exception=True)
+    options = {**FAST, "max_epochs": 1, "enable_checkpointing": True, "callbacks": [keep]}
+    pl.Trainer(strategy=strategy, **options).fit(FailsOnOne(), DataLoader(dataset(96), batch_size=4))
+
+
+def test_nothing_hangs_when_a_rank_fails(tmp_path: Path) -> None:
+    began = time.monotonic()
+    outcomes = attempt(_failing, 2, str(tmp_path), timeout=60)
+    assert time.monotonic() - began < 40
+    assert "a fault of rank 1" in str(outcomes[1].error)
+    assert "another rank has failed" in str(outcomes[0].error), outcomes[0].trace
