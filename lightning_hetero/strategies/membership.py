@@ -11,6 +11,7 @@ from lightning_hetero.comm.agreement import agree
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.topology import Place, Topology, device_identity, discover
 from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
+from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.strategies.collectives import Collectives
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.workload.timer import StepTimer
@@ -34,7 +35,14 @@ class Membership(Collectives):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self.cluster_environment = RaggedEnvironment(self.cluster_environment)
-        super()._configure_launcher()
+        if self._start_method == "popen":
+            self._launcher = ObservedLauncher(
+                cluster_environment=self.cluster_environment,
+                num_processes=self.num_processes,
+                num_nodes=self.num_nodes,
+            )
+        else:
+            super()._configure_launcher()
 
     @override
     def setup_distributed(self) -> None:

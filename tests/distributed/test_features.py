@@ -309,3 +309,20 @@ def test_lightning_starts_the_ranks(tmp_path: Path, name: str) -> None:
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "ranks 2" in done.stdout
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_when_a_rank_that_lightning_started_fails_its_name_is_said(tmp_path: Path, failing: int) -> None:
+    script = SCRIPT.replace("STRATEGY", "lightning_hetero.HeteroDDPStrategy(timeout=20)").replace(
+        "        return self.net",
+        f"        if batch_idx == 1 and self.global_rank == {failing}:\n"
+        f"            raise ValueError('a fault of rank {failing}')\n"
+        "        return self.net",
+    )
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert f"a fault of rank {failing}" in done.stderr
+    assert done.returncode == 1, done.stderr  # by its own error, not killed
+    if failing == 1:
+        assert "local rank 1 ended with exit code 1" in done.stderr
+        assert "another rank has failed" in done.stderr

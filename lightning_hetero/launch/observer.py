@@ -1,0 +1,98 @@
+"""Watches the processes that the popen launcher has started, and says which one failed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class ObservedLauncher(_SubprocessScriptLauncher):
+    """Starts ranks as Lightning does, but lets the others end by themselves when one fails.
+
+    Lightning kills all ranks, rank 0 among them, within seconds of a child's failure: what the others have to say, such
+    as which rank they miss, and what they would save, is lost. Here they have ``grace`` seconds for it.
+
+    Args:
+        grace: seconds from a rank's failure until the others are killed.
+        **kwargs: as for Lightning's launcher.
+    """
+
+    def __init__(self, grace: float = 30.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.grace = grace
+
+    @override
+    def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
+        if self.cluster_environment.creates_processes_externally:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self._call_children_scripts()
+        observer = Observer(self.procs, self.grace)
+        observer.start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            observer.report(patience=2.0)  # this rank's error may be the echo of another's
+            raise
+
+
+class Observer(threading.Thread):
+    """Says which child failed, and ends what is left of the job after a grace.
+
+    Args:
+        children: the processes of local ranks 1, 2, ...
+        grace: seconds from a failure until all are killed.
+        poll: seconds between looks.
+    """
+
+    def __init__(self, children: Sequence[subprocess.Popen], grace: float, poll: float = 0.5) -> None:
+        super().__init__(daemon=True, name="rank-observer")
+        self.children, self.grace, self.poll = children, grace, poll
+        self._told = threading.Lock()
+
+    @override
+    def run(self) -> None:
+        while True:
+            codes = [child.poll() for child in self.children]
+            if all(code == 0 for code in codes):
+                return
+            if any(codes):
+                break
+            time.sleep(self.poll)
+        self.report()
+        deadline = time.monotonic() + self.grace
+        while time.monotonic() < deadline:  # this thread ends with the main process
+            time.sleep(self.poll)
+        for child in self.children:
+            if child.poll() is None:
+                child.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def report(self, patience: float = 0.0) -> None:
+        """Say once which children failed first, waiting up to ``patience`` seconds for one to."""
+        deadline = time.monotonic() + patience
+        while not any(child.poll() for child in self.children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        failed = [(rank, child.returncode) for rank, child in enumerate(self.children, start=1) if child.returncode]
+        if not failed or not self._told.acquire(blocking=False):
+            return
+        for rank, code in failed:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            print(
+                f"lightning_hetero: local rank {rank} {how}; its own error is above. The other ranks have "
+                f"{self.grace:.0f} s to end.",
+                file=sys.stderr,
+                flush=True,
+            )
