@@ -8,9 +8,10 @@ Importing this package registers its strategy strings with Lightning::
 
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.strategies import HeteroDDPStrategy, HeteroStrategy, NodeAverageStrategy, register
+from lightning_hetero.strategies import DASOStrategy, HeteroDDPStrategy, HeteroStrategy, NodeAverageStrategy, register
 
 __all__ = [
+    "DASOStrategy",
     "EmulatedSpeed",
     "HeteroDDPStrategy",
     "HeteroError",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.wire import Sum, Wire
 
 
 class ReplicaLinks:
@@ -30,6 +31,26 @@ class ReplicaLinks:
         self._leaders = dist.new_group([ranks[0] for ranks in replicas], timeout=timeout, backend="gloo")
         inner = [dist.new_group(list(ranks), timeout=timeout, backend="gloo") for ranks in replicas]
         self._inner = inner[self.index]
+        # Global group i holds one rank of each replica: its member i, modulo its size.
+        self.turns = max(len(ranks) for ranks in replicas)
+        self._active = [[ranks[i % len(ranks)] for ranks in replicas] for i in range(self.turns)]
+        self._global = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in self._active]
+        self._rank = rank
+
+    def takes_turn(self, turn: int) -> bool:
+        """Whether this rank is its replica's member of global group ``turn``."""
+        return self._rank in self._active[turn]
+
+    def begin_sum(self, turn: int, flats: Sequence[Tensor], wire: Wire) -> Sum:
+        """Start to sum vectors over global group ``turn``, in the background; for its members only."""
+        return Sum(flats, self._global[turn], wire)
+
+    def tell_replica(self, turn: int, flats: Sequence[Tensor]) -> None:
+        """Give all ranks of the replica the vectors of its member of global group ``turn``, in place."""
+        if self._size > 1:
+            with deadline("receive from the replica's active rank"):
+                for flat in flats:
+                    dist.broadcast(flat, self._active[turn][self.index], group=self._inner)
 
     def gather(self, value: Any) -> list[Any]:
         """One value per rank (collective over all ranks)."""

@@ -2,16 +2,18 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.node import NodeAverageStrategy
 from lightning_hetero.strategies.replicas import ReplicaStrategy
 
-__all__ = ["HeteroDDPStrategy", "HeteroStrategy", "NodeAverageStrategy", "ReplicaStrategy", "register"]
+__all__ = ["DASOStrategy", "HeteroDDPStrategy", "HeteroStrategy", "NodeAverageStrategy", "ReplicaStrategy", "register"]
 
 _ENTRIES = (
     ("hetero_ddp", HeteroDDPStrategy, "batches split by measured speed, gradients weighted by samples"),
     ("hetero_node", NodeAverageStrategy, "gradients within a node, parameter averages between nodes"),
+    ("hetero_daso", DASOStrategy, "gradients within a node, stale background mixing between nodes"),
 )
 
 

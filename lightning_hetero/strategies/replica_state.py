@@ -16,30 +16,40 @@ from lightning_hetero.comm.agreement import gather
 KEY = "lightning_hetero_replicas"
 
 
-def collect(averager: Averager, values: Sequence[Tensor], optimizers: Sequence[Optimizer], windows: int) -> dict:
+def collect(values: Sequence[Tensor], optimizers: Sequence[Optimizer], windows: int) -> dict[str, Any]:
     """This replica's state; tensors and builtins only."""
     return {
         "values": [value.cpu() for value in values],
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "averager": averager.state_dict(),
         "windows": windows,
     }
 
 
-def gather_into(checkpoint: dict[str, Any], own: dict[str, Any], leads: bool) -> None:
-    """Add the states of all replicas, and the random states of all ranks, to rank 0's checkpoint (collective)."""
+def gather_into(checkpoint: dict[str, Any], own: dict[str, Any] | None, averager: Averager) -> None:
+    """Add the states of all replicas and ranks to rank 0's checkpoint (collective).
+
+    Args:
+        checkpoint: to add to.
+        own: the replica's state, on its leader; else ``None``.
+        averager: the algorithm; what is under way may be known to one rank of a replica only.
+    """
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((own if leads else None, _random_states()), everyone)
+    dist.gather_object((own, averager.state_dict(), _random_states()), everyone)
     if everyone is not None:
-        replicas = [state for state, _ in everyone if state is not None]
-        checkpoint[KEY] = {"replicas": replicas, "random": [states for _, states in everyone]}
+        checkpoint[KEY] = {
+            "replicas": [state for state, _, _ in everyone if state is not None],
+            "averagers": [state for _, state, _ in everyone],
+            "random": [states for _, _, states in everyone],
+        }
 
 
-def find(checkpoint: Mapping[str, Any], index: int, count: int) -> dict[str, Any] | None:
-    """This replica's state in a checkpoint of as many replicas; ``None`` if there is none (collective)."""
-    replicas = checkpoint.get(KEY, {}).get("replicas", [])
-    found = replicas[index] if len(replicas) == count else None
-    return found if all(gather(found is not None, "the checkpoint's state")) else None
+def find(checkpoint: Mapping[str, Any], index: int, count: int, rank: int) -> dict[str, Any] | None:
+    """This rank's state in a checkpoint of as many replicas and ranks; ``None`` if there is none (collective)."""
+    saved = checkpoint.get(KEY, {"replicas": [], "averagers": []})
+    fits = len(saved["replicas"]) == count and len(saved["averagers"]) == dist.get_world_size()
+    if not all(gather(fits, "the checkpoint's state")):
+        return None
+    return {**saved["replicas"][index], "averager": saved["averagers"][rank], "random": saved["random"][rank]}
 
 
 def restore(state: Mapping[str, Any], averager: Averager, optimizers: Sequence[Optimizer]) -> int:
@@ -49,12 +59,6 @@ def restore(state: Mapping[str, Any], averager: Averager, optimizers: Sequence[O
         optimizer.load_state_dict(saved)
     averager.load_state_dict(state["averager"])
     return int(state["windows"])
-
-
-def random_states_of(checkpoint: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
-    """The random states of a rank, if the checkpoint is of as many ranks."""
-    states = checkpoint.get(KEY, {}).get("random", [])
-    return states[rank] if len(states) == dist.get_world_size() else None
 
 
 def _random_states() -> dict[str, Any]:

@@ -172,15 +172,15 @@ class ReplicaStrategy(HeteroStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.averager is not None and not self._alone():
             values = self.averager.replica.pack() if self._own is None else self._own
-            own = replica_state.collect(self.averager, values, self.optimizers, self._windows)
-            replica_state.gather_into(checkpoint, own, self._links.leads)
+            own = replica_state.collect(values, self.optimizers, self._windows) if self._links.leads else None
+            replica_state.gather_into(checkpoint, own, self.averager)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
-        mine = replica_state.find(checkpoint, self._links.index, self._links.count)
+        mine = replica_state.find(checkpoint, self._links.index, self._links.count, self.global_rank)
         if mine is None:
             rank_zero_warn(
                 f"The checkpoint was not saved by {self._links.count} replicas, or while a rank had failed: all "
@@ -188,7 +188,7 @@ class ReplicaStrategy(HeteroStrategy):
             )
             return
         self._windows = replica_state.restore(mine, self.averager, self.optimizers)
-        self._random_states = replica_state.random_states_of(checkpoint, self.global_rank)
+        self._random_states = mine["random"]
 
     @override
     def on_train_start(self) -> None:

@@ -15,7 +15,7 @@ from test_data import Shard
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_hetero import NodeAverageStrategy
+from lightning_hetero import DASOStrategy, NodeAverageStrategy
 from lightning_hetero.errors import ConfigurationError, DisagreementError, UnsupportedError
 
 NODES = [2, 1]  # ranks of each node
@@ -160,9 +160,15 @@ class Watched(EvaluatedNet):
         self.final.append(parameters(self))
 
 
-def _watch(folder: str | None, validate: bool, **options: Any) -> dict[str, Any]:
-    module = Watched()
-    strategy = NodeAverageStrategy(every_n_steps=5, balance=SHARES, global_batch_size=12, timeout=60)
+def _strategy(name: str) -> Any:
+    if name == "node":
+        return NodeAverageStrategy(every_n_steps=5, balance=SHARES, global_batch_size=12, timeout=60)
+    # B = 4 and W = 3: at every step but one an exchange is under way.
+    return DASOStrategy(3, 2, 4, 3, mixing=name, patience=99, balance=SHARES, global_batch_size=12, timeout=60)
+
+
+def _watch(folder: str | None, validate: bool, name: str = "node", **options: Any) -> dict[str, Any]:
+    module, strategy = Watched(), _strategy(name)
     keep = [ModelCheckpoint(folder, save_top_k=-1, filename="{step}", save_on_train_epoch_end=False)] if folder else []
     limits = {"val_check_interval": 2} if validate else {"limit_val_batches": 0}
     settings = {**FAST, "max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": keep, **limits, **options}
@@ -210,11 +216,20 @@ class Save(pl.Callback):
             trainer.should_stop = self.stop
 
 
-def _resume(folder: str, workers: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize("mixing", ["daso", "delta"])
+def test_validation_changes_nothing_while_exchanges_are_under_way(mixing: str) -> None:
+    results = run(_watch, 3, None, True, mixing, nodes=NODES)
+    without = run(_watch, 3, None, False, mixing, nodes=NODES)
+    for result, other in zip(results, without, strict=True):
+        assert torch.equal(result["parameters"], other["parameters"])
+        assert all(torch.equal(a, b) for a, b in zip(result["validated"], results[0]["validated"], strict=True))
+
+
+def _resume(folder: str, workers: int, name: str = "node") -> list[torch.Tensor]:
     weights, path = [], f"{folder}/mid.ckpt"
     for part in ("whole", "first", "second"):
         module = Dropping()
-        strategy = NodeAverageStrategy(5, average_optimizer_state=False, balance=SHARES, global_batch_size=12)
+        strategy = _strategy(name)
         callbacks = [Save(path if part == "first" else f"{folder}/{part}.ckpt", 11, part == "first")]
         trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3, "callbacks": callbacks})
         loader = DataLoader(dataset(96), batch_size=4, shuffle=True, num_workers=workers)
@@ -224,10 +239,10 @@ def _resume(folder: str, workers: int) -> list[torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resuming_between_two_meetings_is_as_if_never_stopped(tmp_path: Path, workers: int) -> None:
-    # K = 5, stopped after 11 steps; dropout; the loader has workers.
-    for whole, first, second in run(_resume, 3, str(tmp_path), workers, nodes=NODES, timeout=45):
+@pytest.mark.parametrize(("workers", "name"), [(0, "node"), (2, "node"), (2, "delta"), (0, "daso")])
+def test_resuming_between_two_meetings_is_as_if_never_stopped(tmp_path: Path, workers: int, name: str) -> None:
+    # Stopped after 11 steps; K = 5, or with an exchange under way; dropout; the loader has workers.
+    for whole, first, second in run(_resume, 3, str(tmp_path), workers, name, nodes=NODES, timeout=45):
         assert torch.equal(second, whole)
         assert not torch.equal(first, whole)
     checkpoint = torch.load(tmp_path / "mid.ckpt", weights_only=True)

@@ -167,9 +167,10 @@ def test_an_interrupted_epoch_can_be_repeated(make):
     assert order_of(make(), epoch=3, seed=1) != first
 
 
-def test_an_interrupted_epoch_can_be_repeated_though_the_sampler_has_its_own_generator():
-    def sampler():
-        return RandomSampler(range(30), generator=torch.Generator().manual_seed(7))
+@pytest.mark.parametrize("wrap", [lambda sampler: sampler, lambda sampler: BatchSampler(sampler, 4, drop_last=False)])
+def test_an_interrupted_epoch_can_be_repeated_though_the_sampler_has_its_own_generator(wrap):
+    def sampler(seed=7):
+        return wrap(RandomSampler(range(30), generator=torch.Generator().manual_seed(seed)))
 
     agreed = AgreedOrder(sampler(), Wire().sender, decides=True, seed=0)
     orders = []
@@ -178,6 +179,7 @@ def test_an_interrupted_epoch_can_be_repeated_though_the_sampler_has_its_own_gen
         orders.append(list(agreed))
     assert orders[0] != orders[1] != orders[2]
     assert order_of(sampler(), epoch=2) == orders[2]
+    assert order_of(sampler(seed=8), epoch=2) != orders[2]  # the user's seed still tells the order
 
 
 @pytest.mark.parametrize("make", SAMPLERS)

@@ -252,6 +252,29 @@ def test_the_gain_is_measured_from_the_latest_plan():
     assert planner.update(8, skewed) is None
 
 
+def test_where_a_batch_costs_the_same_whatever_its_size_the_shares_go_back_to_even():
+    planner = planner_of(64, 2)
+    assert planner.update(4, [report(0.001), report(0.003)]) is not None
+    flat = [report(1.0e-6, fixed=1.0), report(1.1e-6, fixed=1.0)]
+    assert planner.update(8, flat) is not None
+    assert planner.shares(8) == [32, 32]
+    assert planner.update(12, flat) is None  # and stay there
+
+
+def test_a_doubt_is_no_reason_to_give_up_a_plan_that_is_better_than_even():
+    planner = planner_of(64, 2)
+    costs = [report(0.001), report(0.0015)]
+    assert planner.update(4, costs) is not None
+    assert planner.update(8, [r._replace(error=0.2) for r in costs]) is None
+    assert planner.shares(8) == [39, 25]
+
+
+def test_while_a_model_is_not_ready_nothing_changes_not_even_back_to_even():
+    planner = planner_of(64, 2)
+    assert planner.update(4, [report(0.001), report(0.003)]) is not None
+    assert planner.update(8, [report(0.003), report(0.001, error=math.inf)]) is None
+
+
 def test_a_share_grows_to_twice_what_has_been_seen_at_most():
     planner = planner_of(64, 4)
     fast = [report(0.0001), report(0.01), report(0.01), report(0.01)]

@@ -4,7 +4,7 @@ import math
 from collections import Counter, deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -223,16 +223,18 @@ def test_what_was_drawn_ahead_of_a_cut_epoch_is_void():
     assert not rank.sampler.drawn
 
 
-@pytest.mark.parametrize("drawn_ahead", [1, 4, 5])
-def test_an_epoch_that_begins_anew_is_not_taken_for_a_shorter_loader(drawn_ahead):
+@pytest.mark.parametrize(("drawn", "trained"), [(1, 0), (4, 0), (5, 0), (2, 2), (5, 2)])
+def test_an_epoch_that_begins_anew_is_not_taken_for_a_shorter_loader(drawn, trained):
     # Lightning may make an iterator, workers draw from it, and then, after loading a checkpoint, it makes another.
     rank = Rank(0, Planner(1), 40, 8)
     iterator = iter(rank.sampler)
-    for _ in range(drawn_ahead):
+    for _ in range(drawn):
         next(iterator)
-    rank.go_to(0, 2, step=0)  # no step has been trained
+    for _ in range(trained):
+        rank.sampler.drawn.popleft()
+    rank.go_to(0, 2, step=trained)
     check_together([rank.run()], one_process(40, 8, False, 0)[2:])
-    assert [a[:2] for a in rank.asked[drawn_ahead:]] == [(0, 2), (1, 3), (2, 4)]
+    assert [a[:2] for a in rank.asked[drawn:]] == [(trained, 2), (trained + 1, 3), (trained + 2, 4)]
     assert not rank.sampler.drawn
 
 
@@ -350,7 +352,13 @@ def plans(draw):
     return Plan(0, costs, low, high)
 
 
+def even_plan(world):
+    return Plan(0, (Cost(0, 1),) * world, (1,) * world, (2**62,) * world)
+
+
 @given(plans(), st.integers(1, 150), st.integers(1, 40))
+@example(even_plan(4), 5, 4)  # batches of 3 and 2 would leave the last rank out
+@example(even_plan(6), 7, 3)
 @settings(max_examples=300)
 def test_evaluation_sees_every_sample_once(plan, samples, batch_size):
     world = len(plan.costs)
@@ -363,7 +371,7 @@ def test_evaluation_sees_every_sample_once(plan, samples, batch_size):
     assert counts == [len(sampler) for sampler in samplers]
     if min(batches.size(i) for i in range(len(batches))) >= world:
         assert counts == [len(batches)] * world
-    if samples >= world and batch_size >= world:
+    if samples >= world:
         assert min(counts) >= 1  # a rank without a batch would not run the epoch's end with the others
 
 

@@ -1,0 +1,69 @@
+"""DASO's schedule: phases of a run, and how often replicas exchange, by the course of the loss."""
+
+import math
+from typing import Any, Literal
+
+from lightning_hetero.errors import ConfigurationError
+
+Phase = Literal["warm-up", "cycling", "cool-down"]
+
+
+class RateSchedule:
+    """B, the steps between two exchanges, and W, the steps that an exchange may take; pure.
+
+    When the loss has not fallen by ``threshold`` (relative to its best) for ``patience`` ticks, both are halved, to no
+    less than 1. At B = 1 the next plateau starts over with the rarest exchange, ``max_every``, and W = B / 4.
+
+    Args:
+        every: first B, in steps.
+        wait: first W, in steps; 0 is blocking.
+        max_every: largest B.
+        patience: ticks without progress that make a plateau.
+        threshold: relative fall of the loss that counts as progress.
+
+    Source: DASO, Coquelin et al. 2021.
+    """
+
+    def __init__(
+        self, every: int = 4, wait: int = 1, max_every: int = 8, patience: int = 2, threshold: float = 0.05
+    ) -> None:
+        for name, value in (("global_every", every), ("max_global_every", max_every), ("patience", patience)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+        if not isinstance(wait, int) or not 0 <= wait <= every:
+            raise ConfigurationError(f"wait={wait!r} must lie between 0 (blocking) and global_every={every} steps.")
+        if not 0 <= threshold < 1:
+            raise ConfigurationError(f"threshold={threshold!r} must be at least 0 and below 1.")
+        self.every, self.wait, self.max_every = every, wait, max_every
+        self.patience, self.threshold = patience, threshold
+        self.best, self.stalled = math.inf, 0
+
+    def tick(self, loss: float) -> None:
+        """Take in the loss of an interval; the same number on every rank."""
+        if loss < (1 - self.threshold) * self.best or self.best == math.inf:
+            self.best, self.stalled = loss, 0
+            return
+        self.stalled += 1
+        if self.stalled < self.patience:
+            return
+        self.stalled = 0
+        if self.every == 1:
+            self.every, self.wait = self.max_every, max(self.max_every // 4, 1)
+        else:
+            self.every, self.wait = max(self.every // 2, 1), max(self.wait // 2, min(self.wait, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Builtins only."""
+        return {"every": self.every, "wait": self.wait, "best": self.best, "stalled": self.stalled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.every, self.wait = state["every"], state["wait"]
+        self.best, self.stalled = state["best"], state["stalled"]
+
+
+def phase(step: int, total: int, warmup: int, cooldown: int) -> Phase:
+    """The phase of optimizer step ``step`` (from 1) of ``total``."""
+    if step <= warmup:
+        return "warm-up"
+    return "cool-down" if step > total - cooldown else "cycling"

@@ -1,0 +1,145 @@
+"""`hetero_daso`: gradients within a node, stale asynchronous mixing between nodes at an adaptive rate."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import Averager
+from lightning_hetero.averaging.daso import DASOAverager, Mixing
+from lightning_hetero.averaging.schedule import RateSchedule
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.wire import DTYPES, Wire
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.strategies.replicas import ReplicaStrategy
+
+
+class DASOStrategy(ReplicaStrategy):
+    """Averages gradients within each node at every step, and mixes nodes in the background between.
+
+    In the warm-up and the cool-down nodes average at every step. Between, every B steps one rank of each node (in
+    rotation) exchanges parameters while training goes on, and mixes them in W steps later. B and W are halved whenever
+    the training loss stalls, and start over from the rarest exchange.
+
+    Source: DASO, Coquelin et al. 2021.
+
+    Args:
+        warmup: length of the warm-up: a fraction of the run (float), optimizer steps (int), or ``"4 epochs"``.
+        cooldown: length of the cool-down, likewise.
+        global_every: first B, in optimizer steps.
+        wait: first W, in optimizer steps; 0 is blocking; at most B.
+        max_global_every: largest B.
+        patience: epochs without progress of the loss that make a plateau.
+        threshold: relative fall of the loss that counts as progress.
+        monitor: a logged metric to watch instead of the training loss; smaller is better.
+        mixing: ``"daso"``, the paper's rule, or ``"delta"``, which keeps the nodes' progress since the exchange began.
+        wire: number format of background exchanges: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
+        **kwargs: as for :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+    """
+
+    def __init__(
+        self,
+        warmup: float | int | str = 0.1,
+        cooldown: float | int | str = 0.1,
+        global_every: int = 4,
+        wait: int = 1,
+        max_global_every: int = 8,
+        patience: int = 2,
+        threshold: float = 0.05,
+        monitor: str | None = None,
+        mixing: Mixing = "delta",
+        wire: Wire = "fp32",
+        **kwargs: Any,
+    ) -> None:
+        RateSchedule(global_every, wait, max_global_every, patience, threshold)  # raises now
+        for name, word, known in (("mixing", mixing, ("daso", "delta")), ("wire", wire, tuple(DTYPES))):
+            if word not in known:
+                raise ConfigurationError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}.")
+        for name, length in (("warmup", warmup), ("cooldown", cooldown)):
+            _steps(name, length, 100, 10)
+        self._daso: dict[str, Any] = {
+            "warmup": warmup,
+            "cooldown": cooldown,
+            "global_every": global_every,
+            "wait": wait,
+            "max_global_every": max_global_every,
+            "patience": patience,
+            "threshold": threshold,
+            "monitor": monitor,
+            "mixing": mixing,
+            "wire": wire,
+        }
+        self._loss = torch.zeros(2, dtype=torch.float64)  # sum over samples since the last tick, and samples
+        super().__init__(**kwargs)
+
+    @override
+    def algorithm_options(self) -> dict[str, Any]:
+        return self._daso
+
+    @override
+    def make_averager(self) -> Averager:
+        o, trainer = self._daso, self._trainer
+        total = trainer.estimated_stepping_batches
+        per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        lengths = {name: _steps(name, o[name], total, per_epoch) for name in ("warmup", "cooldown")}
+        if self._links.count == 1:
+            rank_zero_info("hetero_daso: there is one node, so no global network: it trains as hetero_ddp would.")
+        elif sum(lengths.values()) > total:
+            raise ConfigurationError(
+                f"warmup and cooldown take {lengths} of {total} optimizer steps: leave some between."
+            )
+        schedule = RateSchedule(o["global_every"], o["wait"], o["max_global_every"], o["patience"], o["threshold"])
+        run = int(total) if math.isfinite(total) else 2**62
+        return DASOAverager(schedule, run, lengths["warmup"], lengths["cooldown"], o["mixing"], o["wire"])
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        drawn = self.share.drawn
+        assert drawn is not None
+        windows = self._trainer.accumulate_grad_batches  # by which the Trainer has divided the loss
+        self._loss += torch.tensor([windows * drawn.samples * closure_loss.item(), drawn.samples])
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def _after_window(self) -> None:
+        super()._after_window()
+        assert isinstance(self.averager, DASOAverager)
+        if self._epoch_ends() and self._links.count > 1 and self.averager.phase(self._windows) == "cycling":
+            self.averager.schedule.tick(self._watched())
+
+    def _watched(self) -> float:
+        """The loss of the epoch, or the metric to monitor, the same on all ranks (collective)."""
+        name = self._daso["monitor"]
+        if name is not None:
+            metrics = self._trainer.callback_metrics
+            if name not in metrics:
+                raise ConfigurationError(f"monitor={name!r} has not been logged; there are {sorted(metrics)}.")
+            self._loss = torch.tensor([float(metrics[name]), 1.0], dtype=torch.float64)
+        with self._timer.waiting(), deadline("average the loss"):
+            dist.all_reduce(self._loss)
+        mean = (self._loss[0] / self._loss[1]).item()
+        self._loss = torch.zeros(2, dtype=torch.float64)
+        return mean
+
+
+def _steps(name: str, value: float | int | str, total: float, per_epoch: float) -> int:
+    """A phase's length in optimizer steps."""
+    if isinstance(value, str):
+        number, _, unit = value.partition(" ")
+        if unit.strip() in ("epoch", "epochs") and number.isdigit():
+            return int(number) * int(per_epoch)
+    elif isinstance(value, int) and value >= 0:
+        return value
+    elif isinstance(value, float) and 0 <= value < 1:
+        if math.isinf(total):
+            raise ConfigurationError(f"{name}={value} is a part of the run, whose length is unknown: give steps.")
+        return round(value * total)
+    raise ConfigurationError(f"{name}={value!r}: give a part of the run (0.1), optimizer steps (500) or '4 epochs'.")

@@ -1,0 +1,96 @@
+"""DASO's schedule as a pure state machine, and its mixing rules by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.averaging.daso import mixed
+from lightning_hetero.averaging.schedule import RateSchedule, phase
+from lightning_hetero.errors import ConfigurationError
+
+
+def course(schedule: RateSchedule, losses: list[float]) -> list[tuple[int, int]]:
+    seen = [(schedule.every, schedule.wait)]
+    for loss in losses:
+        schedule.tick(loss)
+        if (schedule.every, schedule.wait) != seen[-1]:
+            seen.append((schedule.every, schedule.wait))
+    return seen
+
+
+def test_on_a_flat_loss() -> None:
+    expected = [(4, 1), (2, 1), (1, 1), (8, 2), (4, 1), (2, 1), (1, 1), (8, 2)]
+    assert course(RateSchedule(), [1.0] * 15) == expected
+
+
+def test_a_loss_that_falls_changes_nothing() -> None:
+    assert course(RateSchedule(), [0.9**i for i in range(40)]) == [(4, 1)]
+
+
+def test_a_fall_within_the_threshold_is_none() -> None:
+    assert len(course(RateSchedule(threshold=0.05), [0.96 if i else 1.0 for i in range(3)])) == 2
+    assert len(course(RateSchedule(threshold=0.03), [0.96 if i else 1.0 for i in range(3)])) == 1
+
+
+@given(
+    st.integers(1, 16), st.integers(0, 16), st.integers(1, 16), st.integers(1, 4),
+    st.lists(st.floats(0.01, 10), max_size=60),
+)  # fmt: skip
+def test_the_rates_stay_sane(every: int, wait: int, largest: int, patience: int, losses: list[float]) -> None:
+    schedule = RateSchedule(every, min(wait, every), largest, patience)
+    for loss in losses:
+        schedule.tick(loss)
+        assert 1 <= schedule.every <= max(every, largest)
+        assert 0 <= schedule.wait <= schedule.every
+
+
+def test_it_goes_on_where_it_was_saved() -> None:
+    losses = [1.0, 0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5]
+    whole, first, second = RateSchedule(), RateSchedule(), RateSchedule()
+    for loss in losses:
+        whole.tick(loss)
+    for loss in losses[:4]:
+        first.tick(loss)
+    second.load_state_dict(first.state_dict())
+    for loss in losses[4:]:
+        second.tick(loss)
+    assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"wait": 5}, {"wait": -1}, {"every": 0}, {"max_every": 0}, {"patience": 0}, {"threshold": 1.0}, {"every": 2.5}],
+)
+def test_what_cannot_be(options: dict) -> None:
+    with pytest.raises(ConfigurationError):
+        RateSchedule(**options)
+
+
+def test_phases() -> None:
+    assert [phase(step, 10, 3, 2) for step in range(1, 11)] == ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
+
+
+def test_the_mixing_value() -> None:
+    # x = (1, 2), S = 1, P = 2: 1.25 and 1.75.
+    total = torch.tensor([3.0])
+    assert mixed("daso", torch.tensor([1.0]), total, torch.tensor([1.0]), 1, 2).item() == 1.25
+    assert mixed("daso", torch.tensor([2.0]), total, torch.tensor([2.0]), 1, 2).item() == 1.75
+    # The other rule agrees while nothing has moved, and keeps what has moved since.
+    assert mixed("delta", torch.tensor([1.0]), total, torch.tensor([1.0]), 1, 2).item() == 1.25
+    assert mixed("delta", torch.tensor([1.5]), total, torch.tensor([1.0]), 1, 2).item() == 1.75
+    assert mixed("daso", torch.tensor([1.5]), total, torch.tensor([1.0]), 1, 2).item() == 1.5
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=6), st.integers(0, 5), st.sampled_from(["daso", "delta"]))
+def test_replicas_that_agree_stay_and_all_stay_within_their_range(values: list[float], stale: int, rule: str) -> None:
+    x = torch.tensor(values, dtype=torch.float64)
+    count = len(values)
+    after = mixed(rule, x, x.sum().expand(count), x, stale, count)
+    assert math.isclose(after.sum().item(), x.sum().item(), abs_tol=1e-9)  # the mean is kept
+    assert after.min() >= x.min() - 1e-9
+    assert after.max() <= x.max() + 1e-9
+    same = torch.full_like(x, values[0])
+    assert torch.allclose(mixed(rule, same, same.sum().expand(count), same, stale, count), same)

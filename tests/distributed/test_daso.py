@@ -1,0 +1,101 @@
+"""`hetero_daso` against loops written by hand with NumPy's means only."""
+
+import pytest
+import torch
+from ranks import run
+from tasks import Net, dataset, error, fit, oracle, parameters
+from torch.utils.data import DistributedSampler
+
+from lightning_hetero import DASOStrategy
+
+DASO = {"strategy_class": DASOStrategy}
+NODES, SHARES, SIZES = [2, 1], [3.0, 1.0, 2.0], (8, 4)  # ranks per node; shares per rank; samples per node of 12
+
+
+def by_hand(
+    rule: str, every: int, wait: int, warmup: int, cooldown: int, epochs: int, sizes: tuple[int, ...] = SIZES
+) -> torch.Tensor:
+    """One model per node; constant B and W; all of section 'algorithm' of the paper, with weighted nodes."""
+    data, models = dataset(96), [Net() for _ in sizes]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
+    order, step, total = DistributedSampler(data, 1, 0, shuffle=True), 0, epochs * 8
+    count, weights = len(sizes), [size * len(sizes) / 12 for size in sizes]
+    pending, since = None, 0
+
+    def values() -> list[torch.Tensor]:
+        return [parameters(model) for model in models]
+
+    def put(new: list[torch.Tensor]) -> None:
+        for model, flat in zip(models, new, strict=True):
+            torch.nn.utils.vector_to_parameters(flat.clone(), model.parameters())
+
+    def mix() -> None:
+        started, total_sum, snapshots = pending
+        s = step - started
+        if rule == "daso":
+            put([(2 * s * x + total_sum) / (2 * s + count) for x in values()])
+        else:
+            put([x + count / (2 * s + count) * (total_sum / count - o) for x, o in zip(values(), snapshots)])  # noqa: B905
+
+    for epoch in range(epochs):
+        order.set_epoch(epoch)
+        indices = list(order)
+        for batch in range(0, 96, 12):
+            first = batch
+            for model, optimizer, size in zip(models, optimizers, sizes, strict=True):
+                optimizer.zero_grad()
+                model.loss(data[indices[first : first + size]]).backward()
+                optimizer.step()
+                first += size
+            step += 1
+            cycling = warmup < step <= total - cooldown
+            if pending and (not cycling or step - pending[0] >= wait):
+                mix()
+                pending = None
+            if not cycling:
+                mean = sum(w * x for w, x in zip(weights, values(), strict=True)) / count
+                put([mean] * count)
+                continue
+            since += 1
+            if since >= every:
+                since = 0
+                now = values()
+                pending = (step, sum(w * x for w, x in zip(weights, now, strict=True)), now)
+    return values()[0]
+
+
+@pytest.mark.parametrize("rule", ["daso", "delta"])
+@pytest.mark.parametrize(
+    ("every", "wait", "warmup", "cooldown"), [(4, 1, 4, 4), (3, 3, 2, 5), (1, 1, 0, 1), (5, 2, 0, 3)]
+)
+def test_against_a_loop_by_hand(rule: str, every: int, wait: int, warmup: int, cooldown: int) -> None:
+    truth = by_hand(rule, every, wait, warmup, cooldown, 3)
+    strategy = {
+        "mixing": rule, "global_every": every, "wait": wait, "warmup": warmup, "cooldown": cooldown,
+        "patience": 99, "balance": SHARES,
+    }  # fmt: skip
+    results = run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **DASO)
+    for result in results:
+        assert error(result["parameters"], truth) <= 1e-10
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
+@pytest.mark.parametrize(("wire", "limit"), [("bf16", 0.02), ("fp16", 0.003)])
+def test_narrow_wires_round_the_exchange_only(wire: str, limit: float) -> None:
+    strategy = {"warmup": 2, "cooldown": 2, "wire": wire, "patience": 99, "balance": SHARES}
+    truth = by_hand("delta", 4, 1, 2, 2, 3)
+    for result in run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **DASO):
+        assert 0 < error(result["parameters"], truth) < limit
+
+
+def test_blocking_at_every_step_is_flat_data_parallel() -> None:
+    truth = parameters(oracle(Net, 12, 96))
+    strategy = {"warmup": 0, "cooldown": 0, "global_every": 1, "wait": 0, "max_global_every": 1, "balance": SHARES}
+    for result in run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **DASO):
+        assert error(result["parameters"], truth) <= 1e-10
+
+
+def test_a_single_node_says_so_and_trains_alone() -> None:
+    truth = parameters(oracle(Net, 12, 96))
+    for result in run(fit, 2, Net, 12, 96, strategy={"balance": [2.0, 1.0]}, **DASO):
+        assert error(result["parameters"], truth) <= 1e-10
