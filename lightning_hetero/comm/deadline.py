@@ -31,5 +31,6 @@ def deadline(what: str) -> Iterator[None]:
 
 
 def _is_of_communication(error: RuntimeError) -> bool:
-    # NCCL and the store have their own classes; gloo raises plain RuntimeErrors that name its source files.
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    # NCCL and the store have their own classes; gloo raises plain RuntimeErrors.
+    signs = ("gloo", "pair closure", "Connection closed", "Connection reset", "Broken pipe")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)

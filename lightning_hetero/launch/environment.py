@@ -96,6 +96,11 @@ def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
                 f"RANK={os.environ['RANK']} is not below WORLD_SIZE={os.environ['WORLD_SIZE']}. Launch with torchrun, "
                 "which sets both."
             )
+    elif isinstance(inner, LightningEnvironment) and "RANK" in os.environ:
+        raise LaunchError(
+            f"RANK={os.environ['RANK']} is set, but the launcher is not known, so that this process would train alone. "
+            "Launch with torchrun (or set TORCHELASTIC_RUN_ID as it does), srun or mpiexec, or unset RANK."
+        )
     elif isinstance(inner, LightningEnvironment) and num_nodes > 1:
         _require(
             ("MASTER_PORT",), ("MASTER_ADDR",), "without them every node would wait on a port of its own 127.0.0.1"

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.errors import DataError
+from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.workload.timer import StepTimer
+
+_REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
 
 
 class Collectives(DDPStrategy):
@@ -62,12 +64,15 @@ class Collectives(DDPStrategy):
         if not isinstance(tensor, Tensor) or self._alone():
             return tensor
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        if isinstance(name, str) and name not in _REDUCTIONS:
+            raise UnsupportedError(f"reduce_op={reduce_op!r} must be one of {', '.join(map(repr, _REDUCTIONS))}.")
         mean = name in ("mean", "avg", ReduceOp.AVG)
         wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.float64
         value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)
         if mean:
             samples = self._step_samples() if self._step_samples is not None else 1.0
-            value = torch.cat([value * samples, value.new_tensor([samples])])
+            weighted = value * samples if samples else torch.zeros_like(value)  # a filler's may not be finite
+            value = torch.cat([weighted, value.new_tensor([samples])])
         op = (
             ReduceOp.SUM if mean or name is None else getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
         )

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.comm.agreement import agree, together
 from lightning_hetero.errors import HeteroError, UnsupportedError
@@ -58,11 +60,23 @@ def check_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None)
     described = {
         f"parameter {name}": _describe(p) + (" frozen" if not p.requires_grad else "")
         for name, p in module.named_parameters()
-        if not isinstance(p, torch.nn.UninitializedParameter)
+        if not is_lazy(p)
     }
-    described |= {f"buffer {name}": _describe(b) for name, b in module.named_buffers()}
+    described |= {f"buffer {name}": _describe(b) for name, b in module.named_buffers() if not is_lazy(b)}
     described["order"] = ", ".join(described)  # DDP reduces in this order
     agree("the model's parameters", described, group)
+
+
+def samples_in(batch: Any) -> float:
+    """The first dimension that all tensors of a batch share.
+
+    Raises:
+        ValueError: there is none, or the tensors differ.
+    """
+    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0}
+    if len(sizes) != 1:
+        raise ValueError(f"its tensors have first dimensions {sorted(sizes)}" if sizes else "it holds no tensors")
+    return float(sizes.pop())
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -1,6 +1,7 @@
 """The Lightning face of every strategy of this package."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import _augment_message
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,9 +23,10 @@ from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.strategies.checkpoint import add_plan, restore_plan
 from lightning_hetero.strategies.evaluation import Evaluation, StepSamples
-from lightning_hetero.strategies.guards import check_model, check_trainer
+from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
+from lightning_hetero.strategies.guards import check_model, check_trainer, samples_in
 from lightning_hetero.strategies.loaders import Loaders
-from lightning_hetero.strategies.options import Options
+from lightning_hetero.strategies.options import Options, check_ddp_options, seconds
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.workshare import Workshare, exchanger
@@ -87,7 +88,8 @@ class HeteroStrategy(Evaluation):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
+        limit = seconds(timeout)
+        check_ddp_options(kwargs)
         self.options = Options(
             type(self).__name__,
             balance,
@@ -138,8 +140,9 @@ class HeteroStrategy(Evaluation):
             self._begin_pass,
             self.broadcast,
             exchange,
-            extract_batch_size,
+            self._samples_in,
             self.options.global_batch_size,
+            self.options.sizes,
         )
         self.share = Workshare(
             planner, self._timer, loaders, replica, small, pulse, self._report_due, self._stop_requested
@@ -157,6 +160,8 @@ class HeteroStrategy(Evaluation):
         check_trainer(trainer, self._layer_sync, self.root_device)
         check_model(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
+            if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
+                self.share.planner.least = 2  # BatchNorm cannot normalise one sample
             self.share.loaders.combined = lambda: trainer.fit_loop._combined_loader
             if self._layer_sync is not None:
                 self._layer_sync = ReplicaSyncBatchNorm(self._data_group)
@@ -202,6 +207,12 @@ class HeteroStrategy(Evaluation):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
+    def _samples_in(self, batch: Any) -> float:
+        """Samples in a batch of a stream, whose size nobody has planned."""
+        if callable(getattr(self.lightning_module, "batch_weight", None)):
+            return 1.0  # the user's own weights count
+        return samples_in(batch)
+
     def _begin_pass(self) -> Position:
         self.share.begin_pass()
         return self._position()
@@ -229,9 +240,11 @@ class HeteroStrategy(Evaluation):
         assert module is not None
         if callable(measure := getattr(module, "batch_weight", None)):
             self.share.weigh(measure, args[0] if args else None)
-        if drawn.samples == 0 and self._trainer._results is not None:
-            self._trainer._results.batch_size = 0  # a filler: none of its values may count
-        with StepSamples(self, lambda: drawn.samples):
+        counts = drawn.samples > 0 or self._trainer._results is None
+        with (
+            StepSamples(self, lambda: drawn.samples),
+            nullcontext() if counts else logs_nothing(self._trainer._results),
+        ):
             output = super().training_step(*args, **kwargs)
         if not module.automatic_optimization:
             self.share.end()
@@ -250,7 +263,7 @@ class HeteroStrategy(Evaluation):
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
-        with deadline("average gradients"):
+        with deadline("average gradients"), no_gradients(module) if weight == 0 else nullcontext():
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._timer.backward_done()
         loss = self.precision_plugin.post_backward(loss, module)

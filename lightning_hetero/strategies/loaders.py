@@ -32,6 +32,7 @@ class Loaders:
         exchange: sums a tally over the ranks (collective).
         size_of: samples in a batch.
         global_batch_size: samples in a step of all ranks; default: the loader's ``batch_size`` times the ranks.
+        sized_by_user: whether the user has given shares, a batch size or limits.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Loaders:
         begin: Callable[[], Position],
         broadcast: Callable[[Any], Any],
         exchange: Callable[[Tally], Tally],
-        size_of: Callable[[Any], int],
+        size_of: Callable[[Any], float],
         global_batch_size: int | None,
+        sized_by_user: bool,
     ) -> None:
         self.rank, self.replica, self.planner = rank, replica, planner
         self._begin, self._broadcast, self._exchange, self._size_of = begin, broadcast, exchange, size_of
         self._global_batch_size = global_batch_size
+        self._sized_by_user = sized_by_user
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
 
     # -- entry -------------------------------------------------------------------------------------
@@ -66,6 +69,7 @@ class Loaders:
             check_enough(_samples(batches), self.planner.world, "training")
             self.planner.expect(self._batch_size(loader))
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._shares)
+            sampler.filler = self.planner.least
             return _with_batch_sampler(loader, sampler)
         return self._stream(loader, kind)
 
@@ -113,10 +117,16 @@ class Loaders:
                 "DataLoader(in_order=False) delivers batches in any order, so that their weights cannot be told. Use "
                 "in_order=True."
             )
-        if has_iterable_dataset(loader):
-            endless = sized_len(loader) is None and loader.batch_size is not None
-            return "resizable stream" if endless and self.planner.auto else "stream"
-        if sharded_by_user:
+        if has_iterable_dataset(loader) or sharded_by_user:
+            resizable = has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size is not None
+            if resizable and (self.planner.auto or self._sized_by_user):
+                return "resizable stream"
+            if self._sized_by_user:
+                raise UnsupportedError(
+                    "fixed shares, global_batch_size and limits per rank need batches that can be sized here: those of "
+                    "a map-style dataset, or of an iterable one without a length. Yours are sized by your own "
+                    "DataLoader: remove these options, or set its batch_size on each rank."
+                )
             return "stream"
         if loader.batch_sampler is None:
             raise _no_batches("training")
@@ -218,7 +228,10 @@ class Loaders:
         if kind != "map":
             return {"batch_size": getattr(loader, "batch_size", None)}
         sampler = getattr(loader.batch_sampler, "sampler", None)
+        decided = isinstance(self._batches(loader, evaluation=False).sampler, AgreedOrder)
         return {
+            # Rank 0 sends such an order when it is drawn: with workers at once, without them at the first batch.
+            "num_workers above 0, with a sampler of yours": decided and loader.num_workers > 0,
             "samples": sized_len(loader.dataset),
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,

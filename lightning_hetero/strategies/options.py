@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from inspect import signature
+from typing import Any, Literal
+
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.workload.planner import Planner
@@ -32,13 +35,51 @@ class Options:
             )
         for name in ("global_batch_size", "rebalance_every_n_steps"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.timeout <= timedelta(0):
             raise ConfigurationError(f"timeout={self.timeout}: the longest wait must be above 0 seconds.")
-        if not isinstance(self.balance, str):
-            self.planner(len(self.balance))  # raises now rather than after the launch
+        nodes = [self.ranks_per_node] if isinstance(self.ranks_per_node, int) else self.ranks_per_node
+        if nodes is not None and not (isinstance(nodes, list | tuple) and all(type(n) is int and n > 0 for n in nodes)):
+            raise ConfigurationError(
+                f"ranks_per_node={self.ranks_per_node!r}: give a size, or a list of sizes, above 0."
+            )
+        given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list | tuple)]
+        self.planner(len(given[0]) if given else 1)  # raises now rather than after the launch
+
+    @property
+    def sizes(self) -> bool:
+        """Whether the user has a say in the sizes of batches."""
+        limits = (self.global_batch_size, self.min_batch_size, self.max_batch_size)
+        return not isinstance(self.balance, str) or any(limit is not None for limit in limits)
 
     def planner(self, world: int) -> Planner:
         """A planner for ``world`` ranks."""
         return Planner(world, self.balance, self.min_batch_size, self.max_batch_size)
+
+
+def seconds(timeout: Any) -> timedelta:
+    """A timeout as a timedelta.
+
+    Raises:
+        ConfigurationError: not a number of seconds.
+    """
+    if isinstance(timeout, timedelta):
+        return timeout
+    try:
+        return timedelta(seconds=float(timeout))
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigurationError(f"timeout={timeout!r}: give a finite number of seconds, or a timedelta.") from None
+
+
+def check_ddp_options(options: dict[str, Any]) -> None:
+    """See that options that are not ours are DDP's.
+
+    Raises:
+        ConfigurationError: names the unknown ones.
+    """
+    unknown = sorted(set(options) - set(signature(DistributedDataParallel.__init__).parameters))
+    if unknown:
+        raise ConfigurationError(
+            f"unknown option(s) {', '.join(unknown)}: neither this strategy nor DistributedDataParallel has them."
+        )

@@ -1,5 +1,6 @@
 """This rank's part of the work: what it draws, how much it weighs, how long it takes, and what the others are told."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -99,8 +100,9 @@ class Workshare:
         """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
         assert self.drawn is not None
         value = measure(batch) if self.drawn.samples else 0.0
-        own = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(())
-        if not own >= 0:
+        own = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        own = own.reshape(()) if own.numel() == 1 else torch.tensor(float("nan"), dtype=torch.float64)
+        if not 0 <= own < math.inf:
             own = torch.tensor(float("nan"), dtype=torch.float64)  # reaches every rank through the sum
         total = own.clone()
         with deadline("sum the batch weights"):
@@ -123,7 +125,10 @@ class Workshare:
             self._weighing = mine, everyone, None
             own, total = mine.item(), everyone.item()
             if total != total:
-                raise DataError("`batch_weight(batch)` was negative or NaN on some rank; it must be at least 0.")
+                raise DataError(
+                    "`batch_weight(batch)` was negative or NaN, infinite, or not one number, on some rank; it must be "
+                    "a finite number of at least 0."
+                )
         return len(self.replica) * own / total if total else 0.0
 
     def _report(self) -> Report:

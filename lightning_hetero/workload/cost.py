@@ -11,7 +11,8 @@ class CostModel:
     * A device drifts as a whole (clocks, co-tenants): old knowledge fades only in the direction ``x`` itself, the
       scale, which every measurement shows. The ratio ``a : k`` shows only when ``n`` varies, and is kept until then.
     * A lasting change of speed is told from a hiccup: one far measurement is left out, the second on the same side
-      rescales the model at once and lets it learn the ratio anew.
+      rescales the model at once and lets it learn the ratio anew. Several surprises on the same side, none of them far,
+      make the model doubt itself, so that it follows the next ones.
 
     Args:
         drift: relative change of the device's speed that is expected per measurement.
@@ -23,6 +24,8 @@ class CostModel:
     FAR = 4.0
     JUMP = 0.2
     LEAST_NOISE = 0.01
+    #: Surprises, in deviations, are averaged over about three measurements; beyond this the model doubts itself.
+    DOUBT = 1.3
 
     def __init__(self, drift: float = 0.01, noise: float = 0.05, warm_up: int = 2) -> None:
         self.drift, self.noise, self.warm_up = drift, noise, warm_up
@@ -30,6 +33,7 @@ class CostModel:
         self._samples = 1  # of the last measurement
         self._a = self._k = 0.0  # seconds, seconds per sample
         self._p = (0.0, 0.0, 0.0)  # covariance of (a, k): p_aa, p_ak, p_kk, in s^2
+        self._bias = 0.0  # running mean of surprises, in deviations
         self._far = 0.0  # ratio measured : predicted of the far measurement before this one, 0 if none
 
     @property
@@ -81,6 +85,10 @@ class CostModel:
                 self._far = ratio
             return
         self._far = 0.0
+        self._bias = 0.7 * self._bias + 0.3 * surprise / spread
+        if abs(self._bias) > self.DOUBT:
+            self._widen(samples, scale=2 * self.noise, ratio=0.2)
+            self._bias = 0.0
         self._learn_noise(surprise / predicted, spread / predicted)
         self._correct(samples, surprise)
 

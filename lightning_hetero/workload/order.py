@@ -53,26 +53,27 @@ class FixedBatches:
 
 
 class EvenBatches(FixedBatches):
-    """As few batches of at most ``batch_size`` samples as hold them all, as even as can be.
+    """Batches of about ``batch_size`` samples that hold them all and are as even as can be.
 
-    Evaluation uses them: no batch is so short that a rank is left without a sample, so that all ranks run the same
-    number of batches and yet see every sample exactly once. Where even batches would be smaller than the ranks are
-    many, full ones come first, so that every rank has at least one batch.
+    Evaluation uses them: no batch has fewer samples than there are ranks, so that all ranks run the same number of
+    batches and yet see every sample exactly once. Only where ``batch_size`` itself leaves each rank one sample, or
+    little more, can a batch be larger than ``batch_size``, by less than one sample per rank.
 
     Args:
-        sampler: yields dataset indices, the same on every rank, and has a length.
-        batch_size: most samples in a global batch; raised to ``world``.
+        sampler: yields dataset indices, the same on every rank, and has a length, at least ``world``.
+        batch_size: most samples in a global batch, but for the above.
         world: number of ranks.
     """
 
     def __init__(self, sampler: Any, batch_size: int, world: int) -> None:
-        super().__init__(sampler, max(batch_size, world), drop_last=False)
-        self._even = len(sampler) >= len(self) * world
+        super().__init__(sampler, batch_size, drop_last=False)
+        self._count = max(1, min(-(-len(sampler) // batch_size), len(sampler) // world))
+
+    def __len__(self) -> int:
+        return self._count
 
     @override
     def size(self, index: int) -> int:
-        if not self._even:
-            return super().size(index)
         least, extra = divmod(len(self.sampler), len(self))
         return least + (index < extra)
 

@@ -6,7 +6,7 @@ arithmetic. A new plan starts at a step that no rank's sampler has drawn yet.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -61,7 +61,7 @@ class Plan:
         """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
 
         The unit is the greatest part that divides all batches: with one loader a sample, with batches of 64 and 32
-        two samples and one. A tail too small for the lower limits ignores them.
+        two samples and one. Where a tail is too small for all to have their least, the slowest ranks have nothing.
 
         Args:
             sizes: samples in the global batch of each loader; 0 for a loader that has run out.
@@ -86,8 +86,14 @@ def _split_units(plan: Plan, units: int, width: int) -> list[int]:
     high = [n // width for n in plan.high]
     if plan.reach:
         high = [min(h, max(lo, math.ceil(part * units))) for h, lo, part in zip(high, low, plan.reach, strict=True)]
-    if sum(low) > units:
-        low = [0] * len(low)
+    order = sorted(range(len(low)), key=lambda rank: (plan.costs[rank].per_sample, rank))
+    if sum(low) > units:  # a tail too small for all to have their least
+        low = [n if n > 1 else 0 for n in low]
+    while sum(low) > units:  # the slowest sit this one out
+        rank = order.pop()
+        low[rank] = high[rank] = 0
+    if sum(high) < units:  # too small even for one
+        low, high = [0] * len(low), [n // width for n in plan.high]
     return split(units, [Cost(c.fixed, c.per_sample * width) for c in plan.costs], low, high)
 
 
@@ -122,6 +128,8 @@ class Planner:
         self.auto = balance == "auto"
         self.min_gain = min_gain
         self.total = 0
+        self.least = 1  # of each rank, where the user has not said and the batch allows it
+        self._may_raise = low is None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = _per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
         self._high = _per_rank("max_batch_size", 2**62 if high is None else high, world)
@@ -141,6 +149,9 @@ class Planner:
             ShareError: the limits per rank cannot be met with ``total`` samples.
         """
         self.total = total
+        if self._may_raise and self.least * self.world <= total:
+            self._low = tuple(max(low, self.least) if low else 0 for low in self._low)
+            self.plans = [replace(plan, low=self._low) for plan in self.plans]
         plan = self.plans[-1]
         if any(self._low) and sum(self._low) > total:
             raise ShareError(
@@ -214,6 +225,8 @@ def fixed_shares(balance: Sequence[float], world: int) -> list[float]:
     Raises:
         ConfigurationError: not one per rank, or a value that is negative, NaN, infinite, or all zero.
     """
+    if not all(isinstance(share, int | float) and not isinstance(share, bool) for share in balance):
+        raise ConfigurationError(f"balance={list(balance)}: shares are numbers, one per rank.")
     shares = [float(share) for share in balance]
     if len(shares) != world:
         raise ConfigurationError(
@@ -234,6 +247,6 @@ def _per_rank(name: str, value: int | Sequence[int], world: int) -> tuple[int, .
         raise ConfigurationError(
             f"{name}={list(limits)} gives {len(limits)} limits for {world} ranks: one, or one each."
         )
-    if any(not isinstance(n, int) or n < 0 for n in limits):
+    if any(type(n) is not int or n < 0 for n in limits):
         raise ConfigurationError(f"{name}={list(limits)}: limits are whole numbers of samples, at least 0.")
     return limits

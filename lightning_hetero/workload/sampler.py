@@ -64,6 +64,7 @@ class ShareSampler:
         self.drawn: deque[Drawn] = deque()  # drawn but not yet trained on, in order
         self.begun: Position | None = None  # where the running epoch began, or was resumed
         self.next_step = 0  # first step not drawn yet
+        self.filler = 1  # samples of a filler
         self._left = 0  # batches that the running pass has still to draw
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ class ShareSampler:
             own = batch_slice(batch, shares, self.rank)
             self.next_step, self._left = self.next_step + 1, self._left - 1
             self.drawn.append(Drawn(len(own), sum(shares[rank] for rank in self.replica)))
-            yield own or batch[:1]
+            yield own or (batch * self.filler)[: self.filler]
 
 
 class EvaluationSampler:

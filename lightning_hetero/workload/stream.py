@@ -35,7 +35,7 @@ class Stream:
     """
 
     def __init__(
-        self, loader: Iterable[Any], size_of: Callable[[Any], int], exchange: Callable[[Tally], Tally]
+        self, loader: Iterable[Any], size_of: Callable[[Any], float], exchange: Callable[[Tally], Tally]
     ) -> None:
         self.loader, self._size_of, self._exchange = loader, size_of, exchange
         self.drawn: deque[Drawn] = deque()
@@ -100,7 +100,7 @@ class SizedStream(Stream):
     def __init__(
         self,
         loader: Iterable[Any],
-        size_of: Callable[[Any], int],
+        size_of: Callable[[Any], float],
         exchange: Callable[[Tally], Tally],
         length: int,
     ) -> None:

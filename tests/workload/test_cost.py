@@ -141,6 +141,19 @@ def test_a_hiccup_just_after_a_change_is_ignored_too():
     assert model.predict(16) == pytest.approx(0.042 * 4, rel=0.01)
 
 
+@pytest.mark.parametrize("factor", [0.7, 1.3])
+def test_a_lasting_change_that_noise_hides_is_followed_within_a_few_measurements(factor):
+    # At 10% noise a change of 30% is not far, measurement by measurement; it is one of many on the same side.
+    off = []
+    for seed in range(30):
+        rng = random.Random(seed)
+        model = learned([(16, 0.042 * rng.gauss(1, 0.1)) for _ in range(80)])
+        for _ in range(8):
+            model.observe(16, 0.042 * factor * rng.gauss(1, 0.1))
+        off.append(abs(model.predict(16) / (0.042 * factor) - 1))
+    assert sum(off) / len(off) < 0.09
+
+
 def test_after_a_change_the_ratio_is_learned_anew():
     model = settled()
     # Now each sample takes four times as long, and the fixed cost is what it was.

@@ -67,6 +67,7 @@ class Rank:
             lambda tally: tally,
             len,
             global_batch_size=None,
+            sized_by_user=False,
         )
         timer = StepTimer(torch.device("cpu"), clock=self.clock)
         self.share = Workshare(
@@ -209,7 +210,15 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
         sampler = RandomSampler(data) if own_sampler else DistributedSampler(data, num_replicas=1, rank=0)
         loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=count)
         loaders = Loaders(
-            rank, (0, 1), Planner(2), lambda: Position(0, 0, 0), lambda x: x, lambda x: x, len, global_batch_size=None
+            rank,
+            (0, 1),
+            Planner(2),
+            lambda: Position(0, 0, 0),
+            lambda x: x,
+            lambda x: x,
+            len,
+            None,
+            sized_by_user=False,
         )
         if evaluation:
             loaders.evaluation(loader, sharded_by_user=False, name="validation")

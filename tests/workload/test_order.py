@@ -35,18 +35,16 @@ def test_fixed_batches_are_those_of_one_process(samples, batch_size, drop_last, 
 def test_even_batches_hold_all_samples_and_differ_by_one_at_most(samples, batch_size, world):
     order = random.Random(samples).sample(range(1000), samples)
     batches = EvenBatches(order, batch_size, world)
-    batch_size = max(batch_size, world)
     drawn = list(batches.draw(0))
     lengths = [len(batch) for batch in drawn]
     assert [i for batch in drawn for i in batch] == order
-    assert max(lengths) <= batch_size
-    if samples >= len(drawn) * world:
-        assert max(lengths) - min(lengths) <= 1
-        assert min(lengths) >= world
-    elif samples >= world:
-        assert lengths[0] >= world  # every rank has at least one batch
+    assert max(lengths) - min(lengths) <= 1
     assert lengths == [batches.size(i) for i in range(len(batches))]
-    assert len(drawn) == -(-samples // batch_size)  # no more than needed
+    if samples >= world:
+        assert min(lengths) >= world  # every rank has a sample of every batch
+        assert max(lengths) <= max(batch_size, 2 * world - 1)
+    if batch_size >= 2 * world:
+        assert len(drawn) == -(-samples // batch_size)  # no more than needed
     for first in range(len(drawn) + 1):
         assert list(batches.draw(first)) == drawn[first:]
 

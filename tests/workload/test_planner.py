@@ -291,7 +291,7 @@ def test_a_share_grows_to_twice_what_has_been_seen_at_most():
 
 def skewed_planner(total=64, **options):
     planner = planner_of(total, 4, **options)
-    assert planner.update(4, [report(k, 0.010) for k in ISSUE]) is not None
+    assert planner.update(4, [report(k, 0.010, drawn=6.0) for k in ISSUE]) is not None
     return planner
 
 
@@ -303,6 +303,17 @@ def test_a_plan_also_splits_batches_much_larger_than_those_of_training(size):
     assert sum(shares) == size
     assert min(shares) > 0
     assert size < 1000 or shares[0] > 1.5 * shares[2] > 2 * shares[3]
+
+
+@pytest.mark.parametrize("low", [0, 1, [1, 20, 1, 7]])
+def test_a_plan_splits_tails_of_any_size(low):
+    plan = skewed_planner(low=low).plans[-1]
+    assert plan.start > 0
+    for size in range(65):
+        shares = plan.split([size])[0]
+        assert sum(shares) == size
+        if size >= sum(plan.low):
+            assert all(n >= least for n, least in zip(shares, plan.low, strict=True))
 
 
 def test_after_a_plan_the_batch_size_may_grow():
@@ -402,6 +413,24 @@ def test_every_rank_takes_a_sample_unless_it_may_take_none():
     assert planner.shares(4)[3] == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "total", "shares"),
+    [
+        ({}, 64, [30, 30, 2, 2]),
+        ({"low": 1}, 64, [31, 31, 1, 1]),  # the user has said otherwise
+        ({}, 7, [2, 2, 2, 1]),  # too few for that; the plan begins even, and no share doubles at once
+        ({"balance": [20, 20, 1, 0]}, 64, [31, 31, 2, 0]),
+    ],
+)
+def test_models_that_need_two_samples_get_them_where_the_batch_allows(options, total, shares):
+    planner = Planner(4, **options)
+    planner.least = 2
+    planner.expect(total)
+    if total == 64:
+        planner.update(4, [report(0.001), report(0.001), report(1.0), report(1.0)])
+    assert planner.shares(4) == shares
+
+
 def test_limits_hold_for_the_even_start_and_for_every_plan():
     limits = {"low": [1, 20, 1, 7], "high": [10, 64, 12, 64]}
     planner = planner_of(64, 4, **limits)
@@ -430,6 +459,14 @@ def test_a_restored_planner_goes_on_as_the_saved_one():
     faster = [report(0.0001, drawn=101.0), *[report(0.01, drawn=101.0)] * 3]
     assert restored.update(100, faster) == saved.update(100, faster)
     assert restored.shares(101) == saved.shares(101)
+
+
+def test_a_restored_share_grows_no_faster():
+    fast = [report(0.0001), report(0.01), report(0.01), report(0.01)]
+    saved, restored = planner_of(64, 4), planner_of(64, 4)
+    saved.update(4, fast)
+    restored.load_state_dict(saved.state_dict())
+    assert restored.shares(0)[0] == saved.shares(4)[0] == 32
 
 
 # -- splitting a step ----------------------------------------------------------------------------------

@@ -144,6 +144,17 @@ def test_a_rank_without_a_sample_repeats_one_with_weight_0():
     check_together(parts, one_process(9, 4, False, 0))
 
 
+def test_a_filler_has_as_many_samples_as_the_model_needs():
+    planner = Planner(3, [1, 0, 1])
+    rank = Rank(1, planner, 9, 4)
+    rank.sampler.filler = 2  # BatchNorm, for one, cannot train on a single sample
+    (first, _, tail), drawn = zip(*rank.run(), strict=True)
+    reference = one_process(9, 4, False, 0)
+    assert first == reference[0][:2]
+    assert tail == reference[2] * 2  # the tail is a single sample
+    assert [d.samples for d in drawn] == [0, 0, 0]
+
+
 # -- resuming ----------------------------------------------------------------------------------------
 
 
