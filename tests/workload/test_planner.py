@@ -377,6 +377,9 @@ def test_given_shares(balance, total, shares):
         ({"high": [8, 8, 8, -8]}, ["max_batch_size", "-8"]),
         ({"low": [1, 1, 1, 1.5]}, ["min_batch_size", "1.5", "whole"]),
         ({"low": 1.5}, ["min_batch_size", "1.5", "whole"]),
+        ({"low": True}, ["min_batch_size", "True", "whole"]),
+        ({"balance": [True, 1, 1, 1]}, ["True", "numbers"]),
+        ({"balance": ["1", 1, 1, 1]}, ["'1'", "numbers"]),
         ({"low": 9, "high": [9, 9, 9, 8]}, ["min_batch_size=[9, 9, 9, 9]", "max_batch_size=[9, 9, 9, 8]"]),
     ],
 )
@@ -508,6 +511,23 @@ def test_loaders_are_split_in_equal_proportions_exactly(plan, sizes):
 )
 def test_batches_by_hand(sizes, shares):
     assert planner_of(64, 4, [4, 2, 1, 1]).plans[0].split(sizes) == shares
+
+
+@pytest.mark.parametrize(
+    ("balance", "size", "shares"),
+    [
+        ([1, 1, 1, 1], 8, [2, 2, 2, 2]),
+        ([1, 1, 1, 1], 7, [3, 2, 2, 0]),
+        ([1, 1, 1, 1], 5, [3, 2, 0, 0]),
+        ([1, 1, 1, 1], 3, [3, 0, 0, 0]),
+        ([1, 1, 1, 1], 1, [1, 0, 0, 0]),  # less than anyone's least
+        ([1, 1, 2, 4], 7, [2, 0, 2, 3]),
+        ([1, 1, 2, 4], 5, [0, 0, 2, 3]),
+        ([1, 1, 2, 4], 2, [0, 0, 0, 2]),
+    ],
+)
+def test_where_a_tail_is_too_small_for_all_the_slowest_have_nothing(balance, size, shares):
+    assert planner_of(64, 4, balance, low=2).plans[0].split([size]) == [shares]
 
 
 def test_limits_count_the_samples_of_all_loaders():
