@@ -47,6 +47,7 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def _join(self, topology: Topology) -> None:
         super()._join(topology)
+        self.share.patient = True
         self._replicas = self.replicas(topology)
         self._links = ReplicaLinks(topology.rank, self._replicas, self.options.timeout)
         self._windows = 0  # optimizer steps since the start of the fit

@@ -50,6 +50,8 @@ class Workshare:
         self.cost = CostModel()
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, from the latest pulse
+        self.patient = False  # take reports in when the next are due, rather than make all ranks wait at once
+        self._reported_at = 0  # the step of the reports that are on their way
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self._stop_requested = stop_requested
         self.drawn: Drawn | None = None  # of the running step, None between steps
@@ -67,7 +69,8 @@ class Workshare:
         if self._fresh_pass:  # starting workers and the like is not what a batch costs
             self._fresh_pass = False
             self.timer.restart()
-        self.listen()
+        if not self.patient:
+            self.listen()
         if not self.loaders.sources():
             raise DataError(
                 "the training dataloader was replaced after the Trainer had set it up, so that the weights of its "
@@ -85,7 +88,9 @@ class Workshare:
         self.drawn, self._weighing = None, None
         self.step += 1
         if self._report_due(self.step):
+            self.listen()
             self._pulse.launch(self._report())
+            self._reported_at = self.step
 
     def listen(self) -> None:
         """Act on the reports that are on their way, if any; on all ranks at the same step."""
@@ -93,8 +98,9 @@ class Workshare:
             return
         with self.timer.waiting():
             self.reports = [Report(*row) for row in self._pulse.collect()]
-        # Since the reports were sent every rank has drawn one more batch.
-        self.planner.update(self.step, [report._replace(drawn=report.drawn + 1) for report in self.reports])
+        # Since the reports were sent every rank has drawn a batch for each step, and one more.
+        drawn_since = self.step - self._reported_at + 1
+        self.planner.update(self.step, [report._replace(drawn=report.drawn + drawn_since) for report in self.reports])
 
     def weigh(self, measure: Callable[[Any], Any], batch: Any) -> None:
         """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
