@@ -9,7 +9,7 @@ from ranks import run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
 from lightning_hetero.workload.shares import Cost, makespan, split
 
 FIXED, PER_SAMPLE = 0.010, (0.002, 0.002, 0.004, 0.008)  # seconds, seconds per sample
@@ -28,8 +28,13 @@ class Emulated(Net):
         return super().training_step(batch, batch_idx)
 
 
-def _train(per_sample: dict[int, tuple[float, ...]], steps: int, options: dict[str, Any]) -> list[int]:
-    module, strategy = Emulated(per_sample), HeteroDDPStrategy(timeout=60, **options)
+def _train(
+    per_sample: dict[int, tuple[float, ...]],
+    steps: int,
+    options: dict[str, Any],
+    strategy_class: Any = HeteroDDPStrategy,
+) -> list[int]:
+    module, strategy = Emulated(per_sample), strategy_class(timeout=60, **options)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": steps, "max_epochs": -1})
     trainer.fit(module, DataLoader(dataset(64 * 20), batch_size=16, shuffle=True))
     return module.shares
@@ -54,6 +59,13 @@ def test_back_on_the_optimum_after_a_change_of_speed() -> None:
     steps = [list(shares) for shares in zip(*results, strict=True)]
     assert slowdown(steps[24], CHANGED) > 2
     assert min(slowdown(shares, CHANGED) for shares in steps[24:36]) < 1.1
+
+
+def test_replicas_that_meet_every_few_steps_adapt_too() -> None:
+    options = {"every_n_steps": 4, "ranks_per_node": 1}
+    steps = list(zip(*run(_train, 4, {0: PER_SAMPLE}, 40, options, NodeAverageStrategy), strict=True))
+    assert all(sum(shares) == 64 for shares in steps)
+    assert min(slowdown(list(shares), PER_SAMPLE) for shares in steps[-8:]) < 1.1
 
 
 def test_limits_hold_while_shares_adapt() -> None:
