@@ -105,7 +105,9 @@ class DASOStrategy(ReplicaStrategy):
         drawn = self.share.drawn
         assert drawn is not None
         windows = self._trainer.accumulate_grad_batches  # by which the Trainer has divided the loss
-        self._loss += torch.tensor([windows * drawn.samples * closure_loss.item(), drawn.samples])
+        if drawn.samples:  # a filler's may not be finite
+            loss = closure_loss.detach().double() * (windows * drawn.samples)
+            self._loss = self._loss.to(loss.device) + torch.stack([loss, loss.new_tensor(drawn.samples)])
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -123,9 +125,10 @@ class DASOStrategy(ReplicaStrategy):
             if name not in metrics:
                 raise ConfigurationError(f"monitor={name!r} has not been logged; there are {sorted(metrics)}.")
             self._loss = torch.tensor([float(metrics[name]), 1.0], dtype=torch.float64)
+        total = self._loss.cpu()
         with self._timer.waiting(), deadline("average the loss"):
-            dist.all_reduce(self._loss)
-        mean = (self._loss[0] / self._loss[1]).item()
+            dist.all_reduce(total)
+        mean = (total[0] / total[1]).item()
         self._loss = torch.zeros(2, dtype=torch.float64)
         return mean
 
