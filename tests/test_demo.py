@@ -52,7 +52,12 @@ def test_demo(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing_behind(tmp_path: Path, number: int) -> None:
     with watched() as running:
-        demo = subprocess.Popen([*DEMO, "--epochs", "100", "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        demo = subprocess.Popen(
+            [*DEMO, "--epochs", "100", "--out", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        )
         deadline = time.monotonic() + 90
         while len(running()) < 1 + len(DEVICES):  # the demo and its ranks
             assert time.monotonic() < deadline
