@@ -141,7 +141,7 @@ def test_bf16_mixed() -> None:
 
 
 class Silent(Net):
-    """Logs nothing: torch.compile does not get through `self.log`, whatever the strategy."""
+    """Logs nothing: torch.compile does not get through `self.log`."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch)
