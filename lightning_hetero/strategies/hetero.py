@@ -313,9 +313,11 @@ class HeteroStrategy(Evaluation):
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the error be seen, with what to do about unused parameters in this strategy's terms."""
-        loop = self._trainer.fit_loop
-        if loop._combined_loader is not None and loop._combined_loader._iterator is None:
-            loop._data_fetcher = None  # it failed to start; tearing it down would raise another error over this one
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        loader = None if trainer is None else trainer.fit_loop._combined_loader
+        if trainer is not None and loader is not None and loader._iterator is None:
+            # It failed to start; tearing it down would raise another error over this one.
+            trainer.fit_loop._data_fetcher = None
         _augment_message(
             exception,
             pattern=".*Expected to have finished reduction in the prior iteration.*",
