@@ -31,3 +31,16 @@ class LaunchError(HeteroError, RuntimeError):
 
 class CommunicationError(HeteroError, RuntimeError):
     """Another rank did not answer within the deadline, or its connection broke."""
+
+
+class NotFiniteError(HeteroError, RuntimeError):
+    """A replica's values are infinite or NaN.
+
+    Args:
+        replicas: those that are, counted from 0.
+        message: more about them, if known.
+    """
+
+    def __init__(self, replicas: list[int], message: str | None = None) -> None:
+        super().__init__(message or f"replica(s) {replicas} hold values that are not finite.")
+        self.replicas = replicas

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hetero.averaging.moments import clear_broken
+from lightning_hetero.comm.lane import Average
 from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.replica import Replica, wide
 
 
 class StepContext(NamedTuple):
@@ -30,7 +32,13 @@ class Averager(ABC):
 
     Only :meth:`before_step` and :meth:`after_step` change parameters. :meth:`consensus` and :meth:`state_dict` may wait
     for other replicas, but never mix, cancel or advance, so that validating and saving do not change the training.
+
+    Attributes:
+        reference: the last mean that all ranks know, on the CPU, in fp32 or wider. What travels is the difference from
+            it, which is small, so that rounding it on the wire is harmless.
     """
+
+    reference: list[Tensor]
 
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Learn what to average and with whom. All replicas hold the same values now.
@@ -41,6 +49,7 @@ class Averager(ABC):
             optimizers: gives the optimizers, whose state appears with their first step.
         """
         self.replica, self.links, self.optimizers = replica, links, optimizers
+        self.reference = [flat.to("cpu", wide(flat)) for flat in replica.pack()]
 
     def before_step(self, context: StepContext) -> None:  # noqa: B027 - not all algorithms need it
         """Before a window's first forward pass; ``context.step`` counts the steps before it."""
@@ -53,20 +62,37 @@ class Averager(ABC):
     def due(self, context: StepContext) -> bool:
         """Whether all replicas meet after this step; on the same steps for all."""
 
+    def meet(self, planned: Sequence[int]) -> None:
+        """Average all replicas, which then are equal (collective)."""
+        average = self.links.average(self.replica.pack(), planned, self.reference)
+        self.adopt(average)
+
+    def adopt(self, average: Average) -> None:
+        """Take over the mean."""
+        self.reference = average.mean
+        self.replica.unpack(average.mean)
+        if not average.healthy[self.links.index]:
+            clear_broken(self.optimizers())
+
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
         """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
-        return self.links.average(self.replica.pack(), planned)
+        return self.links.average(self.replica.pack(), planned, self.reference).mean
 
     def finish(self, planned: Sequence[int]) -> None:
         """End of the fit: complete what is in flight and make all replicas equal (collective)."""
-        self.replica.unpack(self.consensus(planned))
+        self.meet(planned)
+
+    def status(self, step: int) -> dict[str, float | str]:
+        """What people may want to see of the algorithm's course, by name."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """This replica's own state; tensors and builtins only."""
-        return {}
+        return {"reference": self.reference}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have state
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
+        self.reference = state["reference"]
 
     def close(self) -> None:  # noqa: B027 - not all algorithms hold resources
         """Let go of all resources; local, idempotent, also after an error."""

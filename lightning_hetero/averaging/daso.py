@@ -7,41 +7,42 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.pace import Pace
 from lightning_hetero.averaging.schedule import RateSchedule, phase
-from lightning_hetero.comm.wire import Sum, Wire
+from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.links import Exchange
+from lightning_hetero.comm.wire import Wire
 
 Mixing = Literal["daso", "delta"]
 
 
-class Exchange(NamedTuple):
-    """An exchange under way.
+class Pending(NamedTuple):
+    """An exchange that has not been mixed in yet.
 
     Attributes:
         step: optimizer step after which it began.
         wait: steps after which it is to be mixed in.
-        turn: the global group that carries it.
-        snapshot: this replica's values at its beginning; empty where only the active rank needs them.
-        sum: on the active rank, the sum over replicas (its own values among them), scaled so that weights sum to P.
+        snapshot: this replica's values at its beginning.
+        average: what the exchange brings, or has brought.
     """
 
     step: int
     wait: int
-    turn: int
     snapshot: list[Tensor]
-    sum: Sum | list[Tensor] | None
+    average: Exchange | Average
 
 
 class DASOAverager(Averager):
     """Nodes average at every step of the warm-up and the cool-down, and exchange in the background between.
 
-    In the cycling phase, every B steps the active global group (one rank of each node, rotating) begins to sum the
-    nodes' parameters. W steps later it mixes what has arrived, S steps old, into what the node has become::
+    In the cycling phase, every B steps the active global group (one rank of each node, rotating) begins to average the
+    nodes' parameters, and tells its nodes. W steps later all mix what has arrived, S steps old, into what they have
+    become::
 
-        daso:   x <- (2 S x + sum) / (2 S + P)
-        delta:  x <- x + P / (2 S + P) (sum / P - snapshot)
+        daso:   x <- (2 S x + P mean) / (2 S + P)
+        delta:  x <- x + P / (2 S + P) (mean - snapshot)
 
-    and tells its node. The paper's form (``daso``) takes the nodes' own steps since the snapshot partly back; the other
-    keeps them.
+    The paper's form (``daso``) takes the nodes' own steps since the snapshot partly back; the other keeps them.
 
     Source: DASO, Coquelin et al. 2021.
 
@@ -59,9 +60,10 @@ class DASOAverager(Averager):
     ) -> None:
         self.schedule, self.total, self.warmup, self.cooldown = schedule, total, warmup, cooldown
         self.mixing, self.wire = mixing, wire
-        self._pending: Exchange | None = None
+        self._pending: Pending | None = None
         self._turn = 0
         self._since = 0  # steps of the cycling phase since the last exchange began
+        self._pace = Pace()
 
     def phase(self, step: int) -> str:
         """The phase of an optimizer step."""
@@ -77,74 +79,90 @@ class DASOAverager(Averager):
     def after_step(self, context: StepContext) -> None:
         if self.links.count == 1:
             return
-        pending = self._pending
+        self._pace.pause()
         cycling = self.phase(context.step) == "cycling"
-        if pending is not None and (not cycling or context.step - pending.step >= pending.wait):
-            self._mix(pending, context.step)
+        if self._pending is not None and (not cycling or context.step - self._pending.step >= self._pending.wait):
+            self._mix(context.step)
         if not cycling:
-            self.replica.unpack(self.links.average(self.replica.pack(), context.planned))
-            return
-        self._since += 1
-        if self._since >= self.schedule.every:
-            self._begin(context)
+            self.meet(context.planned)
+        else:
+            self._since += 1
+            if self._since >= self.schedule.every:
+                self._begin(context)
+        self._pace.resume()
 
     def _begin(self, context: StepContext) -> None:
-        self._since = 0
-        snapshot, total = [], None
-        if self.links.takes_turn(self._turn):
-            snapshot = [flat.cpu() for flat in self.replica.pack()]
-            weight = context.planned[self.links.index] * self.links.count / sum(context.planned)
-            total = self.links.begin_sum(self._turn, [flat * weight for flat in snapshot], self.wire)
-        self._pending = Exchange(context.step, self.schedule.wait, self._turn, snapshot, total)
-        self._turn = (self._turn + 1) % self.links.turns
+        snapshot = self.replica.pack()
+        exchange = self.links.begin(snapshot, context.planned, self.reference, self.wire, self._turn, self._pace.lasted)
+        self._pending = Pending(context.step, self.schedule.wait, snapshot, exchange)
+        self._since, self._turn = 0, (self._turn + 1) % self.links.turns
         if self._pending.wait == 0:
-            self._mix(self._pending, context.step)
+            self._mix(context.step)
 
-    def _mix(self, exchange: Exchange, step: int) -> None:
+    def _mix(self, step: int) -> None:
+        average = self._arrived()
+        assert self._pending is not None
+        began, snapshot = self._pending.step, self._pending.snapshot
         self._pending = None
-        values = [flat.cpu() for flat in self.replica.pack()]
-        if exchange.sum is not None:
-            total = exchange.sum.wait() if isinstance(exchange.sum, Sum) else exchange.sum
-            stale, count = step - exchange.step, self.links.count
-            for value, sums, old in zip(values, total, exchange.snapshot, strict=True):
-                value.copy_(mixed(self.mixing, value, sums, old, stale, count))
-        self.links.tell_replica(exchange.turn, values)
+        self.schedule.measured(average.notes)
+        if not average.healthy[self.links.index]:
+            self.adopt(average)
+            return
+        self.reference = average.mean
+        values, stale, count = self.replica.pack(), step - began, self.links.count
+        for value, mean, old in zip(values, average.mean, snapshot, strict=True):
+            value.copy_(mixed(self.mixing, value, mean.to(value.device), old, stale, count))
         self.replica.unpack(values)
+
+    def _arrived(self) -> Average:
+        """Wait for the wire, but do not mix."""
+        assert self._pending is not None
+        exchange = self._pending.average
+        if isinstance(exchange, Exchange):
+            average = exchange.result()
+            self._pace.exchanged(exchange.seconds)
+            self._pending = self._pending._replace(average=average)
+            return average
+        return exchange
 
     @override
     def finish(self, planned: Sequence[int]) -> None:
         if self._pending is not None:
-            self._mix(self._pending, self._pending.step + self._pending.wait)
+            self._mix(self._pending.step + self._pending.wait)
         super().finish(planned)
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {"phase": self.phase(step), "global_every": self.schedule.every, "wait": self.schedule.wait}
 
     @override
     def state_dict(self) -> dict[str, Any]:
         pending = None
         if self._pending is not None:
-            pending = self._pending._asdict()
-            if isinstance(self._pending.sum, Sum):  # wait for the wire, but do not mix
-                self._pending = self._pending._replace(sum=self._pending.sum.wait())
-            pending["sum"] = self._pending.sum
-        return {"schedule": self.schedule.state_dict(), "turn": self._turn, "since": self._since, "pending": pending}
+            average = self._arrived()._asdict()
+            pending = {**self._pending._asdict(), "average": average}
+        own = {"schedule": self.schedule.state_dict(), "turn": self._turn, "since": self._since, "pending": pending}
+        return {**super().state_dict(), **own}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
         self._turn, self._since = state["turn"], state["since"]
-        self._pending = None if state["pending"] is None else Exchange(**state["pending"])
+        pending = state["pending"]
+        self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
 
 
-def mixed(rule: Mixing, value: Tensor, total: Tensor, snapshot: Tensor, stale: int, count: int) -> Tensor:
+def mixed(rule: Mixing, value: Tensor, mean: Tensor, snapshot: Tensor, stale: int, count: int) -> Tensor:
     """What a replica's values become.
 
     Args:
         rule: see :class:`DASOAverager`.
         value: the replica's present values.
-        total: sum over replicas, ``stale`` steps old, weights summing to ``count``.
+        mean: of all replicas, weighted, ``stale`` steps old.
         snapshot: the replica's own values at that time.
         stale: S, steps since then.
         count: P, replicas.
     """
-    if rule == "daso":
-        return ((2 * stale * value + total) / (2 * stale + count)).to(value.dtype)
-    return (value + count / (2 * stale + count) * (total / count - snapshot)).to(value.dtype)
+    part = count / (2 * stale + count)
+    return value + part * (mean - (value if rule == "daso" else snapshot))

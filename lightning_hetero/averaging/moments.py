@@ -54,3 +54,13 @@ class Moments:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+@torch.no_grad()
+def clear_broken(optimizers: Sequence[Optimizer]) -> None:
+    """Zero what is not finite in optimizers' state, which would break the next step again."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    value.nan_to_num_(0.0, 0.0, 0.0)

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.moments import Moments
+from lightning_hetero.comm.replica import wide
 
 
 class PeriodicAverager(Averager):
@@ -22,7 +23,6 @@ class PeriodicAverager(Averager):
     def __init__(self, every_n_steps: int | None = None, average_optimizer_state: bool = False) -> None:
         self.every_n_steps, self.average_optimizer_state = every_n_steps, average_optimizer_state
         self._moments: Moments | None = None
-        self._apart = False  # whether replicas have stepped since they met
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -30,25 +30,17 @@ class PeriodicAverager(Averager):
 
     @override
     def after_step(self, context: StepContext) -> None:
-        self._apart = True
         if self.due(context):
             self.meet(context.planned)
 
     @override
-    def finish(self, planned: Sequence[int]) -> None:
-        if self._apart:
-            self.meet(planned)
-
     def meet(self, planned: Sequence[int]) -> None:
-        """Average all replicas (collective)."""
-        self._apart = False
-        values = self.replica.pack()
-        moments = self._moments_of_all() if self.average_optimizer_state else None
-        flats: list[Tensor] = values + (moments.pack() if moments else [])
-        mean = self.links.average(flats, planned)
-        self.replica.unpack(mean[: len(values)])
-        if moments:
-            moments.unpack(mean[len(values) :])
+        super().meet(planned)
+        if self.average_optimizer_state:
+            moments = self._moments_of_all()
+            flats = moments.pack()
+            origin = [torch.zeros_like(f, device="cpu", dtype=wide(f)) for f in flats]
+            moments.unpack(self.links.average(flats, planned, origin).mean)
 
     def _moments_of_all(self) -> Moments:
         if self._moments is None:  # at the first meeting all replicas have taken a step, and so have their state

@@ -1,6 +1,8 @@
 """DASO's schedule: phases of a run, and how often replicas exchange, by the course of the loss."""
 
 import math
+from collections.abc import Sequence
+from statistics import median
 from typing import Any, Literal
 
 from lightning_hetero.errors import ConfigurationError
@@ -16,7 +18,8 @@ class RateSchedule:
 
     Args:
         every: first B, in steps.
-        wait: first W, in steps; 0 is blocking.
+        wait: first W, in steps; 0 is blocking; ``"auto"`` (beyond the paper): always the smallest that hides an
+            exchange as it has been measured, at most B, and B before anything has been.
         max_every: largest B.
         patience: ticks without progress that make a plateau.
         threshold: relative fall of the loss that counts as progress.
@@ -25,16 +28,26 @@ class RateSchedule:
     """
 
     def __init__(
-        self, every: int = 4, wait: int = 1, max_every: int = 8, patience: int = 2, threshold: float = 0.05
+        self,
+        every: int = 4,
+        wait: int | Literal["auto"] = 1,
+        max_every: int = 8,
+        patience: int = 2,
+        threshold: float = 0.05,
     ) -> None:
         for name, value in (("global_every", every), ("max_global_every", max_every), ("patience", patience)):
             if not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
-        if not isinstance(wait, int) or not 0 <= wait <= every:
-            raise ConfigurationError(f"wait={wait!r} must lie between 0 (blocking) and global_every={every} steps.")
+        if wait != "auto" and (type(wait) is not int or not 0 <= wait <= every):
+            raise ConfigurationError(
+                f"wait={wait!r} must be 'auto', or lie between 0 (blocking) and global_every={every} steps."
+            )
         if not 0 <= threshold < 1:
             raise ConfigurationError(f"threshold={threshold!r} must be at least 0 and below 1.")
-        self.every, self.wait, self.max_every = every, wait, max_every
+        self.every, self.max_every = every, max_every
+        self.auto = wait == "auto"
+        self.wait = every if wait == "auto" else wait
+        self.lasted: list[float] = []  # the latest exchanges, in steps
         self.patience, self.threshold = patience, threshold
         self.best, self.stalled = math.inf, 0
 
@@ -51,14 +64,31 @@ class RateSchedule:
             self.every, self.wait = self.max_every, max(self.max_every // 4, 1)
         else:
             self.every, self.wait = max(self.every // 2, 1), max(self.wait // 2, min(self.wait, 1))
+        self._hide()
+
+    def measured(self, steps: Sequence[float]) -> None:
+        """Take in how long an exchange took.
+
+        Args:
+            steps: what each replica measured, in steps of its own; NaN where unknown; the same on every rank.
+        """
+        known = [number for number in steps if math.isfinite(number)]
+        if known:  # the least: the others' include waiting for a replica that was late
+            self.lasted = [*self.lasted[-4:], min(known)]
+            self._hide()
+
+    def _hide(self) -> None:
+        if self.auto:
+            self.wait = min(self.every, max(math.ceil(median(self.lasted)), 1) if self.lasted else self.every)
 
     def state_dict(self) -> dict[str, Any]:
         """Builtins only."""
-        return {"every": self.every, "wait": self.wait, "best": self.best, "stalled": self.stalled}
+        rates = {"every": self.every, "wait": self.wait, "lasted": self.lasted}
+        return {**rates, "best": self.best, "stalled": self.stalled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
-        self.every, self.wait = state["every"], state["wait"]
+        self.every, self.wait, self.lasted = state["every"], state["wait"], state["lasted"]
         self.best, self.stalled = state["best"], state["stalled"]
 
 

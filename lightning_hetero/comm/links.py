@@ -1,77 +1,160 @@
 """The wires between replicas."""
 
+import math
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.wire import Sum, Wire
+from lightning_hetero.comm.lane import Average, Lane
+from lightning_hetero.comm.wire import Wire, bytes_sent
+
+
+@dataclass
+class Traffic:
+    """What this replica's exchanges have cost so far.
+
+    Attributes:
+        exchanges: with other replicas.
+        bytes: that this replica has sent to others, without the network's own headers.
+        seconds: for which exchanges were under way.
+        exposed: of these, seconds for which this rank waited.
+        distance: of replicas from their mean at the last exchange; see :class:`~lightning_hetero.comm.lane.Average`.
+        skipped: replicas that were left out, once for each time.
+    """
+
+    exchanges: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    distance: float = math.nan
+    skipped: list[int] = field(default_factory=list)
 
 
 class ReplicaLinks:
-    """Lets replicas combine vectors: their leaders (lowest ranks) exchange, and each tells its own replica.
+    """Lets replicas average vectors: one rank of each exchanges them, and tells its own replica.
+
+    There are two lanes, so that an average can be taken while another is under way in the background.
 
     Args:
         rank: this process's.
         replicas: the ranks of each replica.
         timeout: longest wait for another replica.
+        on_nan: what to do about a replica whose values are not finite: ``"error"`` on every rank, or ``"skip"`` it.
+
+    Attributes:
+        traffic: what exchanges have cost so far.
     """
 
-    def __init__(self, rank: int, replicas: Sequence[Sequence[int]], timeout: timedelta) -> None:
-        self.index = next(i for i, ranks in enumerate(replicas) if rank in ranks)
-        self.count = len(replicas)
-        self.leads = rank == replicas[self.index][0]
-        self._leader, self._size = replicas[self.index][0], len(replicas[self.index])
-        # Groups of their own: gloo runs the work of a group in order. Every process takes part in making each.
-        self._leaders = dist.new_group([ranks[0] for ranks in replicas], timeout=timeout, backend="gloo")
-        inner = [dist.new_group(list(ranks), timeout=timeout, backend="gloo") for ranks in replicas]
-        self._inner = inner[self.index]
-        # Global group i holds one rank of each replica: its member i, modulo its size.
+    def __init__(
+        self,
+        rank: int,
+        replicas: Sequence[Sequence[int]],
+        timeout: timedelta,
+        on_nan: Literal["error", "skip"] = "error",
+    ) -> None:
         self.turns = max(len(ranks) for ranks in replicas)
-        self._active = [[ranks[i % len(ranks)] for ranks in replicas] for i in range(self.turns)]
-        self._global = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in self._active]
-        self._rank = rank
-
-    def takes_turn(self, turn: int) -> bool:
-        """Whether this rank is its replica's member of global group ``turn``."""
-        return self._rank in self._active[turn]
-
-    def begin_sum(self, turn: int, flats: Sequence[Tensor], wire: Wire) -> Sum:
-        """Start to sum vectors over global group ``turn``, in the background; for its members only."""
-        return Sum(flats, self._global[turn], wire)
-
-    def tell_replica(self, turn: int, flats: Sequence[Tensor]) -> None:
-        """Give all ranks of the replica the vectors of its member of global group ``turn``, in place."""
-        if self._size > 1:
-            with deadline("receive from the replica's active rank"):
-                for flat in flats:
-                    dist.broadcast(flat, self._active[turn][self.index], group=self._inner)
+        self._foreground = Lane(rank, replicas, 1, timeout)
+        self._background = Lane(rank, replicas, self.turns, timeout)
+        self.index, self.count = self._foreground.index, self._foreground.count
+        self.leads = rank == replicas[self.index][0]
+        self.traffic = Traffic()
+        self._skip = on_nan == "skip"
 
     def gather(self, value: Any) -> list[Any]:
         """One value per rank (collective over all ranks)."""
         return gather(value, "what the replicas have")
 
-    def average(self, flats: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
-        """Weighted mean over replicas of the leaders' vectors, on every rank (collective over all ranks).
+    def average(self, flats: Sequence[Tensor], weights: Sequence[float], reference: Sequence[Tensor]) -> Average:
+        """Weighted mean over replicas, in fp32 or wider (collective over all ranks).
 
         Args:
             flats: floating vectors, the same on all ranks of a replica.
             weights: one per replica, at least 0, not all 0.
+            reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
+                travels is the difference.
 
-        Returns:
-            Vectors of the same dtypes, on the CPU; bitwise the same on every rank.
+        Raises:
+            NotFiniteError: on every rank, unless such replicas are to be skipped and there are others.
         """
-        share = weights[self.index] / sum(weights)
-        mean = [flat.to("cpu", torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in flats]
+        began = time.perf_counter()
+        moved = differences(flats, reference)
         with deadline("average with the other replicas"):
-            for flat in mean:
-                if self.leads and self.count > 1:
-                    dist.all_reduce(flat.mul_(share), group=self._leaders)
-                if self._size > 1:
-                    dist.broadcast(flat, self._leader, group=self._inner)
-        return [result.to(flat.dtype) for result, flat in zip(mean, flats, strict=True)]
+            average = self._foreground.average(moved, weights, reference, "fp32", 0, math.nan, self._skip)
+        seconds = time.perf_counter() - began
+        self._account(average, "fp32", seconds, seconds)
+        return average
+
+    def begin(
+        self,
+        flats: Sequence[Tensor],
+        weights: Sequence[float],
+        reference: Sequence[Tensor],
+        wire: Wire,
+        turn: int,
+        note: float,
+    ) -> "Exchange":
+        """Begin to average in the background (collective over all ranks; one at a time).
+
+        Args:
+            flats: see :meth:`average`.
+            weights: see :meth:`average`.
+            reference: see :meth:`average`; must not change until the result is there.
+            wire: number format.
+            turn: the global group that exchanges.
+            note: a number for the others; that of the rank that exchanges counts.
+        """
+        moved = differences(flats, reference)
+
+        def work() -> Average:
+            with deadline("average with the other replicas in the background"):
+                return self._background.average(moved, weights, reference, wire, turn, note, self._skip)
+
+        return Exchange(self, work, wire)
+
+    def _account(self, average: Average, wire: Wire, seconds: float, exposed: float) -> None:
+        if self.count == 1:
+            return
+        self.traffic.exchanges += 1
+        self.traffic.bytes += sum(bytes_sent(m.numel(), m.element_size(), wire, self.count) for m in average.mean)
+        self.traffic.seconds += seconds
+        self.traffic.exposed += exposed
+        self.traffic.distance = average.distance
+        self.traffic.skipped += [i for i, healthy in enumerate(average.healthy) if not healthy]
+
+
+class Exchange:
+    """An average that is being taken in the background.
+
+    Args:
+        links: that it runs over.
+        work: takes the average.
+        wire: number format.
+    """
+
+    def __init__(self, links: ReplicaLinks, work: Any, wire: Wire) -> None:
+        self._links, self._wire = links, wire
+        self._background = Background(work)
+
+    def result(self) -> Average:
+        """Wait for the average; to be asked once."""
+        began = time.perf_counter()
+        average = self._background.result()
+        self._links._account(average, self._wire, self._background.seconds, time.perf_counter() - began)
+        return average
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it has ended."""
+        return self._background.seconds
+
+
+def differences(flats: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
+    """What the values have moved by, in the reference's dtype, on the CPU."""
+    return [flat.to(old.device, old.dtype) - old for flat, old in zip(flats, reference, strict=True)]

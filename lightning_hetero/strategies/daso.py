@@ -1,13 +1,11 @@
 """`hetero_daso`: gradients within a node, stale asynchronous mixing between nodes at an adaptive rate."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
-from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager
@@ -32,14 +30,16 @@ class DASOStrategy(ReplicaStrategy):
         warmup: length of the warm-up: a fraction of the run (float), optimizer steps (int), or ``"4 epochs"``.
         cooldown: length of the cool-down, likewise.
         global_every: first B, in optimizer steps.
-        wait: first W, in optimizer steps; 0 is blocking; at most B.
+        wait: first W, in optimizer steps; 0 is blocking; at most B. ``"auto"``: always the smallest that hides an
+            exchange as measured, at most B.
         max_global_every: largest B.
-        patience: epochs without progress of the loss that make a plateau.
+        patience: looks at the loss without progress that make a plateau.
         threshold: relative fall of the loss that counts as progress.
+        schedule_every_n_steps: optimizer steps between two looks at the loss. Default: an epoch.
         monitor: a logged metric to watch instead of the training loss; smaller is better.
         mixing: ``"daso"``, the paper's rule, or ``"delta"``, which keeps the nodes' progress since the exchange began.
         wire: number format of background exchanges: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
-        **kwargs: as for :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
+        **kwargs: as for :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -50,10 +50,11 @@ class DASOStrategy(ReplicaStrategy):
         warmup: float | int | str = 0.1,
         cooldown: float | int | str = 0.1,
         global_every: int = 4,
-        wait: int = 1,
+        wait: int | Literal["auto"] = 1,
         max_global_every: int = 8,
         patience: int = 2,
         threshold: float = 0.05,
+        schedule_every_n_steps: int | None = None,
         monitor: str | None = None,
         mixing: Mixing = "delta",
         wire: Wire = "fp32",
@@ -65,6 +66,9 @@ class DASOStrategy(ReplicaStrategy):
                 raise ConfigurationError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}.")
         for name, length in (("warmup", warmup), ("cooldown", cooldown)):
             _steps(name, length, 100, 10)
+        ticks = schedule_every_n_steps
+        if ticks is not None and (type(ticks) is not int or ticks < 1):
+            raise ConfigurationError(f"schedule_every_n_steps={ticks!r} must be a whole number of at least 1, or None.")
         self._daso: dict[str, Any] = {
             "warmup": warmup,
             "cooldown": cooldown,
@@ -73,16 +77,16 @@ class DASOStrategy(ReplicaStrategy):
             "max_global_every": max_global_every,
             "patience": patience,
             "threshold": threshold,
+            "schedule_every_n_steps": schedule_every_n_steps,
             "monitor": monitor,
             "mixing": mixing,
             "wire": wire,
         }
-        self._loss = torch.zeros(2, dtype=torch.float64)  # sum over samples since the last tick, and samples
         super().__init__(**kwargs)
 
     @override
     def algorithm_options(self) -> dict[str, Any]:
-        return self._daso
+        return {**super().algorithm_options(), **self._daso}
 
     @override
     def make_averager(self) -> Averager:
@@ -101,36 +105,40 @@ class DASOStrategy(ReplicaStrategy):
         return DASOAverager(schedule, run, lengths["warmup"], lengths["cooldown"], o["mixing"], o["wire"])
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        drawn = self.share.drawn
-        assert drawn is not None
-        windows = self._trainer.accumulate_grad_batches  # by which the Trainer has divided the loss
-        if drawn.samples:  # a filler's may not be finite
-            loss = closure_loss.detach().double() * (windows * drawn.samples)
-            self._loss = self._loss.to(loss.device) + torch.stack([loss, loss.new_tensor(drawn.samples)])
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
     def _after_window(self) -> None:
         super()._after_window()
-        assert isinstance(self.averager, DASOAverager)
-        if self._epoch_ends() and self._links.count > 1 and self.averager.phase(self._windows) == "cycling":
-            self.averager.schedule.tick(self._watched())
+        steps = self._daso["schedule_every_n_steps"]
+        by_epoch = self._epoch_ends() and self._daso["monitor"] is None
+        if by_epoch if steps is None else self._windows % steps == 0:
+            self._tick()
 
-    def _watched(self) -> float:
-        """The loss of the epoch, or the metric to monitor, the same on all ranks (collective)."""
-        name = self._daso["monitor"]
-        if name is not None:
-            metrics = self._trainer.callback_metrics
-            if name not in metrics:
-                raise ConfigurationError(f"monitor={name!r} has not been logged; there are {sorted(metrics)}.")
-            self._loss = torch.tensor([float(metrics[name]), 1.0], dtype=torch.float64)
-        total = self._loss.cpu()
+    @override
+    def train_epoch_ended(self) -> None:
+        super().train_epoch_ended()
+        if self._daso["schedule_every_n_steps"] is None and self._daso["monitor"] is not None:
+            self._tick()  # only now is the epoch's metric known
+
+    def _tick(self) -> None:
+        """Show the schedule the loss, or the metric to monitor, as the mean over all ranks (collective)."""
+        assert isinstance(self.averager, DASOAverager)
+        sums = self._losses.restart()
+        if self._links.count == 1 or self.averager.phase(self._windows) != "cycling":
+            return
+        if (name := self._daso["monitor"]) is not None:
+            value = self._trainer.callback_metrics.get(name)
+            if value is None and self._trainer.current_epoch + 1 < (self._trainer.check_val_every_n_epoch or 1):
+                return  # the first validation is still to come
+            sums = torch.tensor([math.nan if value is None else float(value), 1.0], dtype=torch.float64)
         with self._timer.waiting(), deadline("average the loss"):
-            dist.all_reduce(total)
-        mean = (total[0] / total[1]).item()
-        self._loss = torch.zeros(2, dtype=torch.float64)
-        return mean
+            dist.all_reduce(sums)
+        mean = (sums[0] / sums[1]).item()
+        if name is not None and math.isnan(mean):
+            raise ConfigurationError(
+                f"monitor={name!r} is NaN, or has not been logged by all ranks; this one has logged "
+                f"{sorted(self._trainer.callback_metrics)}. Log it with self.log, or watch the training loss with "
+                "monitor=None."
+            )
+        self.averager.schedule.tick(mean)
 
 
 def _steps(name: str, value: float | int | str, total: float, per_epoch: float) -> int:

@@ -22,7 +22,7 @@ class NodeAverageStrategy(ReplicaStrategy):
         every_n_steps: K, in optimizer steps. Default: once per epoch, as in the paper's experiments.
         average_optimizer_state: also average momentum and the like. With it and K = 1, plain SGD is exactly flat
             data-parallel training.
-        **kwargs: as for :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
+        **kwargs: as for :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: ``every_n_steps`` below 1.
@@ -36,7 +36,8 @@ class NodeAverageStrategy(ReplicaStrategy):
 
     @override
     def algorithm_options(self) -> dict[str, Any]:
-        return {"every_n_steps": self.every_n_steps, "average_optimizer_state": self.average_optimizer_state}
+        own = {"every_n_steps": self.every_n_steps, "average_optimizer_state": self.average_optimizer_state}
+        return {**super().algorithm_options(), **own}
 
     @override
     def make_averager(self) -> Averager:

@@ -11,53 +11,63 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.averaging.averager import Averager
-from lightning_hetero.comm.agreement import gather
+from lightning_hetero.strategies.losses import Losses
 
 KEY = "lightning_hetero_replicas"
 
 
-def collect(values: Sequence[Tensor], optimizers: Sequence[Optimizer], windows: int) -> dict[str, Any]:
-    """This replica's state; tensors and builtins only."""
+def of_replica(
+    values: Sequence[Tensor], optimizers: Sequence[Optimizer], windows: int, algorithm: dict[str, Any]
+) -> dict[str, Any]:
+    """What all ranks of a replica have in common; tensors and builtins only."""
     return {
         "values": [value.cpu() for value in values],
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "windows": windows,
+        "algorithm": algorithm,
     }
 
 
-def gather_into(checkpoint: dict[str, Any], own: dict[str, Any] | None, averager: Averager) -> None:
+def gather_into(checkpoint: dict[str, Any], strategy: str, replica: dict[str, Any] | None, losses: Losses) -> None:
     """Add the states of all replicas and ranks to rank 0's checkpoint (collective).
 
     Args:
         checkpoint: to add to.
-        own: the replica's state, on its leader; else ``None``.
-        averager: the algorithm; what is under way may be known to one rank of a replica only.
+        strategy: name of the strategy's class.
+        replica: the replica's state, on its leader; else ``None``.
+        losses: of this rank.
     """
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((own, averager.state_dict(), _random_states()), everyone)
+    dist.gather_object((replica, {"random": _random_states(), "losses": losses.state_dict()}), everyone)
     if everyone is not None:
         checkpoint[KEY] = {
-            "replicas": [state for state, _, _ in everyone if state is not None],
-            "averagers": [state for _, state, _ in everyone],
-            "random": [states for _, _, states in everyone],
+            "strategy": strategy,
+            "replicas": [state for state, _ in everyone if state is not None],
+            "ranks": [state for _, state in everyone],
         }
 
 
-def find(checkpoint: Mapping[str, Any], index: int, count: int, rank: int) -> dict[str, Any] | None:
-    """This rank's state in a checkpoint of as many replicas and ranks; ``None`` if there is none (collective)."""
-    saved = checkpoint.get(KEY, {"replicas": [], "averagers": []})
-    fits = len(saved["replicas"]) == count and len(saved["averagers"]) == dist.get_world_size()
-    if not all(gather(fits, "the checkpoint's state")):
-        return None
-    return {**saved["replicas"][index], "averager": saved["averagers"][rank], "random": saved["random"][rank]}
+def find(checkpoint: Mapping[str, Any], strategy: str, index: int, count: int) -> dict[str, Any] | str:
+    """This rank's state in a checkpoint; else, in words, why there is none. The same on every rank."""
+    saved = checkpoint.get(KEY)
+    if saved is None:
+        return "The checkpoint was saved by a strategy without replicas, or while a rank had failed."
+    if saved["strategy"] != strategy:
+        return f"The checkpoint was saved by {saved['strategy']}, this is {strategy}."
+    here = dist.get_world_size()
+    if len(saved["replicas"]) != count or len(saved["ranks"]) != here:
+        then = f"{len(saved['replicas'])} replicas with {len(saved['ranks'])} ranks"
+        return f"The checkpoint was saved by {then}; this job has {count} with {here}."
+    return {**saved["replicas"][index], **saved["ranks"][dist.get_rank()]}
 
 
-def restore(state: Mapping[str, Any], averager: Averager, optimizers: Sequence[Optimizer]) -> int:
-    """Continue from a replica's state; returns the optimizer steps done."""
+def restore(state: Mapping[str, Any], averager: Averager, optimizers: Sequence[Optimizer], losses: Losses) -> int:
+    """Continue from a rank's state; returns the optimizer steps done."""
     averager.replica.unpack(state["values"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    averager.load_state_dict(state["averager"])
+    averager.load_state_dict(state["algorithm"])
+    losses.load_state_dict(state["losses"])
     return int(state["windows"])
 
 

@@ -1,8 +1,9 @@
 """Strategies whose replicas train apart, and are brought together by an averager."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,13 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.comm.agreement import together
-from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError, HeteroError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies import replica_state
 from lightning_hetero.strategies.hetero import HeteroStrategy
+from lightning_hetero.strategies.losses import Losses
 from lightning_hetero.workload.stream import Stream
 
 if TYPE_CHECKING:
@@ -32,9 +34,32 @@ class ReplicaStrategy(HeteroStrategy):
 
     Between replicas an averager brings parameters together. What is validated, saved as the model's weights, and left
     at the end of a fit is the consensus of all replicas.
+
+    Args:
+        on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
+            rank before they spread; ``"skip"`` leaves the replica out and gives it the mean of the others.
+        **kwargs: as for :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
     """
 
     averager: Averager | None = None
+
+    def __init__(self, on_nan: Literal["error", "skip"] = "error", **kwargs: Any) -> None:
+        if on_nan not in ("error", "skip"):
+            raise ConfigurationError(f"on_nan={on_nan!r} must be 'error' or 'skip'.")
+        self.on_nan: Literal["error", "skip"] = on_nan
+        super().__init__(**kwargs)
+
+    @override
+    def algorithm_options(self) -> dict[str, Any]:
+        return {"on_nan": self.on_nan}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What exchanges between replicas have cost since the ranks have met."""
+        return self._links.traffic
 
     @abstractmethod
     def make_averager(self) -> Averager:
@@ -49,7 +74,8 @@ class ReplicaStrategy(HeteroStrategy):
         super()._join(topology)
         self.share.patient = True
         self._replicas = self.replicas(topology)
-        self._links = ReplicaLinks(topology.rank, self._replicas, self.options.timeout)
+        self._links = ReplicaLinks(topology.rank, self._replicas, self.options.timeout, self.on_nan)
+        self._losses = Losses()
         self._windows = 0  # optimizer steps since the start of the fit
         self._window_open = False
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
@@ -59,8 +85,8 @@ class ReplicaStrategy(HeteroStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         together(_unsupported(callbacks), "the Trainer's callbacks")
-        if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, _FinishFirst) for c in callbacks):
-            callbacks.insert(0, _FinishFirst())  # so that others see the final weights
+        if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, _First) for c in callbacks):
+            callbacks.insert(0, _First())  # so that others see the final weights
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
@@ -114,12 +140,35 @@ class ReplicaStrategy(HeteroStrategy):
             self._after_window()
         return output
 
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.share.drawn is not None
+        windows = self._trainer.accumulate_grad_batches  # by which the Trainer has divided the loss
+        self._losses.take(closure_loss * windows, self.share.drawn.samples, self._windows)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
     def _after_window(self) -> None:
         assert self.averager is not None
         self._windows += 1
         self._window_open = False
-        with self._timer.waiting():
+        with self._timer.waiting(), self._meeting():
             self.averager.after_step(self.context(self._epoch_ends()))
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Say more about replicas that are not finite than what they tell each other; on all ranks alike."""
+        skipped = len(self.traffic.skipped)
+        try:
+            yield
+        except NotFiniteError as error:
+            assert self.averager is not None
+            seen = self._links.gather((self.averager.replica.broken(), self._losses.broken_at))
+            raise NotFiniteError(error.replicas, _about(error.replicas, self._replicas, self._windows, seen)) from None
+        for replica in self.traffic.skipped[skipped:]:
+            rank_zero_warn(
+                f"Replica {replica} (ranks {list(self._replicas[replica])}) was left out of the average after step "
+                f"{self._windows}: its values were not finite. It goes on with the mean of the others."
+            )
 
     def _epoch_ends(self) -> bool:
         return self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
@@ -150,7 +199,12 @@ class ReplicaStrategy(HeteroStrategy):
     def _hold_consensus(self) -> None:
         if self.averager is not None and self._own is None:
             self._own = self.averager.replica.pack()
-            self.averager.replica.unpack(self.averager.consensus(self._planned()))
+            self.averager.replica.unpack(self._consensus())
+
+    def _consensus(self) -> list[Tensor]:
+        assert self.averager is not None
+        with self._meeting():
+            return self.averager.consensus(self._planned())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -159,36 +213,41 @@ class ReplicaStrategy(HeteroStrategy):
         if not differ or self._alone():
             return super().lightning_module_state_dict()
         assert self.averager is not None
-        with self.averager.replica.holding(self.averager.consensus(self._planned())):
+        with self.averager.replica.holding(self._consensus()):
             return {name: value.clone() for name, value in super().lightning_module_state_dict().items()}
+
+    def train_epoch_ended(self) -> None:
+        """An epoch's training, and the validation that ends it, is over; its metrics are known."""
 
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.averager is not None:
-            self.averager.finish(self._planned())
+            with self._meeting():
+                self.averager.finish(self._planned())
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.averager is not None and not self._alone():
-            values = self.averager.replica.pack() if self._own is None else self._own
-            own = replica_state.collect(values, self.optimizers, self._windows) if self._links.leads else None
-            replica_state.gather_into(checkpoint, own, self.averager)
+            with self._meeting():
+                algorithm = self.averager.state_dict()
+            own = None
+            if self._links.leads:
+                values = self.averager.replica.pack() if self._own is None else self._own
+                own = replica_state.of_replica(values, self.optimizers, self._windows, algorithm)
+            replica_state.gather_into(checkpoint, type(self).__name__, own, self._losses)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.averager is not None
-        mine = replica_state.find(checkpoint, self._links.index, self._links.count, self.global_rank)
-        if mine is None:
-            rank_zero_warn(
-                f"The checkpoint was not saved by {self._links.count} replicas, or while a rank had failed: all "
-                "replicas start from its weights."
-            )
+        mine = replica_state.find(checkpoint, type(self).__name__, self._links.index, self._links.count)
+        if isinstance(mine, str):
+            rank_zero_warn(f"{mine} All replicas start from the checkpoint's weights, with its optimizers' state.")
             return
-        self._windows = replica_state.restore(mine, self.averager, self.optimizers)
+        self._windows = replica_state.restore(mine, self.averager, self.optimizers, self._losses)
         self._random_states = mine["random"]
 
     @override
@@ -206,13 +265,38 @@ class ReplicaStrategy(HeteroStrategy):
         super().teardown()
 
 
-class _FinishFirst(Callback):
-    """Ends the averager's work before any other callback sees the end of training."""
+class _First(Callback):
+    """Tells the strategy of the end of an epoch and of the training before any other callback sees it."""
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.train_epoch_ended()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         strategy = trainer.strategy
         if isinstance(strategy, ReplicaStrategy):
             strategy.finish()
+
+
+def _about(
+    broken: Sequence[int], replicas: Sequence[Sequence[int]], step: int, seen: Sequence[tuple[str | None, int | None]]
+) -> str:
+    parts = []
+    for index in broken:
+        ranks = replicas[index]
+        name = next((seen[rank][0] for rank in ranks if seen[rank][0]), None)
+        losses = [f"of rank {rank} at step {seen[rank][1]}" for rank in ranks if seen[rank][1] is not None]
+        parts.append(
+            f"replica {index} (ranks {list(ranks)}) holds values that are not finite"
+            + (f", the first in {name!r}" if name else "")
+            + (f"; the first loss that was not: {', '.join(losses)}" if losses else "; its losses were all finite")
+        )
+    return (
+        f"When replicas met after step {step}, {'; '.join(parts)}. Nothing of it has reached the others. Lower the "
+        "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with the "
+        "mean of the others."
+    )
 
 
 def _unsupported(callbacks: list[Callback]) -> HeteroError | None:

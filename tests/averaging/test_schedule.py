@@ -62,7 +62,17 @@ def test_it_goes_on_where_it_was_saved() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"wait": 5}, {"wait": -1}, {"every": 0}, {"max_every": 0}, {"patience": 0}, {"threshold": 1.0}, {"every": 2.5}],
+    [
+        {"wait": 5},
+        {"wait": "soon"},
+        {"wait": True},
+        {"wait": -1},
+        {"every": 0},
+        {"max_every": 0},
+        {"patience": 0},
+        {"threshold": 1.0},
+        {"every": 2.5},
+    ],
 )
 def test_what_cannot_be(options: dict) -> None:
     with pytest.raises(ConfigurationError):
@@ -73,24 +83,47 @@ def test_phases() -> None:
     assert [phase(step, 10, 3, 2) for step in range(1, 11)] == ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
 
 
+def test_an_automatic_wait_is_the_smallest_that_hides_the_exchange() -> None:
+    schedule = RateSchedule(every=4, wait="auto", max_every=8, patience=1)
+    assert schedule.wait == 4  # nothing measured yet
+    schedule.measured([math.nan, math.nan])
+    assert schedule.wait == 4
+    schedule.measured([3.4, 2.1])  # the first waited for the second
+    assert schedule.wait == 3
+    for _ in range(3):
+        schedule.measured([1.0, 0.9])
+    assert schedule.wait == 1
+    for _ in range(5):
+        schedule.measured([6.5, 7.0])
+    assert schedule.wait == 4  # at most B
+    rates = []
+    for _ in range(4):
+        schedule.tick(1.0)
+        rates.append((schedule.every, schedule.wait))
+    assert rates == [(4, 4), (2, 2), (1, 1), (8, 7)]
+    other = RateSchedule(every=4, wait="auto")
+    other.load_state_dict(schedule.state_dict())
+    assert (other.every, other.wait) == (8, 7)
+
+
 def test_the_mixing_value() -> None:
     # x = (1, 2), S = 1, P = 2: 1.25 and 1.75.
-    total = torch.tensor([3.0])
-    assert mixed("daso", torch.tensor([1.0]), total, torch.tensor([1.0]), 1, 2).item() == 1.25
-    assert mixed("daso", torch.tensor([2.0]), total, torch.tensor([2.0]), 1, 2).item() == 1.75
+    mean = torch.tensor([1.5])
+    assert mixed("daso", torch.tensor([1.0]), mean, torch.tensor([1.0]), 1, 2).item() == 1.25
+    assert mixed("daso", torch.tensor([2.0]), mean, torch.tensor([2.0]), 1, 2).item() == 1.75
     # The other rule agrees while nothing has moved, and keeps what has moved since.
-    assert mixed("delta", torch.tensor([1.0]), total, torch.tensor([1.0]), 1, 2).item() == 1.25
-    assert mixed("delta", torch.tensor([1.5]), total, torch.tensor([1.0]), 1, 2).item() == 1.75
-    assert mixed("daso", torch.tensor([1.5]), total, torch.tensor([1.0]), 1, 2).item() == 1.5
+    assert mixed("delta", torch.tensor([1.0]), mean, torch.tensor([1.0]), 1, 2).item() == 1.25
+    assert mixed("delta", torch.tensor([1.5]), mean, torch.tensor([1.0]), 1, 2).item() == 1.75
+    assert mixed("daso", torch.tensor([1.5]), mean, torch.tensor([1.0]), 1, 2).item() == 1.5
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=6), st.integers(0, 5), st.sampled_from(["daso", "delta"]))
 def test_replicas_that_agree_stay_and_all_stay_within_their_range(values: list[float], stale: int, rule: str) -> None:
     x = torch.tensor(values, dtype=torch.float64)
     count = len(values)
-    after = mixed(rule, x, x.sum().expand(count), x, stale, count)
+    after = mixed(rule, x, x.mean().expand(count), x, stale, count)
     assert math.isclose(after.sum().item(), x.sum().item(), abs_tol=1e-9)  # the mean is kept
     assert after.min() >= x.min() - 1e-9
     assert after.max() <= x.max() + 1e-9
     same = torch.full_like(x, values[0])
-    assert torch.allclose(mixed(rule, same, same.sum().expand(count), same, stale, count), same)
+    assert torch.allclose(mixed(rule, same, same, same, stale, count), same)

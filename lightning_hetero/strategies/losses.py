@@ -1,0 +1,53 @@
+"""What this rank's training loss has been."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Losses:
+    """The training loss since the last look at it, and the first step at which it was not finite.
+
+    Nothing here waits for the device until somebody asks.
+    """
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64)  # of loss times samples, and of samples
+        self._broken = torch.tensor(-1)
+
+    def take(self, loss: Tensor, samples: float, step: int) -> None:
+        """Take in the loss of a batch.
+
+        Args:
+            loss: mean over the batch.
+            samples: of the batch; a filler, which has none, does not count.
+            step: optimizer steps taken before.
+        """
+        if not samples:
+            return
+        value = loss.detach().double()
+        finite = value.isfinite()
+        row = torch.stack([value * samples, value.new_tensor(samples)])
+        self._sums = self._sums.to(value.device) + torch.where(finite, row, 0.0)
+        broken = self._broken.to(value.device)
+        self._broken = torch.where((broken < 0) & ~finite, step + 1, broken)
+
+    @property
+    def broken_at(self) -> int | None:
+        """The optimizer step of the first loss that was not finite."""
+        step = int(self._broken)
+        return None if step < 0 else step
+
+    def restart(self) -> Tensor:
+        """The sum over samples and the number of samples since the last look (float64, 2 elements, on the CPU)."""
+        sums, self._sums = self._sums.cpu(), torch.zeros(2, dtype=torch.float64)
+        return sums
+
+    def state_dict(self) -> list[float]:
+        """Builtins only."""
+        return self._sums.tolist()
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._sums = torch.tensor(state, dtype=torch.float64)
