@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -49,7 +50,9 @@ class Averager(ABC):
             optimizers: gives the optimizers, whose state appears with their first step.
         """
         self.replica, self.links, self.optimizers = replica, links, optimizers
-        self.reference = [flat.to("cpu", wide(flat)) for flat in replica.pack()]
+        self._packed = replica.pack()
+        self.reference = [flat.to("cpu", wide(flat), copy=True) for flat in self._packed]
+        self._spare: list[Tensor] = []
 
     def before_step(self, context: StepContext) -> None:  # noqa: B027 - not all algorithms need it
         """Before a window's first forward pass; ``context.step`` counts the steps before it."""
@@ -64,19 +67,29 @@ class Averager(ABC):
 
     def meet(self, planned: Sequence[int]) -> None:
         """Average all replicas, which then are equal (collective)."""
-        average = self.links.average(self.replica.pack(), planned, self.reference)
-        self.adopt(average)
+        self._spare = self.adopt(self._average(planned))
 
-    def adopt(self, average: Average) -> None:
-        """Take over the mean."""
-        self.reference = average.mean
+    def _average(self, planned: Sequence[int]) -> Average:
+        """The mean of all replicas (collective), in memory that the next one will overwrite."""
+        self._packed = self.replica.pack(self._packed)
+        self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
+        return self.links.average(self._packed, planned, self.reference, self._spare)
+
+    def adopt(self, average: Average) -> list[Tensor]:
+        """Take over the mean; returns memory that is free now."""
         self.replica.unpack(average.mean)
         if not average.healthy[self.links.index]:
             clear_broken(self.optimizers())
+        return self.refer_to(average)
+
+    def refer_to(self, average: Average) -> list[Tensor]:
+        """Let the mean be the new reference; returns memory that is free now: the old one."""
+        free, self.reference = self.reference, average.mean
+        return free
 
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
         """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
-        return self.links.average(self.replica.pack(), planned, self.reference).mean
+        return self._average(planned).mean
 
     def finish(self, planned: Sequence[int]) -> None:
         """End of the fit: complete what is in flight and make all replicas equal (collective)."""

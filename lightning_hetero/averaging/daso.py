@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -11,6 +12,7 @@ from lightning_hetero.averaging.pace import Pace
 from lightning_hetero.averaging.schedule import RateSchedule, phase
 from lightning_hetero.comm.lane import Average
 from lightning_hetero.comm.links import Exchange
+from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
 
 Mixing = Literal["daso", "delta"]
@@ -64,6 +66,8 @@ class DASOAverager(Averager):
         self._turn = 0
         self._since = 0  # steps of the cycling phase since the last exchange began
         self._pace = Pace()
+        self._snapshot: list[Tensor] | None = None  # memory for the next exchange
+        self._mean: list[Tensor] = []  # likewise
 
     def phase(self, step: int) -> str:
         """The phase of an optimizer step."""
@@ -92,10 +96,12 @@ class DASOAverager(Averager):
         self._pace.resume()
 
     def _begin(self, context: StepContext) -> None:
-        snapshot = self.replica.pack()
-        exchange = self.links.begin(snapshot, context.planned, self.reference, self.wire, self._turn, self._pace.lasted)
-        self._pending = Pending(context.step, self.schedule.wait, snapshot, exchange)
-        self._since, self._turn = 0, (self._turn + 1) % self.links.turns
+        self._snapshot = self.replica.pack(self._snapshot)
+        self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
+        note, turn = self._pace.lasted, self._turn
+        exchange = self.links.begin(self._snapshot, context.planned, self.reference, self._mean, self.wire, turn, note)
+        self._pending = Pending(context.step, self.schedule.wait, self._snapshot, exchange)
+        self._since, self._turn = 0, (turn + 1) % self.links.turns
         if self._pending.wait == 0:
             self._mix(context.step)
 
@@ -105,14 +111,11 @@ class DASOAverager(Averager):
         began, snapshot = self._pending.step, self._pending.snapshot
         self._pending = None
         self.schedule.measured(average.notes)
-        if not average.healthy[self.links.index]:
-            self.adopt(average)
-            return
-        self.reference = average.mean
-        values, stale, count = self.replica.pack(), step - began, self.links.count
-        for value, mean, old in zip(values, average.mean, snapshot, strict=True):
-            value.copy_(mixed(self.mixing, value, mean.to(value.device), old, stale, count))
-        self.replica.unpack(values)
+        if average.healthy[self.links.index]:
+            mix(self.mixing, self.replica, average.mean, snapshot, step - began, self.links.count)
+            self._mean = self.refer_to(average)
+        else:
+            self._mean = self.adopt(average)
 
     def _arrived(self) -> Average:
         """Wait for the wire, but do not mix."""
@@ -153,16 +156,22 @@ class DASOAverager(Averager):
         self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
 
 
-def mixed(rule: Mixing, value: Tensor, mean: Tensor, snapshot: Tensor, stale: int, count: int) -> Tensor:
-    """What a replica's values become.
+def mix(
+    rule: Mixing, replica: Replica, mean: Sequence[Tensor], snapshot: Sequence[Tensor], stale: int, count: int
+) -> None:
+    """Mix a stale mean into a replica's values.
 
     Args:
         rule: see :class:`DASOAverager`.
-        value: the replica's present values.
+        replica: whose values change.
         mean: of all replicas, weighted, ``stale`` steps old.
-        snapshot: the replica's own values at that time.
+        snapshot: the replica's own values at that time; overwritten.
         stale: S, steps since then.
         count: P, replicas.
     """
     part = count / (2 * stale + count)
-    return value + part * (mean - (value if rule == "daso" else snapshot))
+    if rule == "daso":
+        replica.approach(mean, part)
+    else:
+        away = [torch.sub(new.to(old.device), old, out=old) for new, old in zip(mean, snapshot, strict=True)]
+        replica.add(away, part)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.comm.scratch import Scratch
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
 
@@ -52,12 +53,14 @@ class Lane:
         self._across = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in self._members]
         inner = [dist.new_group(list(ranks), timeout=timeout, backend="gloo") for ranks in replicas]
         self._inner = inner[self.index]
+        self._scratch = Scratch()
 
     def average(
         self,
-        moved: Sequence[Tensor],
+        values: Sequence[Tensor],
         weights: Sequence[float],
         reference: Sequence[Tensor],
+        out: Sequence[Tensor],
         wire: Wire,
         turn: int,
         note: float,
@@ -66,9 +69,11 @@ class Lane:
         """Average over replicas; blocks (collective over all ranks).
 
         Args:
-            moved: by how much this replica's values differ from the reference; overwritten.
+            values: this replica's: vectors on the CPU.
             weights: one per replica, at least 0, not all 0.
-            reference: the same on all ranks.
+            reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
+                travels is the difference.
+            out: where to write the mean; of the reference's sizes and dtypes.
             wire: number format of the differences between replicas.
             turn: the global group that exchanges.
             note: a number for the others; that of the rank that exchanges counts.
@@ -78,9 +83,12 @@ class Lane:
             NotFiniteError: on every rank, if one may not be left out, or none is left.
         """
         active, across = self._members[turn][self.index], self._across[turn]
-        square = sum(float(move.dot(move)) for move in moved)
+        moved: list[Tensor] = []
         table = torch.empty(self.count, 2, dtype=torch.float64)  # of each replica: its squared distance, its note
         if self._rank == active:
+            for i, (value, old) in enumerate(zip(values, reference, strict=True)):
+                moved.append(torch.sub(value, old, out=self._scratch.vector(f"moved {i}", old.numel(), old.dtype)))
+            square = sum(float(move.dot(move)) for move in moved)
             dist.all_gather(list(table), torch.tensor([square, note], dtype=torch.float64), group=across)
         self._tell(table, active)
         squares, notes = table.unbind(1)
@@ -89,19 +97,18 @@ class Lane:
             raise NotFiniteError([i for i, well in enumerate(healthy.tolist()) if not well])
         shares = torch.tensor(weights, dtype=torch.float64) * healthy
         shares /= shares.sum()
-        share, mean = shares[self.index].item(), []
         variance = float(shares @ squares.nan_to_num(0.0, 0.0))
-        for move, old in zip(moved, reference, strict=True):
-            total = move.mul_(share) if healthy[self.index] else move.zero_()
-            if self._rank == active:
-                total = sum_over(across, total, wire)
-            elif DTYPES[wire] is not None:
-                total = torch.empty_like(total, dtype=DTYPES[wire])
+        for i, (old, mean) in enumerate(zip(reference, out, strict=True)):
+            if moved:
+                own = moved[i].mul_(shares[self.index].item()) if healthy[self.index] else moved[i].zero_()
+                total = sum_over(across, own, wire, self._scratch)
+            else:
+                total = self._scratch.vector("total", old.numel(), DTYPES[wire] or old.dtype)
             self._tell(total, active)
-            total = total.to(old.dtype)
-            variance -= float(total.dot(total))
-            mean.append(total.add_(old))
-        return Average(mean, healthy.tolist(), math.sqrt(max(variance, 0.0)), notes.tolist())
+            mean.copy_(total)
+            variance -= float(mean.dot(mean))
+            mean.add_(old)
+        return Average(list(out), healthy.tolist(), math.sqrt(max(variance, 0.0)), notes.tolist())
 
     def _tell(self, flat: Tensor, source: int) -> None:
         """Give all ranks of the replica the vector of one of them, in place."""

@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather
@@ -71,22 +72,29 @@ class ReplicaLinks:
         """One value per rank (collective over all ranks)."""
         return gather(value, "what the replicas have")
 
-    def average(self, flats: Sequence[Tensor], weights: Sequence[float], reference: Sequence[Tensor]) -> Average:
-        """Weighted mean over replicas, in fp32 or wider (collective over all ranks).
+    def average(
+        self,
+        flats: Sequence[Tensor],
+        weights: Sequence[float],
+        reference: Sequence[Tensor],
+        out: Sequence[Tensor] | None = None,
+    ) -> Average:
+        """Weighted mean over replicas (collective over all ranks).
 
         Args:
             flats: floating vectors, the same on all ranks of a replica.
             weights: one per replica, at least 0, not all 0.
             reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
                 travels is the difference.
+            out: where to write the mean; like the reference. Default: new memory.
 
         Raises:
             NotFiniteError: on every rank, unless such replicas are to be skipped and there are others.
         """
         began = time.perf_counter()
-        moved = differences(flats, reference)
+        values, out = _on_cpu(flats), out or [torch.empty_like(old) for old in reference]
         with deadline("average with the other replicas"):
-            average = self._foreground.average(moved, weights, reference, "fp32", 0, math.nan, self._skip)
+            average = self._foreground.average(values, weights, reference, out, "fp32", 0, math.nan, self._skip)
         seconds = time.perf_counter() - began
         self._account(average, "fp32", seconds, seconds)
         return average
@@ -96,6 +104,7 @@ class ReplicaLinks:
         flats: Sequence[Tensor],
         weights: Sequence[float],
         reference: Sequence[Tensor],
+        out: Sequence[Tensor],
         wire: Wire,
         turn: int,
         note: float,
@@ -103,18 +112,19 @@ class ReplicaLinks:
         """Begin to average in the background (collective over all ranks; one at a time).
 
         Args:
-            flats: see :meth:`average`.
-            weights: see :meth:`average`.
-            reference: see :meth:`average`; must not change until the result is there.
+            flats: as for :meth:`average`; must not change until the result is there.
+            weights: as for :meth:`average`.
+            reference: as for :meth:`average`; must not change until the result is there.
+            out: as for :meth:`average`.
             wire: number format.
             turn: the global group that exchanges.
             note: a number for the others; that of the rank that exchanges counts.
         """
-        moved = differences(flats, reference)
+        values = _on_cpu(flats)
 
         def work() -> Average:
             with deadline("average with the other replicas in the background"):
-                return self._background.average(moved, weights, reference, wire, turn, note, self._skip)
+                return self._background.average(values, weights, reference, out, wire, turn, note, self._skip)
 
         return Exchange(self, work, wire)
 
@@ -138,7 +148,7 @@ class Exchange:
         wire: number format.
     """
 
-    def __init__(self, links: ReplicaLinks, work: Any, wire: Wire) -> None:
+    def __init__(self, links: ReplicaLinks, work: Callable[[], Average], wire: Wire) -> None:
         self._links, self._wire = links, wire
         self._background = Background(work)
 
@@ -155,6 +165,5 @@ class Exchange:
         return self._background.seconds
 
 
-def differences(flats: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
-    """What the values have moved by, in the reference's dtype, on the CPU."""
-    return [flat.to(old.device, old.dtype) - old for flat, old in zip(flats, reference, strict=True)]
+def _on_cpu(flats: Sequence[Tensor]) -> list[Tensor]:
+    return [flat.to("cpu") for flat in flats]

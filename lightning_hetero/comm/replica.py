@@ -35,15 +35,33 @@ class Replica:
         values = (value for group in self._groups.values() for value in group)
         return next((self._names[id(value)] for value in values if not value.isfinite().all()), None)
 
-    def pack(self) -> list[Tensor]:
-        """A copy of the values: one vector per dtype, on the model's device."""
-        return [flatten(group) for group in self._groups.values()]
+    def pack(self, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """A copy of the values: one vector per dtype, on the model's device.
+
+        Args:
+            out: where to write them, as an earlier call has returned. Default: new memory.
+        """
+        if out is None:
+            return [flatten(group) for group in self._groups.values()]
+        return [flatten(group, old) for group, old in zip(self._groups.values(), out, strict=True)]
 
     @torch.no_grad()
     def unpack(self, flats: Sequence[Tensor]) -> None:
         """Write vectors as :meth:`pack` returns them into the model, from any device and floating dtype."""
         for group, flat in zip(self._groups.values(), flats, strict=True):
             unflatten(flat, group)
+
+    @torch.no_grad()
+    def add(self, flats: Sequence[Tensor], factor: float) -> None:
+        """Add vectors, times a factor, to the values."""
+        for group, flat in zip(self._groups.values(), flats, strict=True):
+            torch._foreach_add_(group, parts(flat, group), alpha=factor)
+
+    @torch.no_grad()
+    def approach(self, flats: Sequence[Tensor], part: float) -> None:
+        """Move the values a part of the way to vectors."""
+        for group, flat in zip(self._groups.values(), flats, strict=True):
+            torch._foreach_lerp_(group, parts(flat, group), part)
 
     @contextmanager
     def holding(self, flats: Sequence[Tensor]) -> Iterator[None]:
@@ -61,13 +79,18 @@ def wide(flat: Tensor) -> torch.dtype:
     return torch.promote_types(flat.dtype, torch.float32)
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
+def flatten(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """One vector of all elements, detached."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=out)
+
+
+def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A vector's parts in the shapes, dtype and device of tensors that have these in common."""
+    pieces = flat.to(tensors[0].device, tensors[0].dtype).split([tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 @torch.no_grad()
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the parts of a vector into tensors, all of one dtype and device."""
-    parts = flat.to(tensors[0].device, tensors[0].dtype).split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+    """Write a vector's parts into tensors."""
+    torch._foreach_copy_(list(tensors), parts(flat, tensors))

@@ -6,11 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.comm.scratch import Scratch
+
 Wire = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def sum_over(group: dist.ProcessGroup | None, own: Tensor, wire: Wire) -> Tensor:
+def sum_over(group: dist.ProcessGroup | None, own: Tensor, wire: Wire, scratch: Scratch) -> Tensor:
     """Sum a vector over a group (collective); blocks.
 
     In 16 bits every member sums one part of the vector, in fp32, and tells the others: an all-reduce in 16 bits would
@@ -18,8 +20,9 @@ def sum_over(group: dist.ProcessGroup | None, own: Tensor, wire: Wire) -> Tensor
 
     Args:
         group: of ``P`` members.
-        own: a vector in fp32 or wider, on the CPU; overwritten.
+        own: a vector in fp32 or wider, on the CPU; may be overwritten.
         wire: number format on the wire; fp32 leaves float64 as it is.
+        scratch: where the sum may lie, until the next one.
 
     Returns:
         The sum, bitwise the same on every member, in the format of the wire.
@@ -30,12 +33,15 @@ def sum_over(group: dist.ProcessGroup | None, own: Tensor, wire: Wire) -> Tensor
         return own
     members = dist.get_world_size(group)
     length = -(-own.numel() // members)  # of a part, rounded up
-    sent = torch.zeros(members * length, dtype=narrow)
+    sent = scratch.vector("sent", members * length, narrow)
+    received = scratch.vector("received", members * length, narrow)
+    total, part = scratch.vector("summed", length, own.dtype), scratch.vector("part", length, narrow)
     sent[: own.numel()] = own
-    received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    part = received.view(members, length).to(own.dtype).sum(0).to(narrow)
-    dist.all_gather(list(sent.view(members, length)), part, group=group)
+    total.zero_()
+    for other in received.view(members, length):
+        total += other
+    dist.all_gather(list(sent.view(members, length)), part.copy_(total), group=group)
     return sent[: own.numel()]
 
 

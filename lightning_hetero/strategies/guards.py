@@ -1,5 +1,6 @@
 """What is refused before training starts, and why; on every rank."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,24 +9,37 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.comm.agreement import agree, together
+from lightning_hetero.comm.agreement import agree, gather, together
 from lightning_hetero.errors import HeteroError, UnsupportedError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def check_trainer(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> None:
+def check_trainer(
+    trainer: "pl.Trainer", layer_sync: Any, device: torch.device, replicas: Sequence[Sequence[int]]
+) -> None:
     """Refuse settings that would hang or be wrong (collective).
+
+    Args:
+        trainer: this rank's.
+        layer_sync: its plugin for BatchNorm, if any.
+        device: this rank's.
+        replicas: the ranks of each.
 
     Raises:
         UnsupportedError: a setting of this rank's.
         DisagreementError: another rank's, or one that differs between ranks.
     """
     together(_unsupported(trainer, layer_sync, device), "the Trainer's settings")
-    settings = ("precision", "accumulate_grad_batches", "gradient_clip_val", "max_epochs", "max_steps")
+    rows = gather((device.type, str(trainer.precision)), "precisions and devices")
+    if problem := precision_problem(rows, replicas):
+        raise problem
+    by_device = {("cpu", "bf16-mixed"), ("cuda", "16-mixed")} == set(rows)  # as Lightning sets it for 16-mixed
+    settings = ("accumulate_grad_batches", "gradient_clip_val", "max_epochs", "max_steps")
     limits = ("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch")
-    agree("the Trainer's settings", {name: getattr(trainer, name, None) for name in (*settings, *limits)})
+    values = {name: getattr(trainer, name, None) for name in (*settings, *limits)}
+    agree("the Trainer's settings", values | {"precision": None if by_device else trainer.precision})
 
 
 def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> HeteroError | None:
@@ -44,6 +58,24 @@ def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -
             "training_step(dataloader_iter) fetches batches by itself, so that their weights cannot be told. Take "
             "(batch, batch_idx) instead."
         )
+    return None
+
+
+def precision_problem(ranks: Sequence[tuple[str, str]], replicas: Sequence[Sequence[int]]) -> HeteroError | None:
+    """Why ranks of these precisions cannot train together, if so.
+
+    Args:
+        ranks: device type and Lightning's precision of each; under 16-mixed Lightning gives CPUs bf16-mixed.
+        replicas: the ranks of each.
+    """
+    for members in replicas:
+        if {"cpu", "cuda"} <= {ranks[i][0] for i in members} and any(ranks[i][1] == "16-mixed" for i in members):
+            devices = ", ".join(f"rank {i}: {ranks[i][0]} in {ranks[i][1]}" for i in members)
+            return UnsupportedError(
+                "precision='16-mixed' in a replica of CPUs and GPUs: Lightning trains the CPUs in bf16-mixed without a "
+                f"loss scale, and their gradients cannot be added to scaled ones ({devices}). Use precision="
+                "'bf16-mixed' or 32."
+            )
     return None
 
 

@@ -157,7 +157,8 @@ class HeteroStrategy(Evaluation):
     def setup(self, trainer: "pl.Trainer") -> None:
         """Check that all ranks can train together, then set up as DDP does."""
         assert self.model is not None
-        check_trainer(trainer, self._layer_sync, self.root_device)
+        assert self.topology is not None
+        check_trainer(trainer, self._layer_sync, self.root_device, self.replicas(self.topology))
         check_model(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):

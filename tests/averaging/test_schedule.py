@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.averaging.daso import mixed
+from lightning_hetero.averaging.daso import mix
 from lightning_hetero.averaging.schedule import RateSchedule, phase
+from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import ConfigurationError
 
 
@@ -106,6 +107,12 @@ def test_an_automatic_wait_is_the_smallest_that_hides_the_exchange() -> None:
     assert (other.every, other.wait) == (8, 7)
 
 
+def mixed(rule: str, value: torch.Tensor, mean: torch.Tensor, snapshot: torch.Tensor, stale: int, count: int):
+    module = torch.nn.ParameterList([torch.nn.Parameter(value.clone())])
+    mix(rule, Replica(module), [mean], [snapshot.clone()], stale, count)
+    return module[0].detach()
+
+
 def test_the_mixing_value() -> None:
     # x = (1, 2), S = 1, P = 2: 1.25 and 1.75.
     mean = torch.tensor([1.5])
@@ -121,7 +128,7 @@ def test_the_mixing_value() -> None:
 def test_replicas_that_agree_stay_and_all_stay_within_their_range(values: list[float], stale: int, rule: str) -> None:
     x = torch.tensor(values, dtype=torch.float64)
     count = len(values)
-    after = mixed(rule, x, x.mean().expand(count), x, stale, count)
+    after = mixed(rule, x, x.mean().expand(count).clone(), x, stale, count)
     assert math.isclose(after.sum().item(), x.sum().item(), abs_tol=1e-9)  # the mean is kept
     assert after.min() >= x.min() - 1e-9
     assert after.max() <= x.max() + 1e-9

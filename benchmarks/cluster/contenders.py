@@ -1,0 +1,61 @@
+"""Strategies by their strings: Lightning's, this package's, and what people build from PyTorch's parts on CPUs.
+
+``NAME`` or ``NAME:option=value,option=value``.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+
+import lightning_hetero  # noqa: F401  registers the package's strings
+
+
+class HookedDDP(DDPStrategy):
+    """Lightning's DDP, whose communication hooks also work on CPUs, where Lightning drops them without a word."""
+
+    def _register_ddp_hooks(self) -> None:
+        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+
+class PostLocalSGD(HookedDDP):
+    """PyTorch's post-local SGD as Lightning offers it: gradients within a node, averages of all ranks now and then."""
+
+    def __init__(self, every: int = 4, after: int = 0) -> None:
+        super().__init__(ddp_comm_hook=post_localSGD_hook, model_averaging_period=every)
+        self._after = after
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        if self._ddp_comm_state is None:
+            hosts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(hosts, self.cluster_environment.node_rank())
+            nodes = [[rank for rank, host in enumerate(hosts) if host == node] for node in dict.fromkeys(hosts)]
+            subgroup, _ = dist.new_subgroups_by_enumeration(nodes, backend="gloo")
+            self._ddp_comm_state = PostLocalSGDState(None, subgroup, start_localSGD_iter=self._after)
+
+
+#: What there is to compare with, beside all strategies that are registered.
+BUILT_FROM_PARTS = {
+    "alone": lambda: SingleDeviceStrategy(torch.device("cpu")),  # every rank for itself: no communication at all
+    "ddp_fp16": lambda: HookedDDP(ddp_comm_hook=fp16_compress_hook),
+    "post_local_sgd": PostLocalSGD,
+}
+
+
+def parse(text: str) -> Strategy:
+    """A strategy from its string."""
+    name, _, options = text.partition(":")
+    values = {key: yaml.safe_load(value) for key, _, value in (o.partition("=") for o in options.split(",") if o)}
+    if name in BUILT_FROM_PARTS:
+        return BUILT_FROM_PARTS[name](**values)
+    if name not in StrategyRegistry:
+        known = ", ".join([*BUILT_FROM_PARTS, *StrategyRegistry.available_strategies()])
+        raise SystemExit(f"Unknown strategy {name!r}. There are: {known}")
+    entry = StrategyRegistry[name]
+    return entry["strategy"](**{**entry["init_params"], **values})

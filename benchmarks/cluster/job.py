@@ -1,0 +1,146 @@
+"""What each rank of the emulated cluster runs: every contender in turn, several times, in the same processes."""
+
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import contenders
+import lightning.pytorch as pl
+import network
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+SKIP = 12  # steps before the measured ones: connections open, memory is allocated, a rate is found
+BATCH = 64  # samples per rank and step
+
+
+class Digits(Dataset):
+    """Handwritten digits, each time with other noise, for as many samples as it takes."""
+
+    def __init__(self, samples: int) -> None:
+        images, self.labels = _digits(training=True)
+        self.images, self.samples = images, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        image = self.images[index % len(self.images)]
+        return image + 0.2 * torch.randn(image.shape, generator=generator), self.labels[index % len(self.images)]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        first = torch.tensor(indices) % len(self.images)
+        noise = torch.randn(len(indices), 1, 8, 8, generator=torch.Generator().manual_seed(indices[0]))
+        return list(zip(self.images[first] + 0.2 * noise, self.labels[first], strict=True))
+
+
+class CNN(pl.LightningModule):
+    """2.18 million parameters: 8.7 MB for every exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, 2060),
+            nn.ReLU(),
+            nn.Linear(2060, 10),
+        )
+        self.starts: list[float] = []
+        self.sent: list[int] = []
+        self.exposed: list[float] = []
+        self.status: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.starts.append(time.perf_counter())
+        self.sent.append(network.bytes_sent())
+        traffic = getattr(self.trainer.strategy, "traffic", None)
+        self.exposed.append(traffic.exposed if traffic is not None else 0.0)
+        if (averager := getattr(self.trainer.strategy, "averager", None)) is not None:
+            self.status = averager.status(self.trainer.global_step)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def _digits(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    chosen = torch.arange(len(images)) % 5 != 0
+    chosen = chosen if training else ~chosen
+    return images[chosen], torch.tensor(data.target)[chosen]
+
+
+def fit(contender: str, steps: int) -> dict[str, Any]:
+    """Train, and measure this rank's steps after the first few."""
+    pl.seed_everything(1, verbose=False)
+    strategy = contenders.parse(contender)
+    alone = contender.partition(":")[0] == "alone"
+    world = int(os.environ["WORLD_SIZE"])
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1 if alone else int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=1 if alone else int(os.environ["GROUP_WORLD_SIZE"]),
+        strategy=strategy,
+        max_steps=steps,
+        max_epochs=1,
+        **off,
+    )
+    module = CNN()
+    samples = BATCH * steps * (1 if alone else world)
+    loader = DataLoader(Digits(samples), batch_size=BATCH, shuffle=True)
+    trainer.fit(module, loader)
+    elapsed = module.starts[-1] - module.starts[SKIP]
+    images, labels = _digits(training=False)
+    with torch.no_grad():
+        accuracy = (module.net(images).argmax(1) == labels).float().mean().item()
+    count = len(module.starts) - 1 - SKIP
+    return {
+        "ms": 1e3 * elapsed / count,
+        "bytes": (module.sent[-1] - module.sent[SKIP]) / count,
+        "exposed": (module.exposed[-1] - module.exposed[SKIP]) / elapsed,
+        "accuracy": accuracy,
+        "status": module.status,
+    }
+
+
+def main() -> None:
+    output, repeats, steps, names = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    for logger in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    everything: list[dict[str, Any]] = []
+    network.throttle()
+    for repeat in range(repeats):
+        for name in names:
+            dist.barrier()
+            mine = fit(name, steps)
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, mine)
+            everything.append({"contender": name, "repeat": repeat, "ranks": ranks})
+            if rank == 0:
+                output.write_text(json.dumps(everything))
+                print(f"{repeat + 1}/{repeats} {name}: {max(r['ms'] for r in ranks):.1f} ms per step", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
