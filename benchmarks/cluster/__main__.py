@@ -91,7 +91,7 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
         result.add_column(name, justify="right")
     for name, of in by_name.items():
         over = [statistics.median(a / b for a, b in zip(ms[name], ms[base], strict=True)) for base in contenders[:2]]
-        exposed = statistics.median(max(rank["exposed"] for rank in ranks) for ranks in of)
+        waits = [max(rank["exposed"] for rank in ranks) for ranks in of if ranks[0]["exposed"] is not None]
         sent = statistics.median(max(rank["bytes"] for rank in ranks) for ranks in of)
         accuracy = statistics.median(ranks[0]["accuracy"] for ranks in of)
         rate = {key: value for key, value in of[-1][0]["status"].items() if key != "phase"}
@@ -99,7 +99,7 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
             name,
             f"{statistics.median(ms[name]):.0f} ({min(ms[name]):.0f} to {max(ms[name]):.0f})",
             " ".join(f"{ratio:.2f}x" for ratio in over),
-            f"{exposed:.1%}" if name.startswith("hetero") else "",
+            f"{statistics.median(waits):.1%}" if waits else "",
             f"{sent / 1e3:.0f}",
             f"{accuracy:.1%}",
             " ".join(f"{key}={value}" for key, value in rate.items()),

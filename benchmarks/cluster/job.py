@@ -18,6 +18,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_hetero.strategies.replicas import ReplicaStrategy
+
 SKIP = 12  # steps before the measured ones: connections open, memory is allocated, a rate is found
 BATCH = 64  # samples per rank and step
 
@@ -66,10 +68,10 @@ class CNN(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.starts.append(time.perf_counter())
         self.sent.append(network.bytes_sent())
-        traffic = getattr(self.trainer.strategy, "traffic", None)
-        self.exposed.append(traffic.exposed if traffic is not None else 0.0)
-        if (averager := getattr(self.trainer.strategy, "averager", None)) is not None:
-            self.status = averager.status(self.trainer.global_step)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            self.exposed.append(strategy.traffic.exposed)
+            self.status = strategy.status()
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -112,7 +114,7 @@ def fit(contender: str, steps: int) -> dict[str, Any]:
     return {
         "ms": 1e3 * elapsed / count,
         "bytes": (module.sent[-1] - module.sent[SKIP]) / count,
-        "exposed": (module.exposed[-1] - module.exposed[SKIP]) / elapsed,
+        "exposed": (module.exposed[-1] - module.exposed[SKIP]) / elapsed if module.exposed else None,
         "accuracy": accuracy,
         "status": module.status,
     }

@@ -1,5 +1,6 @@
-"""Shows who computes how much, how fast, and who waits."""
+"""Shows who computes how much, how fast, who waits, and what exchanges between replicas cost."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.callbacks import Callback
@@ -7,6 +8,8 @@ from typing_extensions import override
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.hetero import HeteroStrategy
+from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.strategies.workshare import Workshare
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -45,8 +48,30 @@ class Record(NamedTuple):
         return sum(self.wait) / (sum(self.compute) + sum(self.wait))
 
 
+class Exchanged(NamedTuple):
+    """What replicas' exchanges have cost this one since the start of the fit, and where the algorithm stands.
+
+    Attributes:
+        step: batches done.
+        exchanges: with other replicas, averages for validation and checkpoints among them.
+        bytes: sent to other replicas.
+        hidden: seconds for which an exchange was under way while this rank trained.
+        exposed: seconds for which this rank waited for one.
+        distance: RMS distance of the replicas from their mean at the latest exchange (Euclidean, over all values).
+        status: the algorithm's own numbers and words, such as its phase.
+    """
+
+    step: int
+    exchanges: int
+    bytes: int
+    hidden: float
+    exposed: float
+    distance: float
+    status: dict[str, float | str]
+
+
 class HeteroMonitor(Callback):
-    """Logs how a strategy of this package splits batches, and what comes of it.
+    """Logs how a strategy of this package splits batches and brings replicas together, and what comes of it.
 
     Whenever the ranks have exchanged their measurements (``rebalance_every_n_steps``) the Trainer's loggers get, of
     each rank ``i``::
@@ -59,14 +84,27 @@ class HeteroMonitor(Callback):
     and of the job ``hetero/samples_per_s`` and ``hetero/waiting``, the fraction of all ranks' time spent waiting. The
     progress bar shows the last two and the shares.
 
+    Where there are several replicas, the loggers also get, after each exchange between them, as seen by rank 0::
+
+        hetero/exchanges              so far
+        hetero/bytes_sent             by this replica so far, the network's own headers not counted
+        hetero/hidden_s               seconds so far for which an exchange was under way while it trained
+        hetero/exposed_s              seconds so far for which it waited for an exchange
+        hetero/consensus_distance     RMS distance of the replicas from their mean
+        hetero/...                    the algorithm's own numbers: for DASO ``global_every`` (B) and ``wait`` (W)
+
+    and the progress bar shows the algorithm's numbers and words and the part of the communication that was hidden.
+
     It exchanges nothing itself. With accumulation, a step here is one batch.
 
     Attributes:
-        history: everything logged so far, on every rank; in memory only.
+        history: everything logged so far of shares, on every rank; in memory only.
+        exchanges: likewise of exchanges, of this rank.
     """
 
     def __init__(self) -> None:
         self.history: list[Record] = []
+        self.exchanges: list[Exchanged] = []
         self._seen: object = None
 
     @override
@@ -84,10 +122,30 @@ class HeteroMonitor(Callback):
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
-        """Log the latest exchange once; it arrives at the same step on every rank."""
+        """Log what is new."""
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
-        share = strategy.share
+        self._see_reports(trainer, strategy.share)
+        if isinstance(strategy, ReplicaStrategy):
+            self._see_exchanges(trainer, strategy)
+
+    def _see_exchanges(self, trainer: "pl.Trainer", strategy: ReplicaStrategy) -> None:
+        traffic = strategy.traffic
+        if traffic.exchanges == (self.exchanges[-1].exchanges if self.exchanges else 0):
+            return
+        hidden = max(traffic.seconds - traffic.exposed, 0.0)
+        costs = traffic.exchanges, traffic.bytes, hidden, traffic.exposed, traffic.distance
+        record = Exchanged(strategy.share.step, *costs, strategy.status())
+        self.exchanges.append(record)
+        names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
+        numbers = {name: value for name, value in record.status.items() if not isinstance(value, str)}
+        self._log(trainer, {**dict(zip(names, costs, strict=True)), **numbers})
+        shown = {name: str(value) for name, value in record.status.items()}
+        shown["hidden"] = f"{hidden / traffic.seconds:.0%}" if traffic.seconds else ""
+        trainer.progress_bar_metrics.update(shown)  # type: ignore[arg-type]
+
+    def _see_reports(self, trainer: "pl.Trainer", share: Workshare) -> None:
+        """The ranks' latest reports, once; they arrive at the same step on every rank."""
         if share.reports is self._seen:
             return
         self._seen = share.reports
@@ -98,10 +156,15 @@ class HeteroMonitor(Callback):
         shares = share.planner.shares(share.step - 1) if planned else map(round, samples)
         record = Record(share.step, tuple(shares), samples, compute, wait)
         self.history.append(record)
-        for logger in trainer.loggers:
-            logger.log_metrics(_metrics(record), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._log(trainer, _metrics(record))
         # `self.log(..., prog_bar=True)` takes numbers only and costs a hundred times as much; bars show text as well.
         trainer.progress_bar_metrics.update(_texts(record))  # type: ignore[arg-type]
+
+    @staticmethod
+    def _log(trainer: "pl.Trainer", metrics: Mapping[str, float]) -> None:
+        for logger in trainer.loggers:
+            named = {f"hetero/{name}": float(value) for name, value in metrics.items()}
+            logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _metrics(record: Record) -> dict[str, float]:
@@ -111,8 +174,8 @@ def _metrics(record: Record) -> dict[str, float]:
         "compute_s": record.compute,
         "wait_s": record.wait,
     }
-    per_rank = {f"hetero/{name}/rank{i}": float(x) for name, row in columns.items() for i, x in enumerate(row)}
-    return {**per_rank, "hetero/samples_per_s": record.throughput, "hetero/waiting": record.waiting}
+    per_rank = {f"{name}/rank{i}": float(x) for name, row in columns.items() for i, x in enumerate(row)}
+    return {**per_rank, "samples_per_s": record.throughput, "waiting": record.waiting}
 
 
 def _texts(record: Record) -> dict[str, str]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from lightning_hetero.comm.scratch import Scratch
 
 Wire = Literal["fp32", "bf16", "fp16"]
+#: PyTorch 2.13 renames it. Unlike ``all_gather`` it needs no memory of its own.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,13 +37,14 @@ def sum_over(group: dist.ProcessGroup | None, own: Tensor, wire: Wire, scratch: 
     length = -(-own.numel() // members)  # of a part, rounded up
     sent = scratch.vector("sent", members * length, narrow)
     received = scratch.vector("received", members * length, narrow)
-    total, part = scratch.vector("summed", length, own.dtype), scratch.vector("part", length, narrow)
+    total, term = (scratch.vector(name, length, own.dtype) for name in ("summed", "term"))
+    part = scratch.vector("part", length, narrow)
     sent[: own.numel()] = own
     dist.all_to_all_single(received, sent, group=group)
     total.zero_()
     for other in received.view(members, length):
-        total += other
-    dist.all_gather(list(sent.view(members, length)), part.copy_(total), group=group)
+        total += term.copy_(other)  # adding another dtype directly would take new memory
+    _all_gather(sent, part.copy_(total), group=group)
     return sent[: own.numel()]
 
 

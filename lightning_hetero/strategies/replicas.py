@@ -61,6 +61,10 @@ class ReplicaStrategy(HeteroStrategy):
         """What exchanges between replicas have cost since the ranks have met."""
         return self._links.traffic
 
+    def status(self) -> dict[str, float | str]:
+        """Where the algorithm stands, by name; nothing outside of a fit."""
+        return {} if self.averager is None else self.averager.status(self._windows)
+
     @abstractmethod
     def make_averager(self) -> Averager:
         """The algorithm between replicas, of this strategy's options."""

@@ -1,5 +1,6 @@
 """HeteroMonitor: what it logs is what the ranks reported, once, on all ranks alike."""
 
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,8 +11,8 @@ from ranks import run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.callbacks import HeteroMonitor, Record
+from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
+from lightning_hetero.callbacks import Exchanged, HeteroMonitor, Record
 from lightning_hetero.errors import UnsupportedError
 
 
@@ -118,3 +119,53 @@ def test_derived_numbers() -> None:
     assert record.samples_per_s == pytest.approx((30.0, 20.0))
     assert record.throughput == pytest.approx(40.0)
     assert record.waiting == pytest.approx(0.25)
+
+
+def _fit_replicas(strategy: Any) -> dict[str, Any]:
+    monitor, logger, bar = HeteroMonitor(), Memory(), TQDMProgressBar()
+    settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar]}
+    trainer = pl.Trainer(strategy=strategy(), max_epochs=1, **settings)
+    trainer.fit(Net(), DataLoader(dataset(160), batch_size=4))
+    return {
+        "exchanges": [tuple(record) for record in monitor.exchanges],
+        "rows": [row for row in logger.rows if "hetero/exchanges" in row[1]],
+        "bar": dict(bar.get_metrics(trainer, trainer.lightning_module)),
+        "values": sum(p.numel() for p in trainer.lightning_module.parameters()),
+    }
+
+
+def _daso() -> DASOStrategy:
+    return DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off", wire="bf16", timeout=60)
+
+
+def _node() -> NodeAverageStrategy:
+    return NodeAverageStrategy(every_n_steps=5, ranks_per_node=1, balance="off", timeout=60)
+
+
+def test_exchanges_of_daso() -> None:
+    first, second = run(_fit_replicas, 2, _daso)
+    records = [Exchanged(*row) for row in first["exchanges"]]
+    # 20 steps: two of the warm-up; of the cycling phase, those begun after steps 6, 10, 14 and 18 and mixed in a step
+    # later, the last of them together with the first of the cool-down.
+    assert [(r.step, r.exchanges) for r in records] == [(1, 1), (2, 2), (7, 3), (11, 4), (15, 5), (19, 7), (20, 8)]
+    assert [r.status["phase"] for r in records] == ["warm-up"] * 2 + ["cycling"] * 3 + ["cool-down"] * 2
+    assert records[0].status | {"phase": ""} == {"phase": "", "global_every": 4, "wait": 1}
+    # An all-reduce between two sends a vector once: float64 while blocking, two bytes a value in the background.
+    size = first["values"]
+    assert records[1].bytes == 2 * 8 * size
+    assert [b.bytes - a.bytes for a, b in pairwise(records[1:5])] == [2 * size] * 3
+    assert all(a.exposed <= b.exposed and a.hidden <= b.hidden for a, b in pairwise(records))
+    assert records[1].exposed > 0 == records[1].hidden  # blocking
+    assert records[4].distance > 0
+    assert [row[:3] + row[5:6] for row in second["exchanges"]] == [row[:3] + row[5:6] for row in first["exchanges"]]
+    step, metrics = first["rows"][2]
+    assert (step, metrics["hetero/global_every"], metrics["hetero/wait"]) == (6, 4, 1)
+    assert metrics["hetero/bytes_sent"] == records[2].bytes
+    assert {"hetero/hidden_s", "hetero/exposed_s", "hetero/consensus_distance"} < set(metrics)
+    assert first["bar"]["phase"] == "cool-down"
+
+
+def test_exchanges_of_nodes_and_their_distance() -> None:
+    first, _ = run(_fit_replicas, 2, _node)
+    assert [row[0] for row in first["exchanges"]] == [5, 10, 15, 20]
+    assert all(row[5] > 0 for row in first["exchanges"])
