@@ -33,6 +33,10 @@ class CommunicationError(HeteroError, RuntimeError):
     """Another rank did not answer within the deadline, or its connection broke."""
 
 
+class CheckpointError(HeteroError, RuntimeError):
+    """A checkpoint that cannot be read."""
+
+
 class NotFiniteError(HeteroError, RuntimeError):
     """A replica's values are infinite or NaN.
 

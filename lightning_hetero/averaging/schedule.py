@@ -53,7 +53,7 @@ class RateSchedule:
 
     def tick(self, loss: float) -> None:
         """Take in the loss of an interval; the same number on every rank."""
-        if loss < (1 - self.threshold) * self.best or self.best == math.inf:
+        if self.best == math.inf or loss < self.best - self.threshold * abs(self.best):
             self.best, self.stalled = loss, 0
             return
         self.stalled += 1

@@ -1,14 +1,35 @@
 """What a checkpoint holds of the work's division. Any strategy can load the checkpoint; this part is extra."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.workshare import Workshare
 from lightning_hetero.workload.shares import Cost
 
 KEY = "lightning_hetero"
+
+
+@contextmanager
+def readable(path: Any) -> Iterator[None]:
+    """Say in plain words that a file is no whole checkpoint.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    try:
+        yield
+    except (EOFError, UnpicklingError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint: it was cut off while it was written or copied, or is something else. "
+            f"Nothing has been changed; resume from an earlier one. Cause: {error}"
+        ) from error
 
 
 def add_plan(checkpoint: dict[str, Any], share: Workshare) -> None:

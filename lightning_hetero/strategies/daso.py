@@ -82,6 +82,7 @@ class DASOStrategy(ReplicaStrategy):
             "mixing": mixing,
             "wire": wire,
         }
+        self._epoch_over = False
         super().__init__(**kwargs)
 
     @override
@@ -92,6 +93,8 @@ class DASOStrategy(ReplicaStrategy):
     def make_averager(self) -> Averager:
         o, trainer = self._daso, self._trainer
         total = trainer.estimated_stepping_batches
+        if math.isinf(total):  # then it has not asked for the data
+            trainer.fit_loop.setup_data()
         per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         lengths = {name: _steps(name, o[name], total, per_epoch) for name in ("warmup", "cooldown")}
         if self._links.count == 1:
@@ -105,18 +108,19 @@ class DASOStrategy(ReplicaStrategy):
         return DASOAverager(schedule, run, lengths["warmup"], lengths["cooldown"], o["mixing"], o["wire"])
 
     @override
-    def _after_window(self) -> None:
-        super()._after_window()
-        steps = self._daso["schedule_every_n_steps"]
-        by_epoch = self._epoch_ends() and self._daso["monitor"] is None
-        if by_epoch if steps is None else self._windows % steps == 0:
+    def _before_window(self) -> None:
+        if self._epoch_over:  # only now is what it has logged known
+            self._epoch_over = False
             self._tick()
+        super()._before_window()
 
     @override
-    def train_epoch_ended(self) -> None:
-        super().train_epoch_ended()
-        if self._daso["schedule_every_n_steps"] is None and self._daso["monitor"] is not None:
-            self._tick()  # only now is the epoch's metric known
+    def _after_window(self) -> None:
+        super()._after_window()
+        steps, ends = self._daso["schedule_every_n_steps"], self._epoch_ends()
+        self._epoch_over = ends and steps is None and self._daso["monitor"] is not None
+        if (ends and not self._epoch_over) if steps is None else self._windows % steps == 0:
+            self._tick()
 
     def _tick(self) -> None:
         """Show the schedule the loss, or the metric to monitor, as the mean over all ranks (collective)."""
@@ -126,7 +130,7 @@ class DASOStrategy(ReplicaStrategy):
             return
         if (name := self._daso["monitor"]) is not None:
             value = self._trainer.callback_metrics.get(name)
-            if value is None and self._trainer.current_epoch + 1 < (self._trainer.check_val_every_n_epoch or 1):
+            if value is None and self._trainer.current_epoch < (self._trainer.check_val_every_n_epoch or 1):
                 return  # the first validation is still to come
             sums = torch.tensor([math.nan if value is None else float(value), 1.0], dtype=torch.float64)
         with self._timer.waiting(), deadline("average the loss"):

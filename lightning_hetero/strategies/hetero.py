@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.strategies.checkpoint import add_plan, restore_plan
+from lightning_hetero.strategies.checkpoint import add_plan, readable, restore_plan
 from lightning_hetero.strategies.evaluation import Evaluation, StepSamples
 from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
 from lightning_hetero.strategies.guards import check_model, check_trainer, samples_in
@@ -289,6 +289,11 @@ class HeteroStrategy(Evaluation):
             add_plan(checkpoint, self.share)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._timer.restart()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        with readable(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, and the plan if the number of ranks is what it was."""

@@ -51,7 +51,10 @@ def find(checkpoint: Mapping[str, Any], strategy: str, index: int, count: int) -
     """This rank's state in a checkpoint; else, in words, why there is none. The same on every rank."""
     saved = checkpoint.get(KEY)
     if saved is None:
-        return "The checkpoint was saved by a strategy without replicas, or while a rank had failed."
+        return (
+            "The checkpoint holds no state of replicas: it was saved by a strategy without them, after the end of a "
+            "fit, or while a rank had failed."
+        )
     if saved["strategy"] != strategy:
         return f"The checkpoint was saved by {saved['strategy']}, this is {strategy}."
     here = dist.get_world_size()

@@ -89,8 +89,8 @@ class ReplicaStrategy(HeteroStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         together(_unsupported(callbacks), "the Trainer's callbacks")
-        if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, _First) for c in callbacks):
-            callbacks.insert(0, _First())  # so that others see the final weights
+        if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, _FinishFirst) for c in callbacks):
+            callbacks.insert(0, _FinishFirst())  # so that others see the final weights
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
@@ -129,7 +129,7 @@ class ReplicaStrategy(HeteroStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._window_open and self.averager is not None:
             self._window_open = True
-            self.averager.before_step(self.context(epoch_ends=False))
+            self._before_window()
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
@@ -150,6 +150,10 @@ class ReplicaStrategy(HeteroStrategy):
         windows = self._trainer.accumulate_grad_batches  # by which the Trainer has divided the loss
         self._losses.take(closure_loss * windows, self.share.drawn.samples, self._windows)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _before_window(self) -> None:
+        assert self.averager is not None
+        self.averager.before_step(self.context(epoch_ends=False))
 
     def _after_window(self) -> None:
         assert self.averager is not None
@@ -220,9 +224,6 @@ class ReplicaStrategy(HeteroStrategy):
         with self.averager.replica.holding(self._consensus()):
             return {name: value.clone() for name, value in super().lightning_module_state_dict().items()}
 
-    def train_epoch_ended(self) -> None:
-        """An epoch's training, and the validation that ends it, is over; its metrics are known."""
-
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.averager is not None:
@@ -269,13 +270,8 @@ class ReplicaStrategy(HeteroStrategy):
         super().teardown()
 
 
-class _First(Callback):
-    """Tells the strategy of the end of an epoch and of the training before any other callback sees it."""
-
-    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, ReplicaStrategy):
-            strategy.train_epoch_ended()
+class _FinishFirst(Callback):
+    """Lets replicas be equal before any other callback sees the end of training."""
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         strategy = trainer.strategy

@@ -36,6 +36,11 @@ def test_a_fall_within_the_threshold_is_none() -> None:
     assert len(course(RateSchedule(threshold=0.03), [0.96 if i else 1.0 for i in range(3)])) == 1
 
 
+def test_a_metric_below_zero_falls_too() -> None:
+    assert len(course(RateSchedule(threshold=0.05), [-1.0, -0.97, -1.04])) == 2
+    assert len(course(RateSchedule(threshold=0.05), [-1.0, -1.06, -1.13])) == 1
+
+
 @given(
     st.integers(1, 16), st.integers(0, 16), st.integers(1, 16), st.integers(1, 4),
     st.lists(st.floats(0.01, 10), max_size=60),
