@@ -11,7 +11,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lightning_hetero", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
-        "demo", help="train with ddp and with hetero_ddp on emulated fast and slow devices; takes about two minutes"
+        "demo",
+        help="train with ddp, hetero_ddp and hetero_daso on emulated fast and slow devices; takes about two minutes",
     )
     demo.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for the results (%(default)s)")
     demo.add_argument("--epochs", type=_at_least_one, default=6, help="epochs of each training (%(default)s)")

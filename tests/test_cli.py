@@ -54,6 +54,17 @@ trainer:
       balance: [3.0, 1.0]
       timeout: 60
 """
+DASO = """
+  strategy:
+    class_path: lightning_hetero.DASOStrategy
+    init_args:
+      ranks_per_node: 1
+      wait: auto
+      warmup: 1 epochs
+      cooldown: 0.1
+      balance: [3.0, 1.0]
+"""
+DASO = YAML[: YAML.index("  strategy:")].replace("max_epochs: 1", "max_epochs: 2") + DASO.lstrip("\n")
 STRING = YAML[: YAML.index("  strategy:")] + "  strategy: hetero_ddp\n"
 
 
@@ -71,6 +82,8 @@ def _run(folder: Path, *arguments: str) -> str:
         (YAML, [], "shares [6, 2]"),
         (YAML, ["--trainer.strategy.init_args.balance=[1.0,3.0]"], "shares [2, 6]"),
         (STRING, [], "shares [4, 4]"),
+        (STRING, ["--trainer.strategy=hetero_daso"], "shares [4, 4]"),
+        (DASO, ["--trainer.strategy.init_args.wire=bf16"], "shares [6, 2]"),
     ],
 )
 def test_training_from_yaml(tmp_path: Path, config: str, overrides: list[str], expected: str) -> None:
@@ -83,3 +96,7 @@ def test_options_are_explained(tmp_path: Path) -> None:
     flat = " ".join(text.split())
     assert "splits every global batch by measured speed" in flat
     assert "longest wait for other ranks" in flat
+    text = _run(tmp_path, "fit", "--trainer.strategy.help", "lightning_hetero.DASOStrategy")
+    flat = " ".join(text.split())
+    for words in ("number format of background exchanges", "leaves the replica out", "longest wait for other ranks"):
+        assert words in flat

@@ -1,4 +1,4 @@
-"""The demo, for real: two trainings in processes of their own, a table, a picture, and nothing left behind."""
+"""The demo, for real: three trainings in processes of their own, a table, a picture, and nothing left behind."""
 
 import signal
 import subprocess
@@ -29,7 +29,8 @@ def test_demo(tmp_path: Path) -> None:
     text = done.stdout
     assert "ddp: Epoch 2: " in text
     assert "hetero_ddp: Epoch 2: " in text
-    for row in ("│ ddp ", "│ hetero_ddp ", "│ the bound "):
+    assert "hetero_daso: Epoch 2: " in text
+    for row in ("│ ddp ", "│ hetero_ddp ", "│ hetero_daso ", "│ the bound "):
         assert row in text
     assert "Emulated" in text
     assert f"{tmp_path}/demo.png" in text.replace("\n", "")
@@ -38,7 +39,7 @@ def test_demo(tmp_path: Path) -> None:
     assert min(picture.shape[:2]) > 600
     assert len({tuple(pixel) for pixel in picture[::7, ::7].reshape(-1, picture.shape[2]).tolist()}) > 20
 
-    ddp, hetero = (Result.load(tmp_path / f"{name}.json") for name in ("ddp", "hetero_ddp"))
+    ddp, hetero, daso = (Result.load(tmp_path / f"{name}.json") for name in ("ddp", "hetero_ddp", "hetero_daso"))
     assert ddp.shares == [16, 16, 16, 16]
     assert sum(hetero.shares) == 64
     assert hetero.shares[0] > hetero.shares[2] > hetero.shares[3]
@@ -47,6 +48,9 @@ def test_demo(tmp_path: Path) -> None:
     # The global batches are the same, and so are the weights, to rounding.
     assert ddp.accuracy > 0.85
     assert hetero.accuracy == pytest.approx(ddp.accuracy, abs=0.006)
+    assert daso.shares[0] > daso.shares[3]
+    assert ddp.epoch_seconds / daso.epoch_seconds > 1.1
+    assert daso.accuracy > 0.85
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

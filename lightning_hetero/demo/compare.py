@@ -1,4 +1,4 @@
-"""The demo as a whole: both trainings, one after the other, then a table and a picture."""
+"""The demo as a whole: the trainings, one after the other, then a table and a picture."""
 
 import os
 import signal
@@ -16,11 +16,11 @@ from lightning_hetero.demo.result import DEVICES, GLOBAL_BATCH, WARM_UP, Result
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.workload.shares import bound, split
 
-STRATEGIES = ("ddp", "hetero_ddp")
+STRATEGIES = ("ddp", "hetero_ddp", "hetero_daso")
 
 
 def demo(out: Path, epochs: int) -> None:
-    """Train with both strategies, print what came of it, and save a picture.
+    """Train with each strategy, print what came of it, and save a picture.
 
     Args:
         out: folder for the picture and the measurements; made if missing.
@@ -59,13 +59,14 @@ def introduction(epochs: int) -> str:
 [bold]{" against ".join(STRATEGIES)}, on devices of unequal speed[/bold]
 
 {len(DEVICES)} processes on this machine train a small network to read handwritten digits, {GLOBAL_BATCH} images per \
-step, {epochs} epochs: first with Lightning's own ddp, then with hetero_ddp.
+step, {epochs} epochs: with Lightning's own ddp, then with hetero_ddp, then with hetero_daso, which takes ranks 0 and \
+1 for one node and ranks 2 and 3 for another.
 
 [bold]Emulated[/bold] is the speed of the devices: each rank sleeps for as long as its device would still compute.
 {devices}
 
-[bold]Real[/bold] is all else: the processes, the training, and the exchange of gradients between them. hetero_ddp is \
-told nothing of these speeds: it measures them.
+[bold]Real[/bold] is all else: the processes, the training, and the exchanges between them. The strategies are told \
+nothing of these speeds: they measure them.
 
 Starting the processes takes some seconds, each time.
 """
@@ -109,8 +110,11 @@ def notes(results: Sequence[Result]) -> str:
     """How the numbers in the table were measured."""
     return f"""
 [bold]time per epoch[/bold]: {results[0].steps_per_epoch} times the mean time from the start of a step to the start \
-of the next one. The first {WARM_UP} steps of the training and the test are left out; the steps that hetero_ddp still \
-splits evenly, because it has yet to measure, are not.
+of the next one. The first {WARM_UP} steps of the training and the test are left out; the steps that are still split \
+evenly, because speeds have yet to be measured, are not.
+[bold]hetero_daso[/bold] averages gradients within a node only, and exchanges parameters between nodes in the \
+background. Here all processes share one machine, so that it saves little; what it does on slow links between machines \
+is in docs/benchmarks.md.
 [bold]images[/bold]: how the last batch of {GLOBAL_BATCH} was split.
 [bold]waiting[/bold]: the part of all ranks' time spent waiting for other ranks and for the exchange of gradients.
 [bold]the bound[/bold]: no split is faster on such devices, even if the exchange of gradients, the optimizer and \

@@ -27,7 +27,7 @@ def draw(results: Sequence[Result], path: Path) -> Path:
         ``path``.
     """
     figure = Figure(figsize=(12, 3.4 * len(results) + 1.2), layout="constrained")
-    names = " and ".join(result.strategy for result in results)
+    names = ", ".join(result.strategy for result in results)
     figure.suptitle(f"The same training under {names}, on emulated devices of unequal speed", size=15)
     axes = figure.subplots(len(results), 2, squeeze=False, width_ratios=(5, 2))
     for (left, right), result in zip(axes, results, strict=True):

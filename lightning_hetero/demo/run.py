@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
 from lightning_hetero.demo.result import DEVICES, GLOBAL_BATCH, Result, Step
 from lightning_hetero.demo.task import DigitReader, digits
+from lightning_hetero.strategies import DASOStrategy, ReplicaStrategy
 from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def train(strategy: str, epochs: int, path: Path) -> None:
     if strategy.startswith("hetero"):
         callbacks.insert(0, HeteroMonitor())
     trainer = Trainer(
-        strategy=strategy,
+        strategy=DASOStrategy(ranks_per_node=2) if strategy == "hetero_daso" else strategy,
         accelerator="cpu",
         devices=len(DEVICES),
         max_epochs=epochs,
@@ -64,6 +65,7 @@ class Stopwatch(Callback):
         self._steps: list[Step] = []
         self._timer = StepTimer(torch.device("cpu"))
         self._start = 0.0
+        self._exposed = 0.0  # seconds so far
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:
@@ -86,8 +88,12 @@ class Stopwatch(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """A step ends."""
-        [lap] = self._timer.lap(len(batch[0]))
-        self._steps.append(Step(trainer.current_epoch, self._start, *lap))
+        [(samples, work, wait)] = self._timer.lap(len(batch[0]))
+        if isinstance(trainer.strategy, ReplicaStrategy):  # it waits for other nodes after the optimizer's step
+            exposed = trainer.strategy.traffic.exposed
+            work, wait = work - (exposed - self._exposed), wait + exposed - self._exposed
+            self._exposed = exposed
+        self._steps.append(Step(trainer.current_epoch, self._start, int(samples), work, wait))
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -161,8 +161,11 @@ class Planner:
         self._note(plan.split([total])[0])
 
     def at(self, step: int) -> Plan:
-        """The plan in force at ``step``."""
-        return next(plan for plan in reversed(self.plans) if plan.start <= step)
+        """The plan in force at ``step``, which may be as old as the step before the latest update."""
+        for plan in reversed(self.plans):
+            if plan.start <= step:
+                return plan
+        raise LookupError(f"the plan of step {step} is no longer known; there are those from {self.plans[0].start} on")
 
     def shares(self, step: int) -> list[int]:
         """Shares of a full batch at ``step``, in samples."""
@@ -197,7 +200,8 @@ class Planner:
         if shares == latest.split([self.total])[0]:
             return None
         self._note(shares)
-        self.plans = [p for p in self.plans[-4:] if p is self.at(step) or p.start > step] + [plan]
+        before = self.at(max(step - 1, 0))  # what has just been done may still be asked for
+        self.plans = [p for p in self.plans if p is before or p.start >= step] + [plan]
         return plan
 
     def state_dict(self) -> dict[str, Any]:

@@ -558,3 +558,17 @@ def test_limits_count_the_samples_of_all_loaders():
 def test_times_count_the_samples_of_all_loaders():
     # 30 + 9 seconds and 39 seconds: a fixed cost weighs as much as 30 samples, whatever loader those are from.
     assert Plan(0, (Cost(30, 1), Cost(0, 1)), (0, 0), (64, 64)).split([32, 16]) == [[6, 26], [3, 13]]
+
+
+def test_the_plan_of_the_step_before_an_update_is_still_known() -> None:
+    planner = Planner(2)
+    planner.expect(32)
+    planner.update(6, [Report(0.0, k, 0.0, 8, 16, 16 * k, 0.0, 0.0) for k in (1.0, 3.0)])
+    before = planner.shares(7)
+    planner.update(8, [Report(0.0, k, 0.0, 10, 16, 16 * k, 0.0, 0.0) for k in (3.0, 1.0)])
+    assert planner.shares(7) == before == [16, 16]
+    assert planner.shares(8) == [24, 8]
+    assert planner.shares(10)[0] < 16
+    planner.update(11, [Report(0.0, k, 0.0, 13, 16, 16 * k, 0.0, 0.0) for k in (1.0, 3.0)])
+    with pytest.raises(LookupError, match="the plan of step 0 is no longer known"):
+        planner.at(0)
