@@ -3,11 +3,11 @@
 ``NAME`` or ``NAME:option=value,option=value``.
 """
 
+import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -51,7 +51,7 @@ BUILT_FROM_PARTS = {
 def parse(text: str) -> Strategy:
     """A strategy from its string."""
     name, _, options = text.partition(":")
-    values = {key: yaml.safe_load(value) for key, _, value in (o.partition("=") for o in options.split(",") if o)}
+    values = {key: _value(value) for key, _, value in (o.partition("=") for o in options.split(",") if o)}
     if name in BUILT_FROM_PARTS:
         return BUILT_FROM_PARTS[name](**values)
     if name not in StrategyRegistry:
@@ -59,3 +59,11 @@ def parse(text: str) -> Strategy:
         raise SystemExit(f"Unknown strategy {name!r}. There are: {known}")
     entry = StrategyRegistry[name]
     return entry["strategy"](**{**entry["init_params"], **values})
+
+
+def _value(text: str) -> Any:
+    """A number, true or false; else the text as it is."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -18,10 +18,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_hetero import EmulatedSpeed
 from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.workload.shares import Cost
 
 SKIP = 12  # steps before the measured ones: connections open, memory is allocated, a rate is found
-BATCH = 64  # samples per rank and step
 
 
 class Digits(Dataset):
@@ -63,6 +64,7 @@ class CNN(pl.LightningModule):
         self.starts: list[float] = []
         self.sent: list[int] = []
         self.exposed: list[float] = []
+        self.payload: list[int] = []
         self.status: dict[str, Any] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -71,6 +73,7 @@ class CNN(pl.LightningModule):
         strategy = self.trainer.strategy
         if isinstance(strategy, ReplicaStrategy):
             self.exposed.append(strategy.traffic.exposed)
+            self.payload.append(strategy.traffic.bytes)
             self.status = strategy.status()
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
@@ -86,7 +89,7 @@ def _digits(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return images[chosen], torch.tensor(data.target)[chosen]
 
 
-def fit(contender: str, steps: int) -> dict[str, Any]:
+def fit(contender: str, steps: int, batch: int, delay: float) -> dict[str, Any]:
     """Train, and measure this rank's steps after the first few."""
     pl.seed_everything(1, verbose=False)
     strategy = contenders.parse(contender)
@@ -100,28 +103,32 @@ def fit(contender: str, steps: int) -> dict[str, Any]:
         strategy=strategy,
         max_steps=steps,
         max_epochs=1,
+        callbacks=[EmulatedSpeed([Cost(delay, 1e-6)] * (1 if alone else world))] if delay else [],
         **off,
     )
     module = CNN()
-    samples = BATCH * steps * (1 if alone else world)
-    loader = DataLoader(Digits(samples), batch_size=BATCH, shuffle=True)
+    samples = batch * steps * (1 if alone else world)
+    loader = DataLoader(Digits(samples), batch_size=batch, shuffle=True)
     trainer.fit(module, loader)
     elapsed = module.starts[-1] - module.starts[SKIP]
     images, labels = _digits(training=False)
     with torch.no_grad():
         accuracy = (module.net(images).argmax(1) == labels).float().mean().item()
     count = len(module.starts) - 1 - SKIP
+    theory = (module.payload[-1] - module.payload[SKIP]) / count if module.payload else None
     return {
         "ms": 1e3 * elapsed / count,
         "bytes": (module.sent[-1] - module.sent[SKIP]) / count,
         "exposed": (module.exposed[-1] - module.exposed[SKIP]) / elapsed if module.exposed else None,
         "accuracy": accuracy,
+        "theory": theory,
         "status": module.status,
     }
 
 
 def main() -> None:
-    output, repeats, steps, names = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    output, names = Path(sys.argv[1]), sys.argv[6:]
+    repeats, steps, batch, delay = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
     for logger in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -133,7 +140,7 @@ def main() -> None:
     for repeat in range(repeats):
         for name in names:
             dist.barrier()
-            mine = fit(name, steps)
+            mine = fit(name, steps, batch, delay)
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, mine)
             everything.append({"contender": name, "repeat": repeat, "ranks": ranks})

@@ -24,13 +24,11 @@ class Pending(NamedTuple):
     Attributes:
         step: optimizer step after which it began.
         wait: steps after which it is to be mixed in.
-        snapshot: this replica's values at its beginning.
         average: what the exchange brings, or has brought.
     """
 
     step: int
     wait: int
-    snapshot: list[Tensor]
     average: Exchange | Average
 
 
@@ -65,6 +63,7 @@ class DASOAverager(Averager):
         self._pending: Pending | None = None
         self._turn = 0
         self._since = 0  # steps of the cycling phase since the last exchange began
+        self._step = 0  # the latest step
         self._pace = Pace()
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
         self._mean: list[Tensor] = []  # likewise
@@ -83,6 +82,7 @@ class DASOAverager(Averager):
     def after_step(self, context: StepContext) -> None:
         if self.links.count == 1:
             return
+        self._step = context.step
         self._pace.pause()
         cycling = self.phase(context.step) == "cycling"
         if self._pending is not None and (not cycling or context.step - self._pending.step >= self._pending.wait):
@@ -91,7 +91,8 @@ class DASOAverager(Averager):
             self.meet(context.planned)
         else:
             self._since += 1
-            if self._since >= self.schedule.every:
+            # When B has just been halved, an exchange may still be under way for longer than the new B.
+            if self._since >= self.schedule.every and self._pending is None:
                 self._begin(context)
         self._pace.resume()
 
@@ -100,7 +101,7 @@ class DASOAverager(Averager):
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
         note, turn = self._pace.lasted, self._turn
         exchange = self.links.begin(self._snapshot, context.planned, self.reference, self._mean, self.wire, turn, note)
-        self._pending = Pending(context.step, self.schedule.wait, self._snapshot, exchange)
+        self._pending = Pending(context.step, self.schedule.wait, exchange)
         self._since, self._turn = 0, (turn + 1) % self.links.turns
         if self._pending.wait == 0:
             self._mix(context.step)
@@ -108,11 +109,10 @@ class DASOAverager(Averager):
     def _mix(self, step: int) -> None:
         average = self._arrived()
         assert self._pending is not None
-        began, snapshot = self._pending.step, self._pending.snapshot
-        self._pending = None
+        stale, self._pending = step - self._pending.step, None
         self.schedule.measured(average.notes)
         if average.healthy[self.links.index]:
-            mix(self.mixing, self.replica, average.mean, snapshot, step - began, self.links.count)
+            mix(self.mixing, self.replica, average, stale, self.links.count)
             self._mean = self.refer_to(average)
         else:
             self._mean = self.adopt(average)
@@ -131,7 +131,7 @@ class DASOAverager(Averager):
     @override
     def finish(self, planned: Sequence[int]) -> None:
         if self._pending is not None:
-            self._mix(self._pending.step + self._pending.wait)
+            self._mix(self._step)
         super().finish(planned)
 
     @override
@@ -144,34 +144,30 @@ class DASOAverager(Averager):
         if self._pending is not None:
             average = self._arrived()._asdict()
             pending = {**self._pending._asdict(), "average": average}
-        own = {"schedule": self.schedule.state_dict(), "turn": self._turn, "since": self._since, "pending": pending}
-        return {**super().state_dict(), **own}
+        counts = {"turn": self._turn, "since": self._since, "step": self._step}
+        return {**super().state_dict(), "schedule": self.schedule.state_dict(), **counts, "pending": pending}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
-        self._turn, self._since = state["turn"], state["since"]
+        self._turn, self._since, self._step = state["turn"], state["since"], state["step"]
         pending = state["pending"]
         self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
 
 
-def mix(
-    rule: Mixing, replica: Replica, mean: Sequence[Tensor], snapshot: Sequence[Tensor], stale: int, count: int
-) -> None:
-    """Mix a stale mean into a replica's values.
+def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int) -> None:
+    """Mix a stale average into a replica's values.
 
     Args:
         rule: see :class:`DASOAverager`.
         replica: whose values change.
-        mean: of all replicas, weighted, ``stale`` steps old.
-        snapshot: the replica's own values at that time; overwritten.
+        average: ``stale`` steps old.
         stale: S, steps since then.
         count: P, replicas.
     """
     part = count / (2 * stale + count)
     if rule == "daso":
-        replica.approach(mean, part)
+        replica.approach(average.mean, part)
     else:
-        away = [torch.sub(new.to(old.device), old, out=old) for new, old in zip(mean, snapshot, strict=True)]
-        replica.add(away, part)
+        replica.add(average.away, part)

@@ -13,12 +13,15 @@ from lightning_hetero.comm.scratch import Scratch
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
 
+CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
+
 
 class Average(NamedTuple):
     """What replicas learn when they meet; bitwise the same on every rank.
 
     Attributes:
         mean: weighted mean of all replicas: vectors on the CPU, in fp32 or wider.
+        away: how far the mean is from this replica's values, likewise; the only one that differs between replicas.
         healthy: whether each replica's values were finite; the mean leaves the others out.
         distance: RMS distance of the replicas from their mean: the square root of the weighted mean of squared
             Euclidean distances, over all values.
@@ -26,6 +29,7 @@ class Average(NamedTuple):
     """
 
     mean: list[Tensor]
+    away: list[Tensor]
     healthy: list[bool]
     distance: float
     notes: list[float]
@@ -69,7 +73,7 @@ class Lane:
         """Average over replicas; blocks (collective over all ranks).
 
         Args:
-            values: this replica's: vectors on the CPU.
+            values: this replica's: vectors on the CPU; overwritten.
             weights: one per replica, at least 0, not all 0.
             reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
                 travels is the difference.
@@ -83,32 +87,54 @@ class Lane:
             NotFiniteError: on every rank, if one may not be left out, or none is left.
         """
         active, across = self._members[turn][self.index], self._across[turn]
-        moved: list[Tensor] = []
+        parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+        totals = [
+            self._scratch.vector(f"total {i}", old.numel(), DTYPES[wire] or old.dtype)
+            for i, old in enumerate(reference)
+        ]
         table = torch.empty(self.count, 2, dtype=torch.float64)  # of each replica: its squared distance, its note
         if self._rank == active:
-            for i, (value, old) in enumerate(zip(values, reference, strict=True)):
-                moved.append(torch.sub(value, old, out=self._scratch.vector(f"moved {i}", old.numel(), old.dtype)))
-            square = sum(float(move.dot(move)) for move in moved)
+            square = 0.0
+            for value, old, own in zip(values, reference, totals, strict=True):
+                square += self._differ(value, old, own, parts[self.index].item())
             dist.all_gather(list(table), torch.tensor([square, note], dtype=torch.float64), group=across)
         self._tell(table, active)
         squares, notes = table.unbind(1)
         healthy = squares.isfinite()
-        if not healthy.all() and not (skip and healthy.any()):
+        if not healthy.all() and not (skip and (parts[healthy] > 0).any()):
             raise NotFiniteError([i for i, well in enumerate(healthy.tolist()) if not well])
-        shares = torch.tensor(weights, dtype=torch.float64) * healthy
-        shares /= shares.sum()
-        variance = float(shares @ squares.nan_to_num(0.0, 0.0))
-        for i, (old, mean) in enumerate(zip(reference, out, strict=True)):
-            if moved:
-                own = moved[i].mul_(shares[self.index].item()) if healthy[self.index] else moved[i].zero_()
-                total = sum_over(across, own, wire, self._scratch)
-            else:
-                total = self._scratch.vector("total", old.numel(), DTYPES[wire] or old.dtype)
-            self._tell(total, active)
-            mean.copy_(total)
-            variance -= float(mean.dot(mean))
-            mean.add_(old)
-        return Average(list(out), healthy.tolist(), math.sqrt(max(variance, 0.0)), notes.tolist())
+        counted = parts[healthy].sum().item()
+        variance = (parts[healthy] @ squares[healthy]).item() / counted
+        for i, (value, old, mean) in enumerate(zip(values, reference, out, strict=True)):
+            if self._rank == active:
+                own = totals[i] if healthy[self.index] else totals[i].zero_()
+                totals[i] = sum_over(across, own, self._scratch)
+            self._tell(totals[i], active)
+            variance -= self._arrive(totals[i], old, mean, value, 1 / counted)
+        return Average(list(out), list(values), healthy.tolist(), math.sqrt(max(variance, 0.0)), notes.tolist())
+
+    def _differ(self, value: Tensor, old: Tensor, own: Tensor, part: float) -> float:
+        """``own = part * (value - old)``; returns the squared norm of the difference."""
+        square = 0.0
+        for x, r, o in zip(value.split(CHUNK), old.split(CHUNK), own.split(CHUNK), strict=True):
+            moved = torch.sub(x, r, out=self._scratch.vector("chunk", len(r), r.dtype))
+            square += float(moved.dot(moved))
+            o.copy_(moved.mul_(part))
+        return square
+
+    @staticmethod
+    def _arrive(total: Tensor, old: Tensor, mean: Tensor, value: Tensor, factor: float) -> float:
+        """``mean = old + factor * total``, and ``value = mean - value``; returns the squared norm of ``mean - old``."""
+        square = 0.0
+        chunks = (tensor.split(CHUNK) for tensor in (total, old, mean, value))
+        for t, r, m, x in zip(*chunks, strict=True):
+            m.copy_(t)
+            if factor != 1:
+                m.mul_(factor)
+            square += float(m.dot(m))
+            m.add_(r)
+            torch.sub(m, x, out=x)
+        return square
 
     def _tell(self, flat: Tensor, source: int) -> None:
         """Give all ranks of the replica the vector of one of them, in place."""

@@ -82,7 +82,7 @@ class ReplicaLinks:
         """Weighted mean over replicas (collective over all ranks).
 
         Args:
-            flats: floating vectors, the same on all ranks of a replica.
+            flats: floating vectors, the same on all ranks of a replica; overwritten.
             weights: one per replica, at least 0, not all 0.
             reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
                 travels is the difference.
@@ -92,7 +92,7 @@ class ReplicaLinks:
             NotFiniteError: on every rank, unless such replicas are to be skipped and there are others.
         """
         began = time.perf_counter()
-        values, out = _on_cpu(flats), out or [torch.empty_like(old) for old in reference]
+        values, out = _on_cpu(flats, reference), out or [torch.empty_like(old) for old in reference]
         with deadline("average with the other replicas"):
             average = self._foreground.average(values, weights, reference, out, "fp32", 0, math.nan, self._skip)
         seconds = time.perf_counter() - began
@@ -112,7 +112,7 @@ class ReplicaLinks:
         """Begin to average in the background (collective over all ranks; one at a time).
 
         Args:
-            flats: as for :meth:`average`; must not change until the result is there.
+            flats: as for :meth:`average`; must not be used until the result is there.
             weights: as for :meth:`average`.
             reference: as for :meth:`average`; must not change until the result is there.
             out: as for :meth:`average`.
@@ -120,7 +120,7 @@ class ReplicaLinks:
             turn: the global group that exchanges.
             note: a number for the others; that of the rank that exchanges counts.
         """
-        values = _on_cpu(flats)
+        values = _on_cpu(flats, reference)
 
         def work() -> Average:
             with deadline("average with the other replicas in the background"):
@@ -165,5 +165,5 @@ class Exchange:
         return self._background.seconds
 
 
-def _on_cpu(flats: Sequence[Tensor]) -> list[Tensor]:
-    return [flat.to("cpu") for flat in flats]
+def _on_cpu(flats: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
+    return [flat.to("cpu", old.dtype) for flat, old in zip(flats, reference, strict=True)]

@@ -14,30 +14,27 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def sum_over(group: dist.ProcessGroup | None, own: Tensor, wire: Wire, scratch: Scratch) -> Tensor:
+def sum_over(group: dist.ProcessGroup | None, own: Tensor, scratch: Scratch) -> Tensor:
     """Sum a vector over a group (collective); blocks.
 
-    In 16 bits every member sums one part of the vector, in fp32, and tells the others: an all-reduce in 16 bits would
-    round every partial sum. Both ways send ``2 (P - 1) / P`` times the vector.
+    In 16 bits, where there are partial sums, every member sums one part of the vector in fp32 and tells the others: an
+    all-reduce would round each of them. Both ways send ``2 (P - 1) / P`` times the vector.
 
     Args:
         group: of ``P`` members.
-        own: a vector in fp32 or wider, on the CPU; may be overwritten.
-        wire: number format on the wire; fp32 leaves float64 as it is.
+        own: a vector on the CPU, in the format of the wire; overwritten.
         scratch: where the sum may lie, until the next one.
 
     Returns:
-        The sum, bitwise the same on every member, in the format of the wire.
+        The sum, bitwise the same on every member, in the same format.
     """
-    narrow = DTYPES[wire]
-    if narrow is None:
+    members, narrow = dist.get_world_size(group), own.dtype
+    if narrow.itemsize > 2 or members == 2:
         dist.all_reduce(own, group=group)
         return own
-    members = dist.get_world_size(group)
     length = -(-own.numel() // members)  # of a part, rounded up
-    sent = scratch.vector("sent", members * length, narrow)
-    received = scratch.vector("received", members * length, narrow)
-    total, term = (scratch.vector(name, length, own.dtype) for name in ("summed", "term"))
+    sent, received = (scratch.vector(name, members * length, narrow) for name in ("sent", "received"))
+    total, term = (scratch.vector(name, length, torch.float32) for name in ("summed", "term"))
     part = scratch.vector("part", length, narrow)
     sent[: own.numel()] = own
     dist.all_to_all_single(received, sent, group=group)

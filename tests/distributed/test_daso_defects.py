@@ -1,0 +1,439 @@
+"""Defects of other implementations of DASO, none of which `hetero_daso` has."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import attempt, run
+from test_daso_oracle import START, Linear, check, in_numpy, loader, train
+from test_node import Save
+from torch import nn
+
+from lightning_hetero import DASOStrategy
+from lightning_hetero.averaging.schedule import RateSchedule
+from lightning_hetero.errors import NotFiniteError
+
+MIXINGS = ("daso", "delta")
+TWO, THREE = {"speeds": [7.0, 5.0]}, {"speeds": [6.0, 2.0, 4.0]}  # nodes of one rank
+
+
+def each(*calls: dict[str, Any]) -> list[dict[str, Any]]:
+    return [train(**call) for call in calls]
+
+
+def moved(result: dict[str, Any], truth: np.ndarray, start: np.ndarray) -> float:
+    """Error of the final weights, as a part of the way that they have come."""
+    return np.linalg.norm(result["final"] - truth) / np.linalg.norm(truth - start)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------
+
+
+class RoundsWeights(DASOStrategy):
+    """Sends the weights themselves, not how far they have moved."""
+
+    def make_averager(self) -> Any:
+        begin = self._links.begin
+        self._links.begin = lambda flats, weights, reference, *rest: begin(
+            flats, weights, [torch.zeros_like(old) for old in reference], *rest
+        )
+        return super().make_averager()
+
+
+def near_one() -> Linear:
+    return Linear(np.ones(8), lr=1e-5, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_16_bits_do_not_swallow_small_steps(mixing: str) -> None:
+    # Weights near 1, where numbers in bf16 are 2^-7 apart, that move by a hundredth of that at a step.
+    common = {
+        "make": near_one,
+        "dtype": torch.float32,
+        "epochs": 2,
+        "warmup": 2,
+        "cooldown": 2,
+        "mixing": mixing,
+        **TWO,
+    }
+    calls = [{**common, "wire": wire} for wire in ("fp32", "bf16")]
+    calls.append({**common, "wire": "bf16", "strategy_class": RoundsWeights})
+    results = run(each, 2, *calls, nodes=[1, 1], timeout=45)
+    for exact, narrow, control in results:
+        steps = np.abs(np.diff(exact["path"], axis=0)).mean()
+        assert 2e-5 < steps < 2**-7 / 20
+        truth = exact["final"]
+        assert 0 < moved(narrow, truth, np.ones(8)) < 0.01
+        assert moved(control, truth, np.ones(8)) > 0.05
+    assert np.array_equal(results[0][1]["final"], results[1][1]["final"])
+
+
+def test_wires_between_three_nodes() -> None:
+    options = {"mixing": "delta", "global_every": 4, "wait": 2, "warmup": 3, "cooldown": 3, "patience": 99}
+    truths = [in_numpy(**{**options, "mixing": mixing}, nodes=[1, 1, 1], epochs=2, **THREE) for mixing in MIXINGS]
+    calls = [
+        {**options, "mixing": mixing, "wire": wire, "epochs": 2, **THREE}
+        for mixing in MIXINGS
+        for wire in ("fp32", "fp16", "bf16")
+    ]
+    results = run(each, 3, *calls, nodes=[1, 1, 1], timeout=60)
+    for i, truth in enumerate(truths):
+        check([result[3 * i] for result in results], truth, [1, 1, 1])
+        for result in results:
+            half, brain = (moved(result[3 * i + k], truth.weights[-1, 0], START) for k in (1, 2))
+            assert 0 < half < 1e-3 < 1e-2
+            assert half < brain < 1e-2
+            assert np.array_equal(result[3 * i + 2]["final"], results[0][3 * i + 2]["final"])
+
+
+# -- what travels --------------------------------------------------------------------------------------------
+
+
+class Parts(Linear):
+    """Frozen weights between trainable ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        start = torch.tensor(START)
+        self.w = None
+        self.a, self.frozen, self.b = (nn.Parameter(start[i:j].clone()) for i, j in ((0, 3), (3, 5), (5, 8)))
+        self.frozen.requires_grad_(False)
+        if os.environ["RANK"] == "1":  # rank 0's values must reach all, the frozen ones too
+            for p in self.parameters():
+                p.data.add_(1.0)
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([self.a, self.frozen, self.b])
+
+
+def test_frozen_weights_neither_travel_nor_shift_others() -> None:
+    options = {"mixing": "delta", "global_every": 4, "wait": 2, "warmup": 3, "cooldown": 2, "patience": 99}
+    mask = np.array([1, 1, 1, 0, 0, 1, 1, 1])
+    truth = in_numpy(**options, nodes=[1, 1], epochs=2, trainable=mask, **TWO)
+    shifted = in_numpy(**options, nodes=[1, 1], epochs=2, trainable=np.roll(mask, 1), **TWO)
+    calls = [{**options, "make": Parts, "wire": wire, "epochs": 2, **TWO} for wire in ("fp32", "bf16")]
+    results = run(each, 2, *calls, nodes=[1, 1], timeout=45)
+    check([exact for exact, _ in results], truth, [1, 1])
+    for exact, narrow in results:
+        assert moved(narrow, truth.weights[-1, 0], START) < 0.01 < 0.1 < moved(narrow, shifted.weights[-1, 0], START)
+        assert np.array_equal(narrow["path"][:, 3:5], np.tile(START[3:5], (40, 1)))
+        meetings = options["warmup"] + options["cooldown"] + 1  # and at the end
+        assert exact["traffic"]["bytes"] == (meetings + len(truth.begun)) * 6 * 8
+        assert narrow["traffic"]["bytes"] == meetings * 6 * 8 + len(truth.begun) * 6 * 2
+
+
+LARGE = 1_500_001  # times 8: 12 million weights, 48 MB
+
+
+def pattern() -> torch.Tensor:
+    c = (torch.arange(LARGE) % 1009 + 1).float()
+    return c / c.norm()
+
+
+class Large(Linear):
+    """Its weights are those of a small model, times a pattern whose norm is 1, and so are their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.float32)
+        self.c = pattern()
+        self.w = nn.Parameter(torch.outer(self.w.detach(), self.c))
+
+    def weights(self) -> torch.Tensor:
+        return self.w @ self.c
+
+    def on_train_end(self) -> None:
+        scales = self.w.detach() / self.c
+        self.spread = (scales.amax(1) - scales.amin(1)).double().numpy()
+        self.ends = torch.stack([scales[:, 0], scales[:, LARGE // 2], scales[:, -1]]).double().numpy()
+
+
+def _large(wire: str, options: dict[str, Any]) -> dict[str, Any]:
+    module = Large()
+    result = train(lambda: module, **options, **TWO, wire=wire, epochs=1, samples=96, dtype=torch.float32)
+    return {**result, "spread": module.spread, "ends": module.ends}
+
+
+@pytest.mark.parametrize(("wire", "limit"), [("fp32", 1e-4), ("bf16", 0.01)])
+def test_one_large_weight(wire: str, limit: float) -> None:
+    assert 8 * LARGE * 4 > 2**25
+    options = {"mixing": "delta", "global_every": 2, "wait": 1, "warmup": 1, "cooldown": 0, "patience": 99}
+    truth = in_numpy(**options, nodes=[1, 1], epochs=1, samples=96, **TWO)
+    way = np.linalg.norm(truth.weights[-1].mean(0) - START)
+    mean = (7 * truth.weights[-1, 0] + 5 * truth.weights[-1, 1]) / 12
+    for result in run(_large, 2, wire, options, nodes=[1, 1], timeout=60):
+        assert abs(result["ends"] - mean).max() < limit * way
+        assert result["spread"].max() < limit * way
+        assert moved(result, mean, START) < limit
+
+
+class Causal(Linear):
+    """Attends to earlier features only, by a mask of minus infinities; a copy of it is not registered."""
+
+    registered = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)
+        if self.registered:
+            self.register_buffer("mask", mask)
+        else:
+            self.mask = mask
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        attention = (x.unsqueeze(2) * x.unsqueeze(1) * self.w[0] + self.mask).softmax(2)
+        return (((attention @ x.unsqueeze(2)).squeeze(2) @ self.w - y) ** 2).mean()
+
+
+class Unregistered(Causal):
+    registered = False
+
+
+class Travels(Causal):
+    """The control: what was no mask when the training began travels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = self.mask.clone()
+        self.mask.zero_()
+
+    def on_train_start(self) -> None:
+        self.mask.copy_(self.kept)
+
+
+def _causal(make: Any, mixing: str) -> dict[str, Any]:
+    module = make()
+    before = module.mask.clone()
+    result = train(lambda: module, warmup=3, cooldown=3, mixing=mixing, epochs=1, global_every=3, wait=2)
+    assert torch.equal(module.mask, before) or make is Travels
+    return result
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_a_causal_mask_stays(mixing: str) -> None:
+    results = run(_causal, 4, Causal, mixing, nodes=[2, 2], timeout=45)
+    without = run(_causal, 4, Unregistered, mixing, nodes=[2, 2], timeout=45)
+    for result, other in zip(results, without, strict=True):
+        assert np.isfinite(result["path"]).all()
+        assert np.linalg.norm(result["final"] - START) > 0.1
+        assert np.array_equal(result["path"], other["path"])
+        assert np.array_equal(result["final"], results[0]["final"])
+
+
+def test_a_mask_that_travels_would_be_seen() -> None:
+    for outcome in attempt(_causal, 4, Travels, "delta", nodes=[2, 2], timeout=45):
+        assert isinstance(outcome.error, NotFiniteError), outcome.trace
+
+
+# -- when it is mixed ----------------------------------------------------------------------------------------
+
+
+class Pushed(Linear):
+    """Nodes part at the first step; then only exchanges move them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, _ = batch
+        return self.w.sum() * x.mean() * (self.trainer.global_step == 0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Late(DASOStrategy):
+    def make_averager(self) -> Any:
+        averager = super().make_averager()
+        averager.schedule.wait += 1
+        return averager
+
+
+def jumps(result: dict[str, Any]) -> list[int]:
+    path = np.concatenate([START[None], result["path"]])
+    return [int(step) + 1 for step in np.flatnonzero((np.diff(path, axis=0) != 0).any(1))]
+
+
+def test_what_arrives_is_mixed_in_w_steps_later_not_one_late() -> None:
+    rates = [(2, 1), (3, 2), (4, 3), (8, 7)]
+    common = {"make": Pushed, "epochs": 1, "samples": 240, "warmup": 0, "cooldown": 0, "patience": 99, **TWO}
+    calls = [{**common, "global_every": b, "wait": w} for b, w in rates]
+    late = {**common, "global_every": 4, "wait": 3, "strategy_class": Late}
+    for results in run(each, 2, *calls, late, nodes=[1, 1], timeout=45):
+        for (b, w), result in zip(rates, results[:-1], strict=True):
+            assert jumps(result) == [1, *range(b + w, 21, b)]
+        assert jumps(results[-1]) == [1, 8, 12, 16, 20]
+
+
+class Validated(Linear):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return loader(24)
+
+
+class PushedAndValidated(Pushed, Validated):
+    pass
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("validate", [False, True])
+def test_an_exchange_spans_the_end_of_an_epoch(mixing: str, validate: bool) -> None:
+    # Epochs of 6 steps. Exchanges begin after steps 4, 8, 12, ..., and are mixed in after 7, 11, 15, ...
+    options = {"mixing": mixing, "global_every": 4, "wait": 3, "warmup": 0, "cooldown": 1, "patience": 99}
+    common = {**options, "epochs": 4, "samples": 72, "trainer": {"num_sanity_val_steps": 0}, **TWO}
+    truth = in_numpy(**options, nodes=[1, 1], epochs=4, samples=72, **TWO)
+    assert truth.begun == [4, 8, 12, 16, 20]
+    makes = (Validated, PushedAndValidated) if validate else (Linear, Pushed)
+    results = run(each, 2, *({**common, "make": make} for make in makes), nodes=[1, 1], timeout=45)
+    check([trained for trained, _ in results], truth, [1, 1])
+    for _, pushed in results:
+        assert jumps(pushed) == [1, 7, 11, 15, 19, 23, 24]  # the last: the cool-down
+
+
+class Watching(DASOStrategy):
+    """Keeps a diary of exchanges; as a control, can forget the schedule and the rotation on resuming."""
+
+    forgets = False
+
+    def make_averager(self) -> Any:
+        begin = self._links.begin
+        self.diary: list[str] = []
+        self.turns: list[int] = []
+
+        def watched(*args: Any) -> Any:
+            exchange = begin(*args)
+            result = exchange.result
+            self.diary.append("begun")
+            self.turns.append(args[5])
+            exchange.result = lambda: self.diary.append("mixed") or result()
+            return exchange
+
+        self._links.begin = watched
+        averager = super().make_averager()
+        if self.forgets:
+            load, fresh = averager.load_state_dict, averager.schedule.state_dict()
+            averager.load_state_dict = lambda state: load({**state, "schedule": fresh, "turn": 0})
+        return averager
+
+
+def _watched(forgets: bool = False, **options: Any) -> dict[str, Any]:
+    kept: list[Watching] = []
+
+    def make(**kwargs: Any) -> Watching:
+        kept.append(Watching(**kwargs))
+        kept[0].forgets = forgets
+        return kept[0]
+
+    result = train(strategy_class=make, **options)
+    return {**result, "diary": kept[0].diary, "turns": kept[0].turns}
+
+
+@pytest.mark.parametrize(("every", "wait", "look"), [(4, 3, 4), (8, 7, 5), (8, 2, 3), (6, 6, 4), (5, 0, 2)])
+def test_no_exchange_is_lost_when_the_rates_change_while_it_is_under_way(every: int, wait: int, look: int) -> None:
+    options = {
+        "global_every": every, "wait": wait, "warmup": 0, "cooldown": 1, "patience": 1, "threshold": 0.9,
+        "schedule_every_n_steps": look, "epochs": 2, **TWO,
+    }  # fmt: skip
+    results = run(_watched, 2, nodes=[1, 1], timeout=45, **options)
+    for result in results:
+        assert len(set(result["rates"])) >= 3
+        assert result["diary"] == ["begun", "mixed"] * (len(result["diary"]) // 2)  # one at a time, and each
+        assert np.array_equal(result["final"], results[0]["final"])
+
+
+# -- the schedule --------------------------------------------------------------------------------------------
+
+
+class Naive(RateSchedule):
+    """The control: starts over only if both arrive at 1 together."""
+
+    def tick(self, loss: float) -> None:
+        if self.every == self.wait == 1:
+            self.every, self.wait = self.max_every, self.max_every // 4
+        else:
+            self.every, self.wait = self.every // 2, self.wait // 2
+
+
+def cycle(schedule: RateSchedule, plateaus: int = 40) -> list[tuple[int, int]]:
+    rates = []
+    schedule.tick(1.0)
+    for _ in range(plateaus):
+        schedule.tick(1.0)
+        rates.append((schedule.every, schedule.wait))
+    return rates
+
+
+@pytest.mark.parametrize("every", [3, 5, 7])
+@pytest.mark.parametrize("largest", [3, 8, 12])
+def test_rates_never_stick_at_0(every: int, largest: int) -> None:
+    rates = [b for b, _ in cycle(RateSchedule(every, 1, largest, patience=1))]
+    assert min(rates) == 1
+    ones = [i for i, b in enumerate(rates[:-1]) if b == 1]
+    assert len(ones) > 5
+    assert all(rates[i + 1] == largest for i in ones)
+    assert cycle(Naive(every, 1, largest, patience=1))[-1] == (0, 0)
+
+
+def test_an_exchange_waits_neither_less_than_0_nor_more_than_b_steps() -> None:
+    for every in range(1, 13):
+        for largest in range(1, 13):
+            for wait in range(every + 1):
+                for b, w in cycle(RateSchedule(every, wait, largest, patience=1), 12):
+                    assert 0 <= w <= b
+                    assert b >= 1
+                    assert w > 0 or wait == 0  # what is in the background stays there
+
+
+def test_an_automatic_wait_lies_between_1_and_b() -> None:
+    draw = np.random.default_rng(0)
+    for every in range(1, 13):
+        for largest in (1, 3, 8, 13):
+            schedule = RateSchedule(every, "auto", largest, patience=1)
+            for _ in range(60):
+                if draw.random() < 0.5:
+                    schedule.measured(draw.choice([0.0, 0.01, 1.0, 2.5, 7.9, 100.0, np.nan, np.inf], 3).tolist())
+                else:
+                    schedule.tick(1.0)
+                assert 1 <= schedule.wait <= schedule.every
+
+
+# -- resume --------------------------------------------------------------------------------------------------
+
+
+def _resume(folder: str, stop: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    parts, path = [], f"{folder}/mid.ckpt"
+    for part in ("whole", "first", "second", "forgetful"):
+        save = Save(path if part == "first" else f"{folder}/{part}.ckpt", stop, part == "first")
+        resume = path if part in ("second", "forgetful") else None
+        forgets = part == "forgetful"
+        parts.append(_watched(trainer={"callbacks": [save]}, resume=resume, forgets=forgets, **options))
+    return parts
+
+
+@pytest.mark.parametrize(("stop", "look", "patience"), [(11, 2, 2), (14, 3, 2), (19, None, 1)])
+def test_a_resumed_run_goes_on_with_phase_rotation_rates_and_memory(
+    tmp_path: Path, stop: int, look: int | None, patience: int
+) -> None:
+    options = {
+        "global_every": 4, "wait": 2, "warmup": 2, "cooldown": 4, "patience": patience, "threshold": 0.9,
+        "schedule_every_n_steps": look, "epochs": 7 if look is None else 4, "samples": 96,
+    }  # fmt: skip
+    nodes, speeds = [2, 1], [6.0, 2.0, 4.0]
+    truth = in_numpy("delta", **{**options, "nodes": nodes, "speeds": speeds})
+    assert len(set(truth.rates[:stop])) == 2  # B and W have changed before it stops, between two plateaus,
+    assert len(set(truth.rates[stop:])) >= 2  # and will again;
+    assert truth.begun[len([step for step in truth.begun if step <= stop]) - 1] == stop  # an exchange is under way
+    for whole, first, second, forgetful in run(
+        _resume, 3, str(tmp_path), stop, {**options, "speeds": speeds}, nodes=nodes, timeout=60
+    ):
+        assert whole["rates"] == truth.rates
+        assert np.array_equal(first["path"], whole["path"][:stop])
+        assert np.array_equal(second["path"], whole["path"][stop:])
+        assert np.array_equal(second["final"], whole["final"])
+        assert second["rates"] == whole["rates"][stop:]
+        assert first["turns"] + second["turns"] == whole["turns"]
+        assert {0, 1} == set(second["turns"])
+        assert forgetful["rates"] != second["rates"]
+        assert not np.array_equal(forgetful["final"], second["final"])
