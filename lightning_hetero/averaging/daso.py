@@ -76,7 +76,9 @@ class DASOAverager(Averager):
     def due(self, context: StepContext) -> bool:
         if self.links.count == 1 or self.phase(context.step) != "cycling":
             return True
-        return self._pending is not None and context.step - self._pending.step >= self._pending.wait
+        if self._pending is None:
+            return self.schedule.wait == 0 and self._since + 1 >= self.schedule.every
+        return context.step - self._pending.step >= self._pending.wait
 
     @override
     def after_step(self, context: StepContext) -> None:

@@ -1,0 +1,185 @@
+"""What Lightning expects of a strategy, where replicas differ. (More in test_node.py, test_kill.py and others.)"""
+
+import os
+import signal
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from ranks import attempt, run
+from tasks import FAST, GanLike, Net, dataset, error, parameters
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_hetero import DASOStrategy, NodeAverageStrategy
+
+NODES, SHARES = [2, 1], [3.0, 1.0, 2.0]  # of 12 samples: 6, 2 and 4; by node 8 and 4
+BASE = {"balance": SHARES, "global_batch_size": 12, "timeout": 30}
+CYCLING = {"warmup": 0, "cooldown": 0, "patience": 99}
+
+
+def _fit(module: pl.LightningModule, strategy: Any, samples: int = 96, **options: Any) -> pl.Trainer:
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, **options})
+    trainer.fit(module, DataLoader(dataset(samples), batch_size=4, shuffle=True))
+    return trainer
+
+
+# -- once per step -------------------------------------------------------------------------------------------
+
+
+class Counting(NodeAverageStrategy):
+    """Notes the step at each call, and whether the replicas met."""
+
+    def make_averager(self) -> Any:
+        averager = super().make_averager()
+        after, self.steps = averager.after_step, []
+        averager.after_step = lambda context: self.steps.append((context.step, averager.due(context))) or after(context)
+        return averager
+
+
+def _by_hand() -> dict[str, Any]:
+    module, strategy = GanLike(), Counting(every_n_steps=3, find_unused_parameters=True, **BASE)
+    _fit(module, strategy)
+    return {"steps": strategy.steps, "parameters": parameters(module), "exchanges": strategy.traffic.exchanges}
+
+
+def test_two_optimizers_by_hand_meet_once_per_batch() -> None:
+    results = run(_by_hand, 3, nodes=NODES)
+    for result in results:
+        assert result["steps"] == [(step, step % 3 == 0) for step in range(1, 17)]
+        assert result["exchanges"] == 5 + 1  # and the end
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
+def _accumulated() -> list[Any]:
+    strategy = Counting(every_n_steps=2, **BASE)
+    _fit(Net(), strategy, accumulate_grad_batches=3)
+    return strategy.steps
+
+
+def test_accumulation_meets_once_per_window() -> None:
+    # 8 batches an epoch: windows of 3, 3 and 2.
+    for steps in run(_accumulated, 3, nodes=NODES):
+        assert steps == [(step, step % 2 == 0) for step in range(1, 7)]
+
+
+# -- clipping ------------------------------------------------------------------------------------------------
+
+
+def clipped_by_hand(limit: float, whole: bool = False) -> torch.Tensor:
+    """Two models that clip the gradient of their samples (control: of each rank) and average every 4 steps."""
+    data, models = dataset(96), [Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
+    order, step = DistributedSampler(data, 1, 0, shuffle=True), 0
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        indices = list(order)
+        for first in range(0, 96, 12):
+            nodes = [[(0, 6), (6, 8)], [(8, 12)]] if whole else [[(0, 8)], [(8, 12)]]
+            for model, optimizer, parts in zip(models, optimizers, nodes, strict=True):
+                total, gradient = sum(b - a for a, b in parts), 0.0
+                for a, b in parts:
+                    optimizer.zero_grad()
+                    model.loss(data[indices[first + a : first + b]]).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+                    flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                    gradient = gradient + (b - a) / total * flat
+                torch.nn.utils.vector_to_parameters(gradient, [p.grad for p in model.parameters()])
+                optimizer.step()
+            step += 1
+            if step % 4 == 0:
+                mean = (8 * parameters(models[0]) + 4 * parameters(models[1])) / 12
+                for model in models:
+                    torch.nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+    return parameters(models[0])
+
+
+def _clipped(limit: float) -> torch.Tensor:
+    module = Net()
+    _fit(module, NodeAverageStrategy(every_n_steps=4, **BASE), gradient_clip_val=limit)
+    return parameters(module)
+
+
+def test_clipping_comes_after_the_replicas_reduction() -> None:
+    truth, control = clipped_by_hand(0.3), clipped_by_hand(0.3, whole=True)
+    for weights in run(_clipped, 3, 0.3, nodes=NODES):
+        assert error(weights, truth) <= 1e-10
+        assert error(weights, control) > 1e-3
+
+
+# -- the model, the metrics, the end -------------------------------------------------------------------------
+
+
+class Reviewed(Net):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss(batch), sync_dist=True)
+
+    def on_train_start(self) -> None:
+        self.wrapped = isinstance(self.trainer.strategy.model, DistributedDataParallel)
+
+
+def _tested() -> dict[str, Any]:
+    module = Reviewed()
+    trainer = _fit(module, DASOStrategy(**BASE, **CYCLING), samples=100)
+    data = dataset(50)
+    [metrics] = trainer.test(module, DataLoader(data, batch_size=4), verbose=False)
+    with torch.no_grad():
+        truth = module.loss(data[:]).item()
+    return {"wrapped": module.wrapped, "test": metrics["test"], "truth": truth, "parameters": parameters(module)}
+
+
+def test_after_the_fit_all_test_the_same_final_weights() -> None:
+    results = run(_tested, 3, nodes=NODES)
+    assert [result["wrapped"] for result in results] == [True, True, False]  # one rank has nobody to reduce with
+    for result in results:
+        assert result["test"] == pytest.approx(result["truth"], rel=1e-12)  # weighted by samples
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
+# -- signals and failures ------------------------------------------------------------------------------------
+
+
+class Terminate(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 9 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _terminated() -> tuple[str, int]:
+    strategy = DASOStrategy(**BASE, **CYCLING | {"warmup": 4, "cooldown": 4}, wait=2)
+    try:
+        _fit(Net(), strategy, max_epochs=50, callbacks=[Terminate()])
+    except BaseException as stopped:
+        return type(stopped).__name__, strategy.lightning_module.trainer.global_step
+    return "not at all", 0
+
+
+def test_sigterm_to_one_rank_stops_all_at_one_step() -> None:
+    results = run(_terminated, 3, nodes=NODES)
+    assert {how for how, _ in results} == {"SIGTERMException"}
+    assert len({step for _, step in results}) == 1
+    assert 9 < results[0][1] < 25
+
+
+class FailsInFlight(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and self.trainer.global_step == 9:
+            assert self.trainer.strategy.averager._pending is not None
+            raise RuntimeError("a fault of rank 1")
+        return super().training_step(batch, batch_idx)
+
+
+def _fails() -> None:
+    _fit(FailsInFlight(), DASOStrategy(**{**BASE, **CYCLING, "timeout": 10}, wait=4))
+
+
+def test_a_rank_that_fails_with_an_exchange_in_flight_hangs_nobody() -> None:
+    began = time.monotonic()
+    outcomes = attempt(_fails, 3, nodes=NODES, timeout=60)
+    assert time.monotonic() - began < 45
+    assert "a fault of rank 1" in str(outcomes[1].error)
+    for rank in (0, 2):
+        assert "another rank has failed" in str(outcomes[rank].error), outcomes[rank].trace
+    assert all(outcome.exitcode == 0 for outcome in outcomes)
