@@ -10,6 +10,7 @@ turn in the same processes, several times: compare ratios, not milliseconds. Nee
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for everything")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
     link = network.Link(options.rate)
     console = Console(highlight=False)
     console.print(

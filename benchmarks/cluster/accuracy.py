@@ -12,6 +12,7 @@ several times as long as computing them.
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -26,9 +27,8 @@ CONTENDERS = [
     "ddp",
     "post_local_sgd:every=4,after=192",
     "hetero_node:every_n_steps=4",
-    "hetero_daso:mixing=delta,wire=bf16",
     "hetero_daso:mixing=daso,wire=bf16",
-    "hetero_daso:mixing=delta,wire=bf16,wait=auto",
+    "hetero_daso:mixing=delta,wire=bf16",
 ]
 
 
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="where to keep the figures, as JSON")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for everything")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
     console = Console(highlight=False)
     console.print(
         f"{options.nodes} nodes of {options.ranks} ranks, links of {options.rate}, {options.epochs} epochs, "

@@ -56,7 +56,7 @@ class DASOStrategy(ReplicaStrategy):
         threshold: float = 0.05,
         schedule_every_n_steps: int | None = None,
         monitor: str | None = None,
-        mixing: Mixing = "delta",
+        mixing: Mixing = "daso",
         wire: Wire = "fp32",
         **kwargs: Any,
     ) -> None:

@@ -82,7 +82,7 @@ def test_against_a_loop_by_hand(rule: str, every: int, wait: int, warmup: int, c
 
 @pytest.mark.parametrize(("wire", "limit"), [("bf16", 0.02), ("fp16", 0.003)])
 def test_narrow_wires_round_the_exchange_only(wire: str, limit: float) -> None:
-    strategy = {"warmup": 2, "cooldown": 2, "wire": wire, "patience": 99, "balance": SHARES}
+    strategy = {"warmup": 2, "cooldown": 2, "mixing": "delta", "wire": wire, "patience": 99, "balance": SHARES}
     truth = by_hand("delta", 4, 1, 2, 2, 3)
     for result in run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **DASO):
         assert 0 < error(result["parameters"], truth) < limit
