@@ -74,7 +74,7 @@ class DASOAverager(Averager):
 
     @override
     def due(self, context: StepContext) -> bool:
-        if self.links.count == 1 or self.phase(context.step) != "cycling":
+        if self.phase(context.step) != "cycling":
             return True
         if self._pending is None:
             return self.schedule.wait == 0 and self._since + 1 >= self.schedule.every
@@ -82,8 +82,6 @@ class DASOAverager(Averager):
 
     @override
     def after_step(self, context: StepContext) -> None:
-        if self.links.count == 1:
-            return
         self._step = context.step
         self._pace.pause()
         cycling = self.phase(context.step) == "cycling"

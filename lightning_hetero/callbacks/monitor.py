@@ -93,7 +93,8 @@ class HeteroMonitor(Callback):
         hetero/consensus_distance     RMS distance of the replicas from their mean
         hetero/...                    the algorithm's own numbers: for DASO ``global_every`` (B) and ``wait`` (W)
 
-    and the progress bar shows the algorithm's numbers and words and the part of the communication that was hidden.
+    and the progress bar shows the algorithm's numbers and words and the part of the latest exchange's time that
+    was hidden.
 
     It exchanges nothing itself. With accumulation, a step here is one batch.
 
@@ -141,7 +142,9 @@ class HeteroMonitor(Callback):
         numbers = {name: value for name, value in record.status.items() if not isinstance(value, str)}
         self._log(trainer, {**dict(zip(names, costs, strict=True)), **numbers})
         shown = {name: str(value) for name, value in record.status.items()}
-        shown["hidden"] = f"{hidden / traffic.seconds:.0%}" if traffic.seconds else ""
+        last = self.exchanges[-2] if len(self.exchanges) > 1 else record._replace(hidden=0.0, exposed=0.0)
+        lately = hidden - last.hidden, traffic.exposed - last.exposed
+        shown["hidden"] = f"{max(lately[0], 0.0) / sum(lately):.0%}" if sum(lately) > 0 else ""
         trainer.progress_bar_metrics.update(shown)  # type: ignore[arg-type]
 
     def _see_reports(self, trainer: "pl.Trainer", share: Workshare) -> None:

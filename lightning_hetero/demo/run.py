@@ -115,9 +115,10 @@ class Bar(TQDMProgressBar):
 
     @override
     def get_metrics(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> dict[str, Any]:
-        """Leave out what the bar's batches per second say already, so that it fits into a narrow terminal."""
+        """Leave out what the bar's batches per second say already, and more, so that it fits into a narrow terminal."""
         metrics = dict(super().get_metrics(trainer, pl_module))
-        metrics.pop("samples/s", None)
+        for name in ("samples/s", "global_every", "wait"):
+            metrics.pop(name, None)
         return metrics
 
     @override

@@ -1,13 +1,13 @@
 """Strategies whose replicas train apart, and are brought together by an averager."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -19,10 +19,11 @@ from lightning_hetero.comm.agreement import together
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import ConfigurationError, HeteroError, NotFiniteError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError, NotFiniteError, UnsupportedError
 from lightning_hetero.strategies import replica_state
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.losses import Losses
+from lightning_hetero.strategies.replica_guards import about, unsupported
 from lightning_hetero.workload.stream import Stream
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def _join(self, topology: Topology) -> None:
         super()._join(topology)
-        self.share.patient = True
         self._replicas = self.replicas(topology)
+        self.share.patient = len(self._replicas) > 1
         self._links = ReplicaLinks(topology.rank, self._replicas, self.options.timeout, self.on_nan)
         self._losses = Losses()
         self._windows = 0  # optimizer steps since the start of the fit
@@ -88,7 +89,7 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        together(_unsupported(callbacks), "the Trainer's callbacks")
+        together(unsupported(callbacks), "the Trainer's callbacks")
         if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, _FinishFirst) for c in callbacks):
             callbacks.insert(0, _FinishFirst())  # so that others see the final weights
         super().setup(trainer)
@@ -108,7 +109,7 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
-        if isinstance(loader, Stream):
+        if isinstance(loader, Stream) and self._links.count > 1:
             raise UnsupportedError(
                 f"{type(self).__name__} needs map-style datasets: with iterable ones, or shards of your own, replicas "
                 "could not run the same number of steps without waiting for each other at each. Use hetero_ddp."
@@ -159,8 +160,9 @@ class ReplicaStrategy(HeteroStrategy):
         assert self.averager is not None
         self._windows += 1
         self._window_open = False
-        with self._timer.waiting(), self._meeting():
-            self.averager.after_step(self.context(self._epoch_ends()))
+        if self._links.count > 1:
+            with self._timer.waiting(), self._meeting():
+                self.averager.after_step(self.context(self._epoch_ends()))
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -171,7 +173,7 @@ class ReplicaStrategy(HeteroStrategy):
         except NotFiniteError as error:
             assert self.averager is not None
             seen = self._links.gather((self.averager.replica.broken(), self._losses.broken_at))
-            raise NotFiniteError(error.replicas, _about(error.replicas, self._replicas, self._windows, seen)) from None
+            raise NotFiniteError(error.replicas, about(error.replicas, self._replicas, self._windows, seen)) from None
         for replica in self.traffic.skipped[skipped:]:
             rank_zero_warn(
                 f"Replica {replica} (ranks {list(self._replicas[replica])}) was left out of the average after step "
@@ -186,6 +188,8 @@ class ReplicaStrategy(HeteroStrategy):
         # Only where replicas meet anyway: reports at other steps would make the fast ones wait.
         if self.averager is None:
             return False
+        if self._links.count == 1:
+            return super()._report_due(step)
         after = self.context(self._epoch_ends())._replace(step=self._windows + 1)
         return not self._trainer.fit_loop._should_accumulate() and self.averager.due(after)
 
@@ -205,7 +209,7 @@ class ReplicaStrategy(HeteroStrategy):
         super().on_validation_end()
 
     def _hold_consensus(self) -> None:
-        if self.averager is not None and self._own is None:
+        if self.averager is not None and self._own is None and self._links.count > 1:
             self._own = self.averager.replica.pack()
             self.averager.replica.unpack(self._consensus())
 
@@ -217,8 +221,8 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
-        differ = self.averager is not None and self._own is None and self._trainer.training
-        if not differ or self._alone():
+        apart = self.averager is not None and self._links.count > 1
+        if not apart or self._own is not None or not self._trainer.training or self._alone():
             return super().lightning_module_state_dict()
         assert self.averager is not None
         with self.averager.replica.holding(self._consensus()):
@@ -226,7 +230,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
-        if self.averager is not None:
+        if self.averager is not None and self._links.count > 1:
             with self._meeting():
                 self.averager.finish(self._planned())
 
@@ -277,39 +281,3 @@ class _FinishFirst(Callback):
         strategy = trainer.strategy
         if isinstance(strategy, ReplicaStrategy):
             strategy.finish()
-
-
-def _about(
-    broken: Sequence[int], replicas: Sequence[Sequence[int]], step: int, seen: Sequence[tuple[str | None, int | None]]
-) -> str:
-    parts = []
-    for index in broken:
-        ranks = replicas[index]
-        name = next((seen[rank][0] for rank in ranks if seen[rank][0]), None)
-        losses = [f"of rank {rank} at step {seen[rank][1]}" for rank in ranks if seen[rank][1] is not None]
-        parts.append(
-            f"replica {index} (ranks {list(ranks)}) holds values that are not finite"
-            + (f", the first in {name!r}" if name else "")
-            + (f"; the first loss that was not: {', '.join(losses)}" if losses else "; its losses were all finite")
-        )
-    return (
-        f"When replicas met after step {step}, {'; '.join(parts)}. Nothing of it has reached the others. Lower the "
-        "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with the "
-        "mean of the others."
-    )
-
-
-def _unsupported(callbacks: list[Callback]) -> HeteroError | None:
-    for callback in callbacks:
-        name = type(callback).__name__
-        if name in ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"):
-            return UnsupportedError(
-                f"{name} averages the weights of each rank over time, which differ between replicas here, so that its "
-                "result would be one replica's. Leave it out, or use hetero_ddp."
-            )
-        if isinstance(callback, Timer) or getattr(callback, "_train_time_interval", None) is not None:
-            return UnsupportedError(
-                f"{name} goes by the clock and asks rank 0 after every batch, which would make all replicas wait for "
-                "each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
-            )
-    return None

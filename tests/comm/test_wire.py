@@ -146,7 +146,8 @@ def _averages() -> list[Any]:
     for wire in DTYPES:
         for turn in range(wires.turns):
             out = [torch.empty_like(old) for old in reference()]
-            found.append(wires.begin(copies(own), WEIGHTS, reference(), out, wire, turn, 10.0 + dist.get_rank()).result())
+            note = 10.0 + dist.get_rank()
+            found.append(wires.begin(copies(own), WEIGHTS, reference(), out, wire, turn, note).result())
     for average in found:
         for mean, away, mine in zip(average.mean, average.away, own, strict=True):
             torch.testing.assert_close(away, mean - mine)

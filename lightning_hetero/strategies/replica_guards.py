@@ -1,0 +1,52 @@
+"""What goes wrong with replicas that differ, in words."""
+
+from collections.abc import Sequence
+
+from lightning.pytorch.callbacks import Callback, Timer
+
+from lightning_hetero.errors import HeteroError, UnsupportedError
+
+
+def about(
+    broken: Sequence[int], replicas: Sequence[Sequence[int]], step: int, seen: Sequence[tuple[str | None, int | None]]
+) -> str:
+    """What to say of replicas that are not finite.
+
+    Args:
+        broken: their numbers.
+        replicas: the ranks of each.
+        step: optimizer step after which they were found.
+        seen: of each rank, the first parameter or buffer that is not finite, and the step of the first such loss.
+    """
+    parts = []
+    for index in broken:
+        ranks = replicas[index]
+        name = next((seen[rank][0] for rank in ranks if seen[rank][0]), None)
+        losses = [f"of rank {rank} at step {seen[rank][1]}" for rank in ranks if seen[rank][1] is not None]
+        parts.append(
+            f"replica {index} (ranks {list(ranks)}) holds values that are not finite"
+            + (f", the first in {name!r}" if name else "")
+            + (f"; the first loss that was not: {', '.join(losses)}" if losses else "; its losses were all finite")
+        )
+    return (
+        f"When replicas met after step {step}, {'; '.join(parts)}. Nothing of it has reached the others. Lower the "
+        "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with the "
+        "mean of the others."
+    )
+
+
+def unsupported(callbacks: list[Callback]) -> HeteroError | None:
+    """Why a callback cannot work where replicas differ, if one of them cannot."""
+    for callback in callbacks:
+        name = type(callback).__name__
+        if name in ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"):
+            return UnsupportedError(
+                f"{name} averages the weights of each rank over time, which differ between replicas here, so that its "
+                "result would be one replica's. Leave it out, or use hetero_ddp."
+            )
+        if isinstance(callback, Timer) or getattr(callback, "_train_time_interval", None) is not None:
+            return UnsupportedError(
+                f"{name} goes by the clock and asks rank 0 after every batch, which would make all replicas wait for "
+                "each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
+            )
+    return None
