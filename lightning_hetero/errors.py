@@ -48,3 +48,6 @@ class NotFiniteError(HeteroError, RuntimeError):
     def __init__(self, replicas: list[int], message: str | None = None) -> None:
         super().__init__(message or f"replica(s) {replicas} hold values that are not finite.")
         self.replicas = replicas
+
+    def __reduce__(self) -> tuple[type, tuple[list[int], str]]:
+        return type(self), (self.replicas, str(self))

@@ -79,6 +79,7 @@ def main() -> None:
         runs = loads(output.read_text())
     others = (everyone - own) / (time.monotonic() - began)
     console.print(table(runs, options.contenders))
+    console.print(speedups(runs, options.contenders))
     console.print(f"The rest of the machine used {others:.2f} cores meanwhile.\n")
     console.print(NOTES)
 
@@ -94,10 +95,29 @@ what the exchanges' values take.\
 """
 
 
+def slowest(runs: list[dict[str, Any]], name: str) -> list[float]:
+    """Milliseconds per step of the slowest rank, one per run."""
+    return [max(rank["ms"] for rank in run["ranks"]) for run in runs if run["contender"] == name]
+
+
+def speedups(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
+    """How many times as fast this package's strategies are as the others: median and range over runs."""
+    ours = [name for name in contenders if name.startswith("hetero")]
+    others = [name for name in contenders if name not in ours]
+    result = Table(title="times as fast as")
+    result.add_column("strategy", overflow="fold", style="bold")
+    for other in others:
+        result.add_column(other, justify="right")
+    for name in ours:
+        ratios = [[b / a for a, b in zip(slowest(runs, name), slowest(runs, other), strict=True)] for other in others]
+        result.add_row(name, *(f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios))
+    return result
+
+
 def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
     """A row per contender."""
     by_name = {name: [run["ranks"] for run in runs if run["contender"] == name] for name in contenders}
-    ms = {name: [max(rank["ms"] for rank in ranks) for ranks in of] for name, of in by_name.items()}
+    ms = {name: slowest(runs, name) for name in contenders}
     result = Table()
     result.add_column("strategy", overflow="fold", style="bold")
     columns = ("ms per step", "over the first two", "exposed", "kB per step", "over theory", "accuracy", "rate")

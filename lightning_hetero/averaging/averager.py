@@ -40,6 +40,8 @@ class Averager(ABC):
     """
 
     reference: list[Tensor]
+    #: Whether all ranks wait for each other when they meet.
+    blocking = True
 
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Learn what to average and with whom. All replicas hold the same values now.

@@ -55,6 +55,8 @@ class DASOAverager(Averager):
         wire: number format of background exchanges.
     """
 
+    blocking = False
+
     def __init__(
         self, schedule: RateSchedule, total: int, warmup: int, cooldown: int, mixing: Mixing, wire: Wire
     ) -> None:

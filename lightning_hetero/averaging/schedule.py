@@ -53,7 +53,7 @@ class RateSchedule:
 
     def tick(self, loss: float) -> None:
         """Take in the loss of an interval; the same number on every rank."""
-        if self.best == math.inf or loss < self.best - self.threshold * abs(self.best):
+        if math.isfinite(loss) and (self.best == math.inf or loss < self.best - self.threshold * abs(self.best)):
             self.best, self.stalled = loss, 0
             return
         self.stalled += 1
@@ -61,7 +61,7 @@ class RateSchedule:
             return
         self.stalled = 0
         if self.every == 1:
-            self.every, self.wait = self.max_every, max(self.max_every // 4, 1)
+            self.every, self.wait = self.max_every, max(self.max_every // 4, 1) if self.wait else 0
         else:
             self.every, self.wait = max(self.every // 2, 1), max(self.wait // 2, min(self.wait, 1))
         self._hide()

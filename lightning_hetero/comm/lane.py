@@ -120,6 +120,8 @@ class Lane:
             moved = torch.sub(x, r, out=self._scratch.vector("chunk", len(r), r.dtype))
             square += float(moved.dot(moved))
             o.copy_(moved.mul_(part))
+            if o.dtype == torch.float16 and not o.isfinite().all():
+                return math.inf  # too large for it
         return square
 
     @staticmethod

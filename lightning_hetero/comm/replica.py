@@ -1,6 +1,6 @@
 """A replica's values in few flat vectors: one message is far cheaper than one per layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,9 +15,14 @@ class Replica:
 
     Args:
         module: the model, on its device.
+        settle: makes the ranks of the replica alike in what only one of them keeps, such as buffers (collective over
+            the replica); called before values are read.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, settle: Callable[[], None] | None = None) -> None:
+        self._settle = settle
+        self._trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+        self._module = module
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
         buffers = [b for b in module.buffers() if b.is_floating_point() and b.isfinite().all()]
         self._names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
@@ -30,6 +35,23 @@ class Replica:
         """Size of one message, in bytes, as stored."""
         return sum(t.numel() * t.element_size() for group in self._groups.values() for t in group)
 
+    def changed(self) -> list[str]:
+        """Names of parameters that have become trainable, or frozen, since."""
+        now = {name for name, p in self._module.named_parameters() if p.requires_grad}
+        return sorted(now ^ self._trainable)
+
+    def kept(self) -> dict[str, Tensor]:
+        """Copies of the buffers that do not travel, by name: counters, masks."""
+        travel = {id(value) for group in self._groups.values() for value in group}
+        return {name: b.detach().cpu().clone() for name, b in self._module.named_buffers() if id(b) not in travel}
+
+    @torch.no_grad()
+    def keep(self, buffers: Mapping[str, Tensor]) -> None:
+        """Write buffers as :meth:`kept` returns them."""
+        own = dict(self._module.named_buffers())
+        for name, value in buffers.items():
+            own[name].copy_(value)
+
     def broken(self) -> str | None:
         """The first value that is not finite, by name."""
         values = (value for group in self._groups.values() for value in group)
@@ -41,6 +63,8 @@ class Replica:
         Args:
             out: where to write them, as an earlier call has returned. Default: new memory.
         """
+        if self._settle is not None:
+            self._settle()
         if out is None:
             return [flatten(group) for group in self._groups.values()]
         return [flatten(group, old) for group, old in zip(self._groups.values(), out, strict=True)]

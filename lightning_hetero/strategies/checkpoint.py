@@ -1,5 +1,6 @@
 """What a checkpoint holds of the work's division. Any strategy can load the checkpoint; this part is extra."""
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pickle import UnpicklingError
@@ -23,8 +24,9 @@ def readable(path: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (EOFError, UnpicklingError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+    except (EOFError, UnpicklingError, OSError, RuntimeError) as error:
+        cut_off = isinstance(error, EOFError | UnpicklingError) or "PytorchStreamReader" in str(error)
+        if not cut_off and getattr(error, "errno", None) != errno.EINVAL:  # of a seek to before the beginning
             raise
         raise CheckpointError(
             f"{path} is not a whole checkpoint: it was cut off while it was written or copied, or is something else. "

@@ -82,7 +82,9 @@ class DASOStrategy(ReplicaStrategy):
             "mixing": mixing,
             "wire": wire,
         }
-        self._epoch_over = False
+        self._ended = False  # whether an epoch has, since the latest window
+        self._watched: Any = None  # the latest value of the metric to monitor that the schedule has seen
+        self._epochs = 0  # that have ended in this fit
         super().__init__(**kwargs)
 
     @override
@@ -93,10 +95,13 @@ class DASOStrategy(ReplicaStrategy):
     def make_averager(self) -> Averager:
         o, trainer = self._daso, self._trainer
         total = trainer.estimated_stepping_batches
-        if math.isinf(total):  # then it has not asked for the data
+        if math.isinf(trainer.num_training_batches):  # it has not asked for the data yet
             trainer.fit_loop.setup_data()
         per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         lengths = {name: _steps(name, o[name], total, per_epoch) for name in ("warmup", "cooldown")}
+        if getattr(trainer, "fast_dev_run", False):
+            lengths = dict.fromkeys(lengths, 0)
+        self._ended, self._watched, self._epochs = False, None, 0
         if self._links.count == 1:
             rank_zero_info("hetero_daso: there is one node, so no global network: it trains as hetero_ddp would.")
         elif sum(lengths.values()) > total:
@@ -109,17 +114,18 @@ class DASOStrategy(ReplicaStrategy):
 
     @override
     def _before_window(self) -> None:
-        if self._epoch_over:  # only now is what it has logged known
-            self._epoch_over = False
-            self._tick()
+        if self._ended:  # only now is all known that it has logged
+            self._ended, self._epochs = False, self._epochs + 1
+            if self._daso["monitor"] is not None and self._daso["schedule_every_n_steps"] is None:
+                self._tick()
         super()._before_window()
 
     @override
     def _after_window(self) -> None:
         super()._after_window()
-        steps, ends = self._daso["schedule_every_n_steps"], self._epoch_ends()
-        self._epoch_over = ends and steps is None and self._daso["monitor"] is not None
-        if (ends and not self._epoch_over) if steps is None else self._windows % steps == 0:
+        self._ended, steps = self._epoch_ends(), self._daso["schedule_every_n_steps"]
+        by_epoch = self._ended and self._daso["monitor"] is None
+        if by_epoch if steps is None else self._windows % steps == 0:
             self._tick()
 
     def _tick(self) -> None:
@@ -130,8 +136,10 @@ class DASOStrategy(ReplicaStrategy):
             return
         if (name := self._daso["monitor"]) is not None:
             value = self._trainer.callback_metrics.get(name)
-            if value is None and self._trainer.current_epoch < (self._trainer.check_val_every_n_epoch or 1):
-                return  # the first validation is still to come
+            periods = self._epochs // (self._trainer.check_val_every_n_epoch or 1)
+            if value is self._watched and (value is not None or periods == 0):
+                return  # nothing new has been logged since the last look, or there was no occasion yet
+            self._watched = value
             sums = torch.tensor([math.nan if value is None else float(value), 1.0], dtype=torch.float64)
         with self._timer.waiting(), deadline("average the loss"):
             dist.all_reduce(sums)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from lightning.pytorch.callbacks import Callback, Timer
 
 from lightning_hetero.errors import HeteroError, UnsupportedError
@@ -22,10 +23,14 @@ def about(
     for index in broken:
         ranks = replicas[index]
         name = next((seen[rank][0] for rank in ranks if seen[rank][0]), None)
+        if name is None:
+            parts.append(
+                f"the changes of replica {index} (ranks {list(ranks)}) are too large for the wire; use 'bf16' or 'fp32'"
+            )
+            continue
         losses = [f"of rank {rank} at step {seen[rank][1]}" for rank in ranks if seen[rank][1] is not None]
         parts.append(
-            f"replica {index} (ranks {list(ranks)}) holds values that are not finite"
-            + (f", the first in {name!r}" if name else "")
+            f"replica {index} (ranks {list(ranks)}) holds values that are not finite, the first in {name!r}"
             + (f"; the first loss that was not: {', '.join(losses)}" if losses else "; its losses were all finite")
         )
     return (
@@ -50,3 +55,14 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
                 "each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
             )
     return None
+
+
+def complex_parameters(module: torch.nn.Module) -> HeteroError | None:
+    """Why a model's complex parameters cannot be averaged, if it trains any."""
+    names = [name for name, p in module.named_parameters() if p.requires_grad and p.is_complex()]
+    if not names:
+        return None
+    return UnsupportedError(
+        f"{names[0]} is complex: replicas exchange real parameters only. Hold it as two real ones "
+        "(torch.view_as_real), or use hetero_ddp."
+    )

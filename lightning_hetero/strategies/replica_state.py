@@ -17,11 +17,18 @@ KEY = "lightning_hetero_replicas"
 
 
 def of_replica(
-    values: Sequence[Tensor], optimizers: Sequence[Optimizer], windows: int, algorithm: dict[str, Any]
+    values: Sequence[Tensor],
+    kept: Mapping[str, Tensor],
+    optimizers: Sequence[Optimizer],
+    precision: dict[str, Any],
+    windows: int,
+    algorithm: dict[str, Any],
 ) -> dict[str, Any]:
     """What all ranks of a replica have in common; tensors and builtins only."""
     return {
         "values": [value.cpu() for value in values],
+        "kept": dict(kept),
+        "precision": precision,
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "windows": windows,
         "algorithm": algorithm,
@@ -67,6 +74,7 @@ def find(checkpoint: Mapping[str, Any], strategy: str, index: int, count: int) -
 def restore(state: Mapping[str, Any], averager: Averager, optimizers: Sequence[Optimizer], losses: Losses) -> int:
     """Continue from a rank's state; returns the optimizer steps done."""
     averager.replica.unpack(state["values"])
+    averager.replica.keep(state["kept"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     averager.load_state_dict(state["algorithm"])

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,7 +24,8 @@ from lightning_hetero.errors import ConfigurationError, NotFiniteError, Unsuppor
 from lightning_hetero.strategies import replica_state
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.losses import Losses
-from lightning_hetero.strategies.replica_guards import about, unsupported
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP
+from lightning_hetero.strategies.replica_guards import about, complex_parameters, unsupported
 from lightning_hetero.workload.stream import Stream
 
 if TYPE_CHECKING:
@@ -95,12 +97,18 @@ class ReplicaStrategy(HeteroStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
-            self._share_initial_values(self.lightning_module)
+            together(complex_parameters(self.lightning_module), "the model")
+            self._share_values(self.lightning_module)
             self.averager = self.make_averager()
-            self.averager.setup(Replica(self.lightning_module), self._links, lambda: self.optimizers)
+            replica = Replica(self.lightning_module, self._settle)
+            self.averager.setup(replica, self._links, lambda: self.optimizers)
 
-    def _share_initial_values(self, module: torch.nn.Module) -> None:
-        # DDP has made the ranks of each replica alike; here all replicas, frozen parameters too.
+    def _settle(self) -> None:
+        if isinstance(self.model, ReplicaDDP):  # between two forward passes its ranks hold different buffers
+            self.model.share_buffers()
+
+    def _share_values(self, module: torch.nn.Module) -> None:
+        """Give all ranks rank 0's values, frozen parameters too (collective)."""
         for tensor in (*module.parameters(), *module.buffers()):
             value = tensor.detach().cpu()
             dist.broadcast(value, 0)
@@ -124,7 +132,9 @@ class ReplicaStrategy(HeteroStrategy):
 
     def _planned(self) -> list[int]:
         shares = self.share.planner.shares(self.share.step)
-        return [sum(shares[rank] for rank in ranks) for ranks in self._replicas]
+        planned = [sum(shares[rank] for rank in ranks) for ranks in self._replicas]
+        # Nothing is planned before the training data has been looked at, as in the sanity check.
+        return planned if any(planned) else [len(ranks) for ranks in self._replicas]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,6 +164,13 @@ class ReplicaStrategy(HeteroStrategy):
 
     def _before_window(self) -> None:
         assert self.averager is not None
+        if self._links.count > 1 and (names := self.averager.replica.changed()):
+            more = " and others" if len(names) > 3 else ""
+            raise UnsupportedError(
+                f"{', '.join(names[:3])}{more} became trainable, or frozen, during the fit; replicas exchange what was "
+                "trainable at its start. Unfreeze all before the fit, with a learning rate of 0 if need be, or use "
+                "hetero_ddp."
+            )
         self.averager.before_step(self.context(epoch_ends=False))
 
     def _after_window(self) -> None:
@@ -161,8 +178,12 @@ class ReplicaStrategy(HeteroStrategy):
         self._windows += 1
         self._window_open = False
         if self._links.count > 1:
+            context = self.context(self._epoch_ends())
+            met = self.averager.blocking and self.averager.due(context)
             with self._timer.waiting(), self._meeting():
-                self.averager.after_step(self.context(self._epoch_ends()))
+                self.averager.after_step(context)
+            if met:
+                self.share.listen()  # all are here now
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -222,17 +243,19 @@ class ReplicaStrategy(HeteroStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
         apart = self.averager is not None and self._links.count > 1
-        if not apart or self._own is not None or not self._trainer.training or self._alone():
+        if not apart or self._own is not None or self._trainer.state.fn != TrainerFn.FITTING or self._alone():
             return super().lightning_module_state_dict()
         assert self.averager is not None
         with self.averager.replica.holding(self._consensus()):
-            return {name: value.clone() for name, value in super().lightning_module_state_dict().items()}
+            return deepcopy(dict(super().lightning_module_state_dict()))
 
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.averager is not None and self._links.count > 1:
             with self._meeting():
                 self.averager.finish(self._planned())
+            assert self.lightning_module is not None
+            self._share_values(self.lightning_module)  # also what does not travel
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -241,10 +264,11 @@ class ReplicaStrategy(HeteroStrategy):
         if self.averager is not None and not self._alone():
             with self._meeting():
                 algorithm = self.averager.state_dict()
-            own = None
-            if self._links.leads:
-                values = self.averager.replica.pack() if self._own is None else self._own
-                own = replica_state.of_replica(values, self.optimizers, self._windows, algorithm)
+            replica = self.averager.replica
+            values = replica.pack() if self._own is None else self._own
+            scaler = self.precision_plugin.state_dict()
+            state = values, replica.kept(), self.optimizers, scaler, self._windows, algorithm
+            own = replica_state.of_replica(*state) if self._links.leads else None
             replica_state.gather_into(checkpoint, type(self).__name__, own, self._losses)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -255,8 +279,10 @@ class ReplicaStrategy(HeteroStrategy):
         mine = replica_state.find(checkpoint, type(self).__name__, self._links.index, self._links.count)
         if isinstance(mine, str):
             rank_zero_warn(f"{mine} All replicas start from the checkpoint's weights, with its optimizers' state.")
+            self._windows = self._trainer.fit_loop.epoch_loop._batches_that_stepped
             return
         self._windows = replica_state.restore(mine, self.averager, self.optimizers, self._losses)
+        self.precision_plugin.load_state_dict(mine["precision"])
         self._random_states = mine["random"]
 
     @override
@@ -265,6 +291,11 @@ class ReplicaStrategy(HeteroStrategy):
         if self._random_states is not None:  # after the loaders, whose making draws random numbers
             replica_state.restore_random_states(self._random_states)
             self._random_states = None
+            batch = self._position().batch
+            if batch == 0 or batch == self._trainer.num_training_batches:  # the next epoch's loader draws numbers, too
+                fetcher = self._trainer.fit_loop._data_fetcher
+                assert fetcher is not None
+                iter(fetcher)
 
     @override
     def teardown(self) -> None:

@@ -1,0 +1,266 @@
+"""Corners of fits whose replicas differ: ends of epochs, sparse metrics, odd buffers, second fits."""
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from ranks import attempt, run
+from tasks import FAST, EvaluatedNet, Net, dataset, error, parameters
+from test_node import NODES, SHARES, Dropping
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import DASOStrategy, NodeAverageStrategy
+from lightning_hetero.averaging.schedule import RateSchedule
+from lightning_hetero.errors import NotFiniteError, UnsupportedError
+
+BASE = {"balance": SHARES, "global_batch_size": 12, "timeout": 30}
+CYCLING = {"warmup": 0, "cooldown": 0, "patience": 99}
+
+
+def _fit(module: pl.LightningModule, strategy: Any, resume: str | None = None, **options: Any) -> pl.Trainer:
+    validation = DataLoader(dataset(24), batch_size=4) if isinstance(module, EvaluatedNet) else None
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3, **options})
+    torch.manual_seed(trainer.global_rank)
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), validation, ckpt_path=resume)
+    return trainer
+
+
+# -- resume --------------------------------------------------------------------------------------------------
+
+
+class Counting(Dropping):
+    """BatchNorm, whose buffers ranks of a node do not share between steps, and a counter of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8).double()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.long))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if self.training:
+            self.count += len(batch[0])
+        x = nn.functional.dropout(self.norm(batch[0]), 0.3) + 1e-3 * self.count
+        return nn.functional.mse_loss(self.net(x), batch[1])
+
+
+def _resumed(folder: str, module: Any, saves: dict[str, Any], name: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    weights = []
+    for part in ("whole", "second"):
+        keep = ModelCheckpoint(f"{folder}/{part}", save_top_k=-1, filename="{step}", **saves)
+        model, strategy = module(), DASOStrategy(**BASE, **options)
+        path = f"{folder}/whole/{name}.ckpt" if weights else None
+        _fit(model, strategy, path, enable_checkpointing=True, callbacks=keep)
+        weights.append(torch.cat([value.double().reshape(-1) for value in model.state_dict().values()]))
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("module", "saves", "name", "options"),
+    [
+        (Dropping, {}, "step=8", {**CYCLING, "wait": 3}),  # the end of an epoch, as ModelCheckpoint has it
+        (Dropping, {"every_n_train_steps": 8}, "step=16", {**CYCLING, "wait": 3}),
+        (Counting, {"every_n_train_steps": 10}, "step=10", {**CYCLING, "wait": 4, "mixing": "delta"}),
+        (Counting, {"every_n_train_steps": 5}, "step=5", {**CYCLING, "wait": 3, "global_every": 3, "mixing": "delta"}),
+    ],
+)
+def test_resuming_is_as_if_never_stopped(
+    tmp_path: Path, module: Any, saves: dict[str, Any], name: str, options: dict[str, Any]
+) -> None:
+    for whole, second in run(_resumed, 3, str(tmp_path), module, saves, name, options, nodes=NODES, timeout=60):
+        assert torch.equal(whole, second)
+
+
+def _phases_after(folder: str) -> list[str]:
+    path, phases = f"{folder}/node.ckpt", []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            phases.append(trainer.strategy.status()["phase"])
+
+    keep = ModelCheckpoint(folder, every_n_train_steps=8, filename="node", save_top_k=-1)
+    _fit(Net(), NodeAverageStrategy(**BASE), max_epochs=1, enable_checkpointing=True, callbacks=keep)
+    warnings.filterwarnings("ignore", "The checkpoint was saved by|Be aware that when using `ckpt_path`")
+    _fit(Net(), DASOStrategy(warmup=4, cooldown=4, **BASE), path, callbacks=[Watch()])
+    return phases
+
+
+def test_phases_count_the_steps_of_another_strategys_checkpoint(tmp_path: Path) -> None:
+    for phases in run(_phases_after, 3, str(tmp_path), nodes=NODES):
+        assert phases == ["cycling"] * 12 + ["cool-down"] * 4
+
+
+# -- validation ----------------------------------------------------------------------------------------------
+
+
+class Sane(EvaluatedNet):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.loss(batch).isfinite()
+        super().validation_step(batch, batch_idx)
+
+
+class SaveAtStart(pl.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8:
+            trainer.save_checkpoint(self.path)
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step == 8:
+            self.validated = parameters(module)
+
+
+def _validated(path: str) -> torch.Tensor:
+    save = SaveAtStart(path)
+    _fit(Sane(), NodeAverageStrategy(every_n_steps=5, **BASE), max_epochs=1, num_sanity_val_steps=2, callbacks=[save])
+    return save.validated
+
+
+def test_the_sanity_check_is_sane_and_saving_before_validation_saves_the_consensus(tmp_path: Path) -> None:
+    validated = run(_validated, 3, str(tmp_path / "start.ckpt"), nodes=NODES)[0]
+    module = Sane()
+    module.load_state_dict(torch.load(tmp_path / "start.ckpt", weights_only=True)["state_dict"])
+    assert torch.equal(parameters(module), validated)
+
+
+class Improving(EvaluatedNet):
+    """A validation loss that halves at every validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("level", 0.5**self.current_epoch, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.rates = [*getattr(self, "rates", []), self.trainer.strategy.averager.schedule.every]
+
+
+def _sparse(every: int | None) -> list[int]:
+    module = Improving()
+    strategy = DASOStrategy(**BASE, **CYCLING | {"patience": 2}, monitor="level", schedule_every_n_steps=every)
+    options = {"check_val_every_n_epoch": 3, "num_sanity_val_steps": 0}
+    trainer = _fit(module, strategy, max_epochs=7, **options)
+    trainer.fit_loop.max_epochs = 10
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), DataLoader(dataset(24), batch_size=4))
+    return module.rates
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_metric_counts_once_each_time_it_is_logged(every: int | None) -> None:
+    for rates in run(_sparse, 3, every, nodes=NODES):
+        assert rates == [4] * 10
+
+
+# -- what cannot travel --------------------------------------------------------------------------------------
+
+
+class Unfreezing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+class Complex(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+
+
+def _odd(module: Any, **options: Any) -> None:
+    _fit(module(), DASOStrategy(**BASE, **CYCLING, find_unused_parameters=True, **options))
+
+
+@pytest.mark.parametrize(("module", "words"), [(Unfreezing, "net.0.bias, net.0.weight became"), (Complex, "phase is")])
+def test_what_would_silently_differ_is_refused(module: Any, words: str) -> None:
+    for outcome in attempt(_odd, 3, module, nodes=[1, 1, 1], timeout=45):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert words in str(outcome.error)
+
+
+class Large(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(2, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.level += 1e6
+        return super().training_step(batch, batch_idx)
+
+
+def test_changes_too_large_for_fp16_are_an_error() -> None:
+    for outcome in attempt(_odd, 3, Large, wire="fp16", nodes=[1, 1, 1], timeout=45):
+        assert isinstance(outcome.error, NotFiniteError), outcome.trace
+        assert "too large for the wire; use 'bf16' or 'fp32'" in str(outcome.error)
+        assert str(pickle.loads(pickle.dumps(outcome.error))) == str(outcome.error)
+
+
+# -- ends ----------------------------------------------------------------------------------------------------
+
+
+class Teacher(Net):
+    """Moves a frozen copy of itself along, and has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 16).double().requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.net[0].weight, 0.1)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"words": ["no", "tensor"]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state["words"] == ["no", "tensor"]
+
+
+def _taught(folder: str) -> torch.Tensor:
+    module = Teacher()
+    keep = ModelCheckpoint(folder, every_n_train_steps=3)
+    _fit(module, DASOStrategy(**BASE, **CYCLING), enable_checkpointing=True, callbacks=keep)
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def test_at_the_end_frozen_values_are_alike_too(tmp_path: Path) -> None:
+    results = run(_taught, 3, str(tmp_path), nodes=NODES)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def _short(options: dict[str, Any]) -> torch.Tensor:
+    module = Net()
+    _fit(module, DASOStrategy(**BASE, warmup=options.pop("warmup")), **options)
+    return parameters(module)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 11, "max_epochs": None, "warmup": 0.1},
+        {"max_steps": 11, "max_epochs": -1, "warmup": 3},
+        {"fast_dev_run": True, "warmup": "4 epochs"},
+        {"limit_train_batches": 3, "warmup": 0},
+    ],
+)
+def test_short_runs(options: dict[str, Any]) -> None:
+    results = run(_short, 3, options, nodes=NODES)
+    assert error(results[0], parameters(Net())) > 1e-6
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_blocking_stays_blocking() -> None:
+    schedule, seen = RateSchedule(4, 0, 8, patience=1), []
+    for loss in [float("nan"), *[1.0] * 6]:
+        schedule.tick(loss)
+        seen.append((schedule.every, schedule.wait))
+    # A NaN is no progress, and no mark to measure progress by; the first 1.0 is.
+    assert seen == [(2, 0), (2, 0), (1, 0), (8, 0), (4, 0), (2, 0), (1, 0)]
