@@ -102,7 +102,9 @@ class DASOAverager(Averager):
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
         note, turn = self._pace.lasted, self._turn
-        exchange = self.links.begin(self._snapshot, context.planned, self.reference, self._mean, self.wire, turn, note)
+        exchange = self.links.begin(
+            self._snapshot, context.planned, self.reference, self._mean, self.wire, turn, note, self.mixing == "delta"
+        )
         self._pending = Pending(context.step, self.schedule.wait, exchange)
         self._since, self._turn = 0, (turn + 1) % self.links.turns
         if self._pending.wait == 0:

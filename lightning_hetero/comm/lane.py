@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ class Average(NamedTuple):
 
     Attributes:
         mean: weighted mean of all replicas: vectors on the CPU, in fp32 or wider.
-        away: how far the mean is from this replica's values, likewise; the only one that differs between replicas.
+        away: how far the mean is from this replica's values, likewise, if asked for; else empty. The only one that
+            differs between replicas.
         healthy: whether each replica's values were finite; the mean leaves the others out.
         distance: RMS distance of the replicas from their mean: the square root of the weighted mean of squared
             Euclidean distances, over all values.
@@ -69,11 +71,12 @@ class Lane:
         turn: int,
         note: float,
         skip: bool,
+        away: bool,
     ) -> Average:
         """Average over replicas; blocks (collective over all ranks).
 
         Args:
-            values: this replica's: vectors on the CPU; overwritten.
+            values: this replica's: vectors on the CPU; may be overwritten.
             weights: one per replica, at least 0, not all 0.
             reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
                 travels is the difference.
@@ -82,6 +85,7 @@ class Lane:
             turn: the global group that exchanges.
             note: a number for the others; that of the rank that exchanges counts.
             skip: whether replicas that are not finite are left out.
+            away: whether to tell how far the mean is from the values.
 
         Raises:
             NotFiniteError: on every rank, if one may not be left out, or none is left.
@@ -110,8 +114,10 @@ class Lane:
                 own = totals[i] if healthy[self.index] else totals[i].zero_()
                 totals[i] = sum_over(across, own, self._scratch)
             self._tell(totals[i], active)
-            variance -= self._arrive(totals[i], old, mean, value, 1 / counted)
-        return Average(list(out), list(values), healthy.tolist(), math.sqrt(max(variance, 0.0)), notes.tolist())
+            variance -= self._arrive(totals[i], old, mean, 1 / counted, value if away else None)
+        return Average(
+            list(out), list(values) if away else [], healthy.tolist(), math.sqrt(max(variance, 0.0)), notes.tolist()
+        )
 
     def _differ(self, value: Tensor, old: Tensor, own: Tensor, part: float) -> float:
         """``own = part * (value - old)``; returns the squared norm of the difference."""
@@ -125,17 +131,19 @@ class Lane:
         return square
 
     @staticmethod
-    def _arrive(total: Tensor, old: Tensor, mean: Tensor, value: Tensor, factor: float) -> float:
-        """``mean = old + factor * total``, and ``value = mean - value``; returns the squared norm of ``mean - old``."""
+    def _arrive(total: Tensor, old: Tensor, mean: Tensor, factor: float, value: Tensor | None) -> float:
+        """``mean = old + factor * total``, ``value = mean - value`` if any; returns the squared norm of ``mean - old``."""
         square = 0.0
-        chunks = (tensor.split(CHUNK) for tensor in (total, old, mean, value))
-        for t, r, m, x in zip(*chunks, strict=True):
+        chunks = [tensor.split(CHUNK) for tensor in (total, old, mean)]
+        values = repeat(None) if value is None else value.split(CHUNK)
+        for (t, r, m), x in zip(zip(*chunks, strict=True), values, strict=False):
             m.copy_(t)
             if factor != 1:
                 m.mul_(factor)
             square += float(m.dot(m))
             m.add_(r)
-            torch.sub(m, x, out=x)
+            if x is not None:
+                torch.sub(m, x, out=x)
         return square
 
     def _tell(self, flat: Tensor, source: int) -> None:

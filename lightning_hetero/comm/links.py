@@ -82,7 +82,7 @@ class ReplicaLinks:
         """Weighted mean over replicas (collective over all ranks).
 
         Args:
-            flats: floating vectors, the same on all ranks of a replica; overwritten.
+            flats: floating vectors, the same on all ranks of a replica.
             weights: one per replica, at least 0, not all 0.
             reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
                 travels is the difference.
@@ -94,7 +94,7 @@ class ReplicaLinks:
         began = time.perf_counter()
         values, out = _on_cpu(flats, reference), out or [torch.empty_like(old) for old in reference]
         with deadline("average with the other replicas"):
-            average = self._foreground.average(values, weights, reference, out, "fp32", 0, math.nan, self._skip)
+            average = self._foreground.average(values, weights, reference, out, "fp32", 0, math.nan, self._skip, False)
         seconds = time.perf_counter() - began
         self._account(average, "fp32", seconds, seconds)
         return average
@@ -108,6 +108,7 @@ class ReplicaLinks:
         wire: Wire,
         turn: int,
         note: float,
+        away: bool = True,
     ) -> "Exchange":
         """Begin to average in the background (collective over all ranks; one at a time).
 
@@ -119,12 +120,13 @@ class ReplicaLinks:
             wire: number format.
             turn: the global group that exchanges.
             note: a number for the others; that of the rank that exchanges counts.
+            away: whether to tell how far the mean is from the vectors; they are overwritten with it.
         """
         values = _on_cpu(flats, reference)
 
         def work() -> Average:
             with deadline("average with the other replicas in the background"):
-                return self._background.average(values, weights, reference, out, wire, turn, note, self._skip)
+                return self._background.average(values, weights, reference, out, wire, turn, note, self._skip, away)
 
         return Exchange(self, work, wire)
 

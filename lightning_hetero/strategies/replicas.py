@@ -279,7 +279,10 @@ class ReplicaStrategy(HeteroStrategy):
         mine = replica_state.find(checkpoint, type(self).__name__, self._links.index, self._links.count)
         if isinstance(mine, str):
             rank_zero_warn(f"{mine} All replicas start from the checkpoint's weights, with its optimizers' state.")
-            self._windows = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+            assert self.lightning_module is not None
+            by_hand = not self.lightning_module.automatic_optimization
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress.total
+            self._windows = progress.processed if by_hand else self._trainer.global_step  # type: ignore[attr-defined]
             return
         self._windows = replica_state.restore(mine, self.averager, self.optimizers, self._losses)
         self.precision_plugin.load_state_dict(mine["precision"])

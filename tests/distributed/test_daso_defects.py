@@ -421,7 +421,7 @@ def test_a_resumed_run_goes_on_with_phase_rotation_rates_and_memory(
         "schedule_every_n_steps": look, "epochs": 7 if look is None else 4, "samples": 96,
     }  # fmt: skip
     nodes, speeds = [2, 1], [6.0, 2.0, 4.0]
-    truth = in_numpy("delta", **{**options, "nodes": nodes, "speeds": speeds})
+    truth = in_numpy("daso", **{**options, "nodes": nodes, "speeds": speeds})
     assert len(set(truth.rates[:stop])) == 2  # B and W have changed before it stops, between two plateaus,
     assert len(set(truth.rates[stop:])) >= 2  # and will again;
     assert truth.begun[len([step for step in truth.begun if step <= stop]) - 1] == stop  # an exchange is under way
