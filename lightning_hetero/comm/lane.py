@@ -132,7 +132,7 @@ class Lane:
 
     @staticmethod
     def _arrive(total: Tensor, old: Tensor, mean: Tensor, factor: float, value: Tensor | None) -> float:
-        """``mean = old + factor * total``, ``value = mean - value`` if any; returns the squared norm of ``mean - old``."""
+        """``mean = old + factor * total``; ``value = mean - value``, if any. Returns ``mean - old``'s squared norm."""
         square = 0.0
         chunks = [tensor.split(CHUNK) for tensor in (total, old, mean)]
         values = repeat(None) if value is None else value.split(CHUNK)
