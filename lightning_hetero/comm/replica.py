@@ -21,7 +21,7 @@ class Replica:
 
     def __init__(self, module: nn.Module, settle: Callable[[], None] | None = None) -> None:
         self._settle = settle
-        self._trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+        self._trainable = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
         self._module = module
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
         buffers = [b for b in module.buffers() if b.is_floating_point() and b.isfinite().all()]
@@ -37,8 +37,7 @@ class Replica:
 
     def changed(self) -> list[str]:
         """Names of parameters that have become trainable, or frozen, since."""
-        now = {name for name, p in self._module.named_parameters() if p.requires_grad}
-        return sorted(now ^ self._trainable)
+        return [name for name, p, trainable in self._trainable if p.requires_grad != trainable]
 
     def kept(self) -> dict[str, Tensor]:
         """Copies of the buffers that do not travel, by name: counters, masks."""
