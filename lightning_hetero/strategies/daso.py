@@ -94,6 +94,11 @@ class DASOStrategy(ReplicaStrategy):
     @override
     def make_averager(self) -> Averager:
         o, trainer = self._daso, self._trainer
+        schedule = RateSchedule(o["global_every"], o["wait"], o["max_global_every"], o["patience"], o["threshold"])
+        self._ended, self._watched, self._epochs = False, None, 0
+        if self._links.count == 1:
+            rank_zero_info("hetero_daso: there is one node, so no global network: it trains as hetero_ddp would.")
+            return DASOAverager(schedule, 0, 0, 0, o["mixing"], o["wire"])
         total = trainer.estimated_stepping_batches
         if math.isinf(trainer.num_training_batches):  # it has not asked for the data yet
             trainer.fit_loop.setup_data()
@@ -101,14 +106,10 @@ class DASOStrategy(ReplicaStrategy):
         lengths = {name: _steps(name, o[name], total, per_epoch) for name in ("warmup", "cooldown")}
         if getattr(trainer, "fast_dev_run", False):
             lengths = dict.fromkeys(lengths, 0)
-        self._ended, self._watched, self._epochs = False, None, 0
-        if self._links.count == 1:
-            rank_zero_info("hetero_daso: there is one node, so no global network: it trains as hetero_ddp would.")
-        elif sum(lengths.values()) > total:
+        if sum(lengths.values()) > total:
             raise ConfigurationError(
                 f"warmup and cooldown take {lengths} of {total} optimizer steps: leave some between."
             )
-        schedule = RateSchedule(o["global_every"], o["wait"], o["max_global_every"], o["patience"], o["threshold"])
         run = int(total) if math.isfinite(total) else 2**62
         return DASOAverager(schedule, run, lengths["warmup"], lengths["cooldown"], o["mixing"], o["wire"])
 

@@ -44,7 +44,8 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
     """Why a callback cannot work where replicas differ, if one of them cannot."""
     for callback in callbacks:
         name = type(callback).__name__
-        if name in ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"):
+        kinds = {kind.__name__ for kind in type(callback).__mro__}  # by name: older versions lack some
+        if kinds & {"StochasticWeightAveraging", "WeightAveraging"}:
             return UnsupportedError(
                 f"{name} averages the weights of each rank over time, which differ between replicas here, so that its "
                 "result would be one replica's. Leave it out, or use hetero_ddp."

@@ -325,6 +325,20 @@ def test_what_makes_no_sense_with_replicas_is_refused(options: dict[str, Any], w
         assert words in str(outcome.error)
 
 
+def _stream_alone() -> torch.Tensor:
+    module = Net()
+    strategy = DASOStrategy(timeout=30, balance="off")
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "limit_train_batches": 4})
+    trainer.fit(module, DataLoader(Shard(60), batch_size=4))
+    return parameters(module)
+
+
+def test_one_node_takes_streams_too() -> None:
+    first, second = run(_stream_alone, 2)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, parameters(Net()))
+
+
 def _differing() -> None:
     import os
 
