@@ -88,8 +88,8 @@ NOTES = """\
 [bold]ms per step[/bold]: of the slowest rank, mean over a run; median and range over runs.
 [bold]over the first two[/bold]: that time over `alone` (no communication at all), and over the second contender (by
 default: gradients within a node, nothing between nodes), the median over runs.
-[bold]exposed[/bold]: the part of the time for which training waited for exchanges between nodes, on the node that
-waited least: the others also wait for it.
+[bold]exposed[/bold]: the part of the time for which training waited for exchanges between nodes, on the rank that
+waited least and on that which waited most: who is ahead also waits for the others, not only for the wire.
 [bold]kB per step[/bold]: sent over a node's link, the network's own headers included; [bold]over theory[/bold]: over
 what the exchanges' values take.\
 """
@@ -125,7 +125,8 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
         result.add_column(name, justify="right")
     for name, of in by_name.items():
         over = [statistics.median(a / b for a, b in zip(ms[name], ms[base], strict=True)) for base in contenders[:2]]
-        waits = [min(rank["exposed"] for rank in ranks) for ranks in of if ranks[0]["exposed"] is not None]
+        waits = [[rank["exposed"] for rank in ranks] for ranks in of if ranks[0]["exposed"] is not None]
+        least, most = (statistics.median(map(f, waits)) if waits else 0.0 for f in (min, max))
         sent = statistics.median(max(rank["bytes"] for rank in ranks) for ranks in of)
         theory = of[0][0]["theory"]
         accuracy = statistics.median(ranks[0]["accuracy"] for ranks in of)
@@ -134,7 +135,7 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
             name,
             f"{statistics.median(ms[name]):.0f} ({min(ms[name]):.0f} to {max(ms[name]):.0f})",
             " ".join(f"{ratio:.2f}x" for ratio in over),
-            f"{statistics.median(waits):.1%}" if waits else "",
+            f"{least:.1%} to {most:.1%}" if waits else "",
             f"{sent / 1e3:.0f}",
             f"{sent / theory:.3f}" if theory else "",
             f"{accuracy:.1%}",
