@@ -8,15 +8,37 @@ Importing this package registers its strategy strings with Lightning::
 
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.strategies import DASOStrategy, HeteroDDPStrategy, HeteroStrategy, NodeAverageStrategy, register
+from lightning_hetero.strategies import (
+    DASOStrategy,
+    DiLoCoStrategy,
+    EAMSGDStrategy,
+    EASGDAsyncStrategy,
+    EASGDHogwildStrategy,
+    EASGDOverlapStrategy,
+    EASGDRoundRobinStrategy,
+    EASGDStrategy,
+    HeteroDDPStrategy,
+    HeteroStrategy,
+    MEASGDAsyncStrategy,
+    NodeAverageStrategy,
+    register,
+)
 
 __all__ = [
     "DASOStrategy",
+    "DiLoCoStrategy",
+    "EAMSGDStrategy",
+    "EASGDAsyncStrategy",
+    "EASGDHogwildStrategy",
+    "EASGDOverlapStrategy",
+    "EASGDRoundRobinStrategy",
+    "EASGDStrategy",
     "EmulatedSpeed",
     "HeteroDDPStrategy",
     "HeteroError",
     "HeteroMonitor",
     "HeteroStrategy",
+    "MEASGDAsyncStrategy",
     "NodeAverageStrategy",
     "__version__",
 ]

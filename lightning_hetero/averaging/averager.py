@@ -42,6 +42,12 @@ class Averager(ABC):
     reference: list[Tensor]
     #: Whether all ranks wait for each other when they meet.
     blocking = True
+    #: Whether one replica alone has nothing to average.
+    needs_others = True
+    #: Whether replicas exchange at the same steps, so that all learn at once what one does.
+    lockstep = True
+    #: What to tell the user about its settings, once it is set up.
+    warning: str | None = None
 
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Learn what to average and with whom. All replicas hold the same values now.

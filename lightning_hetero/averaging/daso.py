@@ -10,12 +10,13 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.pace import Pace
 from lightning_hetero.averaging.schedule import RateSchedule, phase
-from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.lane import Average, Want
 from lightning_hetero.comm.links import Exchange
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
 
 Mixing = Literal["daso", "delta"]
+WANT: dict[Mixing, Want] = {"daso": "mean", "delta": "away"}  # of an exchange
 
 
 class Pending(NamedTuple):
@@ -101,9 +102,9 @@ class DASOAverager(Averager):
     def _begin(self, context: StepContext) -> None:
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
-        note, turn = self._pace.lasted, self._turn
+        note, turn, want = self._pace.lasted, self._turn, WANT[self.mixing]
         exchange = self.links.begin(
-            self._snapshot, context.planned, self.reference, self._mean, self.wire, turn, note, self.mixing == "delta"
+            self._snapshot, context.planned, self.reference, self._mean, self.wire, turn, note, want
         )
         self._pending = Pending(context.step, self.schedule.wait, exchange)
         self._since, self._turn = 0, (turn + 1) % self.links.turns

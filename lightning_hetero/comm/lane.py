@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import repeat
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from lightning_hetero.comm.scratch import Scratch
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
 
+#: What an average is wanted as: the mean; also how far it is from one's own values; or how far from the reference.
+Want = Literal["mean", "away", "difference"]
 CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
 
 
@@ -21,12 +23,14 @@ class Average(NamedTuple):
     """What replicas learn when they meet; bitwise the same on every rank.
 
     Attributes:
-        mean: weighted mean of all replicas: vectors on the CPU, in fp32 or wider.
+        mean: weighted mean of all replicas: vectors on the CPU, in fp32 or wider. Or, if that is wanted, its difference
+            from the reference.
         away: how far the mean is from this replica's values, likewise, if asked for; else empty. The only one that
             differs between replicas.
         healthy: whether each replica's values were finite; the mean leaves the others out.
         distance: RMS distance of the replicas from their mean: the square root of the weighted mean of squared
             Euclidean distances, over all values.
+        displacement: likewise from the reference.
         notes: the number that each replica had for the others.
     """
 
@@ -34,6 +38,7 @@ class Average(NamedTuple):
     away: list[Tensor]
     healthy: list[bool]
     distance: float
+    displacement: float
     notes: list[float]
 
 
@@ -57,6 +62,7 @@ class Lane:
         self._members = [[ranks[turn % len(ranks)] for ranks in replicas] for turn in range(turns)]
         # Every process takes part in the making of every group.
         self._across = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in self._members]
+        self._leader = replicas[self.index][0]
         inner = [dist.new_group(list(ranks), timeout=timeout, backend="gloo") for ranks in replicas]
         self._inner = inner[self.index]
         self._scratch = Scratch()
@@ -71,7 +77,7 @@ class Lane:
         turn: int,
         note: float,
         skip: bool,
-        away: bool,
+        want: Want,
     ) -> Average:
         """Average over replicas; blocks (collective over all ranks).
 
@@ -85,7 +91,7 @@ class Lane:
             turn: the global group that exchanges.
             note: a number for the others; that of the rank that exchanges counts.
             skip: whether replicas that are not finite are left out.
-            away: whether to tell how far the mean is from the values.
+            want: ``"away"`` overwrites the values.
 
         Raises:
             NotFiniteError: on every rank, if one may not be left out, or none is left.
@@ -108,16 +114,17 @@ class Lane:
         if not healthy.all() and not (skip and (parts[healthy] > 0).any()):
             raise NotFiniteError([i for i, well in enumerate(healthy.tolist()) if not well])
         counted = parts[healthy].sum().item()
-        variance = (parts[healthy] @ squares[healthy]).item() / counted
+        displacement = (parts[healthy] @ squares[healthy]).item() / counted
+        variance = displacement
         for i, (value, old, mean) in enumerate(zip(values, reference, out, strict=True)):
             if self._rank == active:
                 own = totals[i] if healthy[self.index] else totals[i].zero_()
                 totals[i] = sum_over(across, own, self._scratch)
             self._tell(totals[i], active)
-            variance -= self._arrive(totals[i], old, mean, 1 / counted, value if away else None)
-        return Average(
-            list(out), list(values) if away else [], healthy.tolist(), math.sqrt(max(variance, 0.0)), notes.tolist()
-        )
+            origin, apart = None if want == "difference" else old, value if want == "away" else None
+            variance -= self._arrive(totals[i], origin, mean, 1 / counted, apart)
+        distances = math.sqrt(max(variance, 0.0)), math.sqrt(displacement)
+        return Average(list(out), list(values) if want == "away" else [], healthy.tolist(), *distances, notes.tolist())
 
     def _differ(self, value: Tensor, old: Tensor, own: Tensor, part: float) -> float:
         """``own = part * (value - old)``; returns the squared norm of the difference."""
@@ -131,20 +138,24 @@ class Lane:
         return square
 
     @staticmethod
-    def _arrive(total: Tensor, old: Tensor, mean: Tensor, factor: float, value: Tensor | None) -> float:
-        """``mean = old + factor * total``; ``value = mean - value``, if any. Returns ``mean - old``'s squared norm."""
+    def _arrive(total: Tensor, old: Tensor | None, mean: Tensor, factor: float, value: Tensor | None) -> float:
+        """``mean = old + factor * total``; ``value = mean - value``, if any. The squared norm of ``factor * total``."""
         square = 0.0
-        chunks = [tensor.split(CHUNK) for tensor in (total, old, mean)]
-        values = repeat(None) if value is None else value.split(CHUNK)
-        for (t, r, m), x in zip(zip(*chunks, strict=True), values, strict=False):
+        olds, values = (repeat(None) if tensor is None else tensor.split(CHUNK) for tensor in (old, value))
+        for t, m, r, x in zip(total.split(CHUNK), mean.split(CHUNK), olds, values, strict=False):
             m.copy_(t)
             if factor != 1:
                 m.mul_(factor)
             square += float(m.dot(m))
-            m.add_(r)
+            if r is not None:
+                m.add_(r)
             if x is not None:
                 torch.sub(m, x, out=x)
         return square
+
+    def tell(self, flat: Tensor) -> None:
+        """Give all ranks of the replica the vector of its first, in place (collective over the replica)."""
+        self._tell(flat, self._leader)
 
     def _tell(self, flat: Tensor, source: int) -> None:
         """Give all ranks of the replica the vector of one of them, in place."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.lane import Average, Lane
+from lightning_hetero.comm.lane import Average, Lane, Want
 from lightning_hetero.comm.wire import Wire, bytes_sent
 
 
@@ -72,12 +72,19 @@ class ReplicaLinks:
         """One value per rank (collective over all ranks)."""
         return gather(value, "what the replicas have")
 
+    def tell(self, tensor: Tensor) -> None:
+        """Give all ranks of the replica what its first has, in place (collective over the replica, on a thread)."""
+        self._background.tell(tensor)
+
     def average(
         self,
         flats: Sequence[Tensor],
         weights: Sequence[float],
         reference: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
+        wire: Wire = "fp32",
+        note: float = math.nan,
+        want: Want = "mean",
     ) -> Average:
         """Weighted mean over replicas (collective over all ranks).
 
@@ -87,6 +94,9 @@ class ReplicaLinks:
             reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
                 travels is the difference.
             out: where to write the mean; like the reference. Default: new memory.
+            wire: number format.
+            note: a number for the others; that of the replica's first rank counts.
+            want: what of the average; ``"away"`` overwrites the vectors with it.
 
         Raises:
             NotFiniteError: on every rank, unless such replicas are to be skipped and there are others.
@@ -94,9 +104,9 @@ class ReplicaLinks:
         began = time.perf_counter()
         values, out = _on_cpu(flats, reference), out or [torch.empty_like(old) for old in reference]
         with deadline("average with the other replicas"):
-            average = self._foreground.average(values, weights, reference, out, "fp32", 0, math.nan, self._skip, False)
+            average = self._foreground.average(values, weights, reference, out, wire, 0, note, self._skip, want)
         seconds = time.perf_counter() - began
-        self._account(average, "fp32", seconds, seconds)
+        self._account(average, wire, seconds, seconds)
         return average
 
     def begin(
@@ -108,7 +118,7 @@ class ReplicaLinks:
         wire: Wire,
         turn: int,
         note: float,
-        away: bool = True,
+        want: Want = "mean",
     ) -> "Exchange":
         """Begin to average in the background (collective over all ranks; one at a time).
 
@@ -120,13 +130,13 @@ class ReplicaLinks:
             wire: number format.
             turn: the global group that exchanges.
             note: a number for the others; that of the rank that exchanges counts.
-            away: whether to tell how far the mean is from the vectors; they are overwritten with it.
+            want: as for :meth:`average`.
         """
         values = _on_cpu(flats, reference)
 
         def work() -> Average:
             with deadline("average with the other replicas in the background"):
-                return self._background.average(values, weights, reference, out, wire, turn, note, self._skip, away)
+                return self._background.average(values, weights, reference, out, wire, turn, note, self._skip, want)
 
         return Exchange(self, work, wire)
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +19,52 @@ class Replica:
         module: the model, on its device.
         settle: makes the ranks of the replica alike in what only one of them keeps, such as buffers (collective over
             the replica); called before values are read.
+        apart: names, or patterns of names such as ``"*.norm.*"``, of values that have vectors of their own, after
+            the others.
+        packed: ``False``: a vector for each parameter and buffer instead of one for all.
+
+    Attributes:
+        together: how many vectors come before those of the values apart.
     """
 
-    def __init__(self, module: nn.Module, settle: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settle: Callable[[], None] | None = None,
+        apart: Sequence[str] = (),
+        packed: bool = True,
+    ) -> None:
         self._settle = settle
         self._trainable = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
         self._module = module
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
         buffers = [b for b in module.buffers() if b.is_floating_point() and b.isfinite().all()]
         self._names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
-        self._groups: dict[torch.dtype, list[Tensor]] = {}
-        for value in parameters + buffers:
-            self._groups.setdefault(value.dtype, []).append(value)
+        groups: tuple[dict[Any, list[Tensor]], ...] = {}, {}  # together, apart
+        for i, value in enumerate(parameters + buffers):
+            is_apart = any(fnmatchcase(self._names[id(value)], pattern) for pattern in apart)
+            groups[is_apart].setdefault(value.dtype if packed or is_apart else i, []).append(value)
+        self.together = len(groups[False])
+        self._groups = [*groups[False].values(), *groups[True].values()]
+        self._buffers = {id(buffer) for buffer in buffers}
+
+    @property
+    def names(self) -> list[str]:
+        """Of what travels: parameters, then buffers."""
+        return [self._names[id(value)] for group in self._groups for value in group]
 
     @property
     def bytes(self) -> int:
         """Size of one message, in bytes, as stored."""
-        return sum(t.numel() * t.element_size() for group in self._groups.values() for t in group)
+        return sum(t.numel() * t.element_size() for group in self._groups for t in group)
+
+    def views(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of the first vectors that stand for parameters, and for buffers, in their shapes."""
+        found: tuple[list[Tensor], list[Tensor]] = [], []
+        for group, flat in zip(self._groups, flats, strict=False):
+            for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
+                found[id(value) in self._buffers].append(part.view(value.shape))
+        return found
 
     def changed(self) -> list[str]:
         """Names of parameters that have become trainable, or frozen, since."""
@@ -41,7 +72,7 @@ class Replica:
 
     def kept(self) -> dict[str, Tensor]:
         """Copies of the buffers that do not travel, by name: counters, masks."""
-        travel = {id(value) for group in self._groups.values() for value in group}
+        travel = {id(value) for group in self._groups for value in group}
         return {name: b.detach().cpu().clone() for name, b in self._module.named_buffers() if id(b) not in travel}
 
     @torch.no_grad()
@@ -53,37 +84,37 @@ class Replica:
 
     def broken(self) -> str | None:
         """The first value that is not finite, by name."""
-        values = (value for group in self._groups.values() for value in group)
+        values = (value for group in self._groups for value in group)
         return next((self._names[id(value)] for value in values if not value.isfinite().all()), None)
 
     def pack(self, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A copy of the values: one vector per dtype, on the model's device.
 
         Args:
-            out: where to write them, as an earlier call has returned. Default: new memory.
+            out: where to write them, as an earlier call has returned, or the first of these. Default: new memory.
         """
         if self._settle is not None:
             self._settle()
         if out is None:
-            return [flatten(group) for group in self._groups.values()]
-        return [flatten(group, old) for group, old in zip(self._groups.values(), out, strict=True)]
+            return [flatten(group) for group in self._groups]
+        return [flatten(group, old) for group, old in zip(self._groups, out, strict=False)]
 
     @torch.no_grad()
     def unpack(self, flats: Sequence[Tensor]) -> None:
-        """Write vectors as :meth:`pack` returns them into the model, from any device and floating dtype."""
-        for group, flat in zip(self._groups.values(), flats, strict=True):
+        """Write vectors as :meth:`pack` returns them, or the first of these, from any device and floating dtype."""
+        for group, flat in zip(self._groups, flats, strict=False):
             unflatten(flat, group)
 
     @torch.no_grad()
     def add(self, flats: Sequence[Tensor], factor: float) -> None:
-        """Add vectors, times a factor, to the values."""
-        for group, flat in zip(self._groups.values(), flats, strict=True):
+        """Add vectors, or the first of them, times a factor, to the values."""
+        for group, flat in zip(self._groups, flats, strict=False):
             torch._foreach_add_(group, parts(flat, group), alpha=factor)
 
     @torch.no_grad()
     def approach(self, flats: Sequence[Tensor], part: float) -> None:
         """Move the values a part of the way to vectors."""
-        for group, flat in zip(self._groups.values(), flats, strict=True):
+        for group, flat in zip(self._groups, flats, strict=False):
             torch._foreach_lerp_(group, parts(flat, group), part)
 
     @contextmanager

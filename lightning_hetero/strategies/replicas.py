@@ -1,5 +1,6 @@
 """Strategies whose replicas train apart, and are brought together by an averager."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -100,8 +101,18 @@ class ReplicaStrategy(HeteroStrategy):
             together(complex_parameters(self.lightning_module), "the model")
             self._share_values(self.lightning_module)
             self.averager = self.make_averager()
-            replica = Replica(self.lightning_module, self._settle)
-            self.averager.setup(replica, self._links, lambda: self.optimizers)
+            self.averager.setup(self.make_replica(self.lightning_module), self._links, lambda: self.optimizers)
+            if self.averager.warning is not None:
+                rank_zero_warn(self.averager.warning)
+
+    def make_replica(self, module: torch.nn.Module) -> Replica:
+        """What replicas exchange."""
+        return Replica(module, self._settle)
+
+    @property
+    def _averages(self) -> bool:
+        """Whether an averager is at work."""
+        return self.averager is not None and (self._links.count > 1 or not self.averager.needs_others)
 
     def _settle(self) -> None:
         if isinstance(self.model, ReplicaDDP):  # between two forward passes its ranks hold different buffers
@@ -164,20 +175,22 @@ class ReplicaStrategy(HeteroStrategy):
 
     def _before_window(self) -> None:
         assert self.averager is not None
-        if self._links.count > 1 and (names := self.averager.replica.changed()):
+        if self._averages and (names := self.averager.replica.changed()):
             more = " and others" if len(names) > 3 else ""
             raise UnsupportedError(
                 f"{', '.join(names[:3])}{more} became trainable, or frozen, during the fit; replicas exchange what was "
                 "trainable at its start. Unfreeze all before the fit, with a learning rate of 0 if need be, or use "
                 "hetero_ddp."
             )
-        self.averager.before_step(self.context(epoch_ends=False))
+        if self._averages:
+            with self._timer.waiting(), self._meeting():
+                self.averager.before_step(self.context(epoch_ends=False))
 
     def _after_window(self) -> None:
         assert self.averager is not None
         self._windows += 1
         self._window_open = False
-        if self._links.count > 1:
+        if self._averages:
             context = self.context(self._epoch_ends())
             met = self.averager.blocking and self.averager.due(context)
             with self._timer.waiting(), self._meeting():
@@ -193,10 +206,15 @@ class ReplicaStrategy(HeteroStrategy):
             yield
         except NotFiniteError as error:
             assert self.averager is not None
-            seen = self._links.gather((self.averager.replica.broken(), self._losses.broken_at))
+            mine = self.averager.replica.broken(), self._losses.broken_at
+            if self.averager.lockstep:
+                seen = self._links.gather(mine)
+            else:  # nobody else knows
+                seen = [mine if rank == self.global_rank else (None, None) for rank in range(self.world_size)]
             raise NotFiniteError(error.replicas, about(error.replicas, self._replicas, self._windows, seen)) from None
         for replica in self.traffic.skipped[skipped:]:
-            rank_zero_warn(
+            warn = rank_zero_warn if self.averager is None or self.averager.lockstep else warnings.warn
+            warn(
                 f"Replica {replica} (ranks {list(self._replicas[replica])}) was left out of the average after step "
                 f"{self._windows}: its values were not finite. It goes on with the mean of the others."
             )
@@ -230,7 +248,8 @@ class ReplicaStrategy(HeteroStrategy):
         super().on_validation_end()
 
     def _hold_consensus(self) -> None:
-        if self.averager is not None and self._own is None and self._links.count > 1:
+        if self._averages and self._own is None:
+            assert self.averager is not None
             self._own = self.averager.replica.pack()
             self.averager.replica.unpack(self._consensus())
 
@@ -242,8 +261,7 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
-        apart = self.averager is not None and self._links.count > 1
-        if not apart or self._own is not None or self._trainer.state.fn != TrainerFn.FITTING or self._alone():
+        if not self._averages or self._own is not None or self._trainer.state.fn != TrainerFn.FITTING or self._alone():
             return super().lightning_module_state_dict()
         assert self.averager is not None
         with self.averager.replica.holding(self._consensus()):
@@ -251,7 +269,8 @@ class ReplicaStrategy(HeteroStrategy):
 
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
-        if self.averager is not None and self._links.count > 1:
+        if self._averages:
+            assert self.averager is not None
             with self._meeting():
                 self.averager.finish(self._planned())
             assert self.lightning_module is not None

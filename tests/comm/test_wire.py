@@ -147,7 +147,7 @@ def _averages() -> list[Any]:
         for turn in range(wires.turns):
             out = [torch.empty_like(old) for old in reference()]
             note = 10.0 + dist.get_rank()
-            found.append(wires.begin(copies(own), WEIGHTS, reference(), out, wire, turn, note).result())
+            found.append(wires.begin(copies(own), WEIGHTS, reference(), out, wire, turn, note, "away").result())
     for average in found:
         for mean, away, mine in zip(average.mean, average.away, own, strict=False):  # none in the foreground
             torch.testing.assert_close(away, mean - mine)
@@ -192,7 +192,7 @@ def _skip() -> tuple[Any, Any, list[int]]:
     first = wires.average(copies(own), [3, 2, 1], reference())
     out = [torch.empty_like(old) for old in reference()]
     own = tensors(broken(wires.index, 0, float("inf")))
-    second = wires.begin(own, [3, 2, 1], reference(), out, "fp32", 1, 0.0).result()
+    second = wires.begin(own, [3, 2, 1], reference(), out, "fp32", 1, 0.0, "away").result()
     return first, second, wires.traffic.skipped
 
 

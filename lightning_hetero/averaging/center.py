@@ -1,0 +1,147 @@
+"""What elastic, local and outer averaging have in common: one kernel."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.moments import clear_broken
+from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.wire import Wire
+from lightning_hetero.errors import ConfigurationError
+
+Order = Literal["jacobi", "gauss_seidel"]
+
+
+class CenterAverager(Averager):
+    """Every tau steps replicas and their center move towards each other.
+
+    With ``D_i = x_i - c`` and weights that sum to 1::
+
+        x_i <- x_i - a D_i
+        c   <- Outer(c, grad = -sum_i w_i D_i)
+
+    and each algorithm is a setting of ``a`` and ``Outer``. Every rank keeps the center, bitwise the same. It is what is
+    validated, saved and left at the end.
+
+    Args:
+        tau: optimizer steps from one exchange to the next.
+        order: when ``D_i`` is taken: before the replica's own step, or after it.
+        wire: number format of the differences.
+        overlap: exchange in the background of the step; needs differences from before it.
+
+    Attributes:
+        reference: the center; then, for values that stay apart, their last mean that all know.
+    """
+
+    needs_others = False
+
+    def __init__(self, tau: int, order: Order, wire: Wire, overlap: bool) -> None:
+        self.tau, self.order, self.wire, self.overlap = tau, order, wire, overlap
+        self._exchange: Callable[[], Average] | None = None
+
+    @override
+    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        super().setup(replica, links, optimizers)
+        self._snapshot = [torch.empty_like(flat) for flat in self._packed[: replica.together]]
+        self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
+
+    @property
+    def center(self) -> list[Tensor]:
+        """``c``: vectors on the CPU, in fp32 or wider."""
+        return self.reference[: self.replica.together]
+
+    @override
+    def due(self, context: StepContext) -> bool:
+        return context.step % self.tau == 0
+
+    @override
+    def before_step(self, context: StepContext) -> None:
+        if self.order == "jacobi" and self.due(context._replace(step=context.step + 1)):
+            self._begin(context.planned)
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if not self.due(context):
+            return
+        if self.order == "gauss_seidel":
+            self._begin(context.planned)
+        assert self._exchange is not None
+        average, self._exchange = self._exchange(), None
+        own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
+        self.move(own, average)
+        if not average.healthy[self.links.index]:
+            self.replica.unpack(self.center)
+            clear_broken(self.optimizers())
+
+    def _begin(self, planned: Sequence[int]) -> None:
+        """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
+        self._snapshot = self.position(self._snapshot)
+        values = self._snapshot, planned, self.center, self._mean, self.wire
+        if self.overlap:
+            self._exchange = self.links.begin(*values, turn=0, note=self.note(), want="difference").result
+        else:
+            note = self.note()
+            self._exchange = lambda: self.links.average(*values, note=note, want="difference")
+
+    def position(self, out: Sequence[Tensor]) -> list[Tensor]:
+        """``x_i``, of which differences are taken."""
+        return self.replica.pack(out)
+
+    def note(self) -> float:
+        """A number of this replica for all."""
+        return 0.0
+
+    @abstractmethod
+    def move(self, own: list[Tensor], average: Average) -> None:
+        """The kernel.
+
+        Args:
+            own: ``D_i``: vectors like the center.
+            average: ``sum_i w_i D_i`` as its ``mean``.
+        """
+
+    @override
+    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+        return [*self.center, *mean_apart(self, planned)]
+
+    @override
+    def finish(self, planned: Sequence[int]) -> None:
+        self.replica.unpack(self.consensus(planned))
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for own, saved in zip(self.reference, state["reference"], strict=True):
+            own.copy_(saved)
+
+
+def mean_apart(averager: Averager, planned: Sequence[int]) -> list[Tensor]:
+    """The mean over replicas of what does not take part in exchanges (collective)."""
+    first = averager.replica.together
+    values = averager.replica.pack()[first:]
+    if not values:
+        return []
+    return averager.links.average(values, planned, averager.reference[first:]).mean
+
+
+def check_patterns(apart: Sequence[str], names: Sequence[str]) -> None:
+    """See that each pattern names something.
+
+    Raises:
+        ConfigurationError: one does not.
+    """
+    for pattern in apart:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ConfigurationError(
+                f"exclude: {pattern!r} is the name of no parameter or buffer that replicas exchange. There are {shown}. "
+                "Patterns may be given, such as '*norm*'."
+            )

@@ -1,0 +1,205 @@
+"""Replicas that visit a center one by one, each when it comes to it."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.center import Order, mean_apart
+from lightning_hetero.averaging.elastic import Pull, stability
+from lightning_hetero.averaging.moments import clear_broken
+from lightning_hetero.comm.centers.center import Center, Visit
+from lightning_hetero.comm.centers.visitor import Visitor
+from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.errors import NotFiniteError
+
+
+class VisitRates:
+    """How often this replica visits, against the mean of all.
+
+    A replica that comes four times as often would pull the center four times as much. So what each adds is divided by
+    its rate.
+
+    Args:
+        index: this replica.
+        window: own visits to look back.
+    """
+
+    def __init__(self, index: int, window: int = 16) -> None:
+        self._index = index
+        self._seen: deque[tuple[float, list[int]]] = deque(maxlen=window + 1)
+
+    def saw(self, counts: Sequence[int]) -> None:
+        """Take in the visits of each replica so far, at a visit of this one."""
+        self._seen.append((time.monotonic(), list(counts)))
+
+    @property
+    def factor(self) -> float:
+        """Mean rate over own rate."""
+        if len(self._seen) < 2:
+            return 1.0
+        since = self._since()
+        return sum(since) / len(since) / since[self._index]
+
+    def per_second(self) -> list[float]:
+        """Visits of each replica."""
+        seconds = self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
+        return [visits / seconds for visits in self._since()] if seconds > 0 else []
+
+    def _since(self) -> list[int]:
+        (_, first), (_, last) = self._seen[0], self._seen[-1]
+        return [b - a for a, b in zip(first, last, strict=True)]
+
+
+class VisitingAverager(Averager):
+    """Asynchronous EASGD: every tau steps of its own, a replica visits the center.
+
+    Of p replicas, each with a share ``w_i`` of the samples::
+
+        x_i -= alpha D_i;  c += beta w_i (mean rate / rate_i) D_i
+
+    Replicas wait for each other at the ends of epochs only, and where all evaluate or save.
+
+    Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; round robin ("Original EASGD") and Hogwild EASGD, You et
+    al. 2017. The rates are this package's.
+
+    Args:
+        pull: gives alpha and beta.
+        tau: optimizer steps from one visit to the next.
+        center: where all go; not open yet.
+        order: when ``D_i`` is taken: before the replica's own step (and the visit passes in its background), or after.
+        overlap: ``False``: a visit comes before the step rather than in its background.
+        debias: whether what a replica adds is divided by how often it comes.
+        skip: whether a replica that is not finite takes over the center, instead of raising an error.
+        check: of the optimizers, before all begins.
+    """
+
+    needs_others = False
+    lockstep = False
+
+    def __init__(
+        self,
+        pull: Pull,
+        tau: int,
+        center: Center,
+        order: Order = "jacobi",
+        overlap: bool = True,
+        debias: bool = True,
+        skip: bool = False,
+        check: Callable[[Sequence[Optimizer]], None] = lambda _: None,
+    ) -> None:
+        self.pull, self.tau, self.order, self.overlap, self.debias = pull, tau, order, overlap, debias
+        self._center, self._skip, self._check = center, skip, check
+        self._visit: Callable[[], Visit] | None = None
+        self._distance = 0.0  # of this replica from the center, at the latest visit
+
+    @override
+    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        self._check(optimizers())
+        super().setup(replica, links, optimizers)
+        self._rates = VisitRates(links.index)
+        self._visitor = Visitor(self._center, links)
+        self._difference = [torch.empty_like(c) for c in self._known]
+        self._snapshot = self._packed[: replica.together]
+        self._center.open(self._known)
+        self.warning = stability(*self._strength())
+
+    @property
+    def _known(self) -> list[Tensor]:
+        """The center, as it was when all last looked."""
+        return self.reference[: self.replica.together]
+
+    def _strength(self) -> tuple[float, float]:
+        alpha = self.pull.alpha(self.optimizers(), self.links.count)
+        return alpha, self.pull.of_center(alpha, self.links.count)
+
+    @override
+    def due(self, context: StepContext) -> bool:
+        return context.epoch_ends
+
+    def _visits(self, step: int) -> bool:
+        return not self.pull.nothing and step % self.tau == 0
+
+    @override
+    def before_step(self, context: StepContext) -> None:
+        if self.order == "jacobi" and self._visits(context.step + 1):
+            self._go(context.planned)
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if not self._visits(context.step):
+            return
+        if self.order == "gauss_seidel":
+            self._go(context.planned)
+        assert self._visit is not None
+        visit, self._visit = self._visit(), None
+        self._rates.saw(visit.counts)
+        self._distance = math.sqrt(visit.square) if visit.square >= 0 else math.nan
+        if math.isfinite(visit.square):
+            self.replica.add(self._difference, -self._alpha)
+        elif self._skip:
+            self._take_center()
+        else:
+            raise NotFiniteError([self.links.index])
+
+    def _go(self, planned: Sequence[int]) -> None:
+        self._alpha, beta = self._strength()
+        stability(self._alpha, beta)
+        self._snapshot = self.replica.pack(self._snapshot)
+        for difference, value in zip(self._difference, self._snapshot, strict=True):
+            difference.copy_(value)
+        share = planned[self.links.index] / sum(planned)
+        # Past the center it would swing: a replica that comes very rarely cannot make up for all of it at once.
+        push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
+        self._visit = self._visitor.visit(self._difference, push)
+        if not self.overlap:
+            visit = self._visit()
+            self._visit = lambda: visit
+
+    def _take_center(self) -> None:
+        for difference in self._difference:
+            difference.zero_()
+        self._visitor.visit(self._difference, 0.0)()  # 0 - c
+        for difference in self._difference:
+            difference.neg_()
+        self.replica.unpack(self._difference)
+        clear_broken(self.optimizers())
+        self.links.traffic.skipped.append(self.links.index)
+
+    @override
+    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+        self._visitor.read(self._known)
+        return [*self._known, *mean_apart(self, planned)]
+
+    @override
+    def finish(self, planned: Sequence[int]) -> None:
+        self.replica.unpack(self.consensus(planned))
+        self._center.leave()
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        rates = {f"visits_per_s/replica{i}": rate for i, rate in enumerate(self._rates.per_second())}
+        return {"center_distance": self._distance, **rates}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        counts = self._visitor.read(self._known)
+        return {**super().state_dict(), "counts": counts}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for own, saved in zip(self.reference, state["reference"], strict=True):
+            own.copy_(saved)
+        self._visitor.write(self._known, state["counts"])
+
+    @override
+    def close(self) -> None:
+        self._center.close()

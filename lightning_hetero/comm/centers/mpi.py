@@ -1,0 +1,165 @@
+"""A center in a window of MPI: visitors read and add to it without its host."""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.comm.centers.center import Center, Job, Visit, differ
+from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_PART = 1 << 24  # elements of one message
+
+
+class MPICenter(Center):
+    """Reads and adds are atomic for each number, so that no add is lost; a visit as a whole is not.
+
+    ``Win.Allocate``, one ``Lock_all`` for the whole life, and operations that are polled: locks for each access, or
+    windows over memory that was there before, wait for the host's own calls.
+
+    Args:
+        job: who visits; ranks as MPI counts them.
+        across: whether visitors live on several hosts; then the host lends MPI a thread, or nothing would move while
+            it computes.
+    """
+
+    def __init__(self, job: Job, across: bool) -> None:
+        super().__init__(job)
+        self._across = across
+        self._window: MPI.Win | None = None
+        self._stop = threading.Event()
+
+    @override
+    def open(self, values: Sequence[Tensor]) -> None:
+        from mpi4py import MPI
+
+        self._communicator = MPI.COMM_WORLD.Dup()
+        sizes = [8 * len(self.job.leaders), *(value.numel() * value.element_size() for value in values)]
+        *self._starts, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
+        here = self.job.rank == self.job.host
+        self._window = MPI.Win.Allocate(total if here else 0, 1, comm=self._communicator)
+        self._window.Lock_all()
+        self._counts = torch.zeros(len(self.job.leaders), dtype=torch.float64)
+        self._center = [torch.empty_like(value) for value in values]  # as last read
+        if here:
+            self._memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)
+            self.write(values, [0] * len(self.job.leaders))
+            if self._across:
+                threading.Thread(target=self._progress, name="hetero-center", daemon=True).start()
+        self._window.Sync()
+        self._communicator.Barrier()
+
+    @override
+    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
+        from mpi4py import MPI
+
+        self._fetch(self._center)
+        square = differ(values, self._center)
+        if math.isfinite(square):
+            for start, difference, scaled in zip(self._starts[1:], values, self._center, strict=True):
+                self._add(torch.mul(difference, push, out=scaled), start)
+        self._add(torch.ones(1, dtype=torch.float64), 8 * self.job.replica)
+        self._get(self._counts, 0, MPI.NO_OP)
+        sent = 0 if self.job.rank == self.job.host else sum(v.numel() * v.element_size() for v in values)
+        return Visit(square, [int(count) for count in self._counts], sent)
+
+    def _fetch(self, out: Sequence[Tensor]) -> None:
+        from mpi4py import MPI
+
+        for start, part in zip(self._starts[1:], out, strict=True):
+            self._get(part, start, MPI.NO_OP)
+
+    def _get(self, out: Tensor, start: int, operation: "MPI.Op") -> None:
+        assert self._window is not None
+        for first in range(0, out.numel(), _PART):
+            part = out[first : first + _PART].numpy()
+            place = start + first * part.itemsize, part.size, _type(part)
+            self._wait(self._window.Rget_accumulate(part, part, self.job.host, place, operation))
+
+    def _add(self, values: Tensor, start: int) -> None:
+        from mpi4py import MPI
+
+        assert self._window is not None
+        for first in range(0, values.numel(), _PART):
+            part = values[first : first + _PART].numpy()
+            place = start + first * part.itemsize, part.size, _type(part)
+            self._wait(self._window.Raccumulate(part, self.job.host, place, MPI.SUM))
+
+    def _wait(self, request: "MPI.Request") -> None:
+        deadline = time.monotonic() + self.job.timeout.total_seconds()
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"rank {self.job.rank} waited {self.job.timeout.total_seconds():g} s for the center in the memory "
+                    f"of rank {self.job.host}, which does not answer (the strategy's `timeout` is the limit)."
+                )
+            if self._across:
+                time.sleep(1e-4)
+
+    @override
+    def read(self) -> tuple[list[Tensor], list[int]]:
+        from mpi4py import MPI
+
+        self._fetch(self._center)
+        self._get(self._counts, 0, MPI.NO_OP)
+        return [value.clone() for value in self._center], [int(count) for count in self._counts]
+
+    @override
+    def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
+        assert self._window is not None
+        table = torch.tensor(counts, dtype=torch.float64)
+        for start, value in zip(self._starts, (table, *values), strict=True):
+            self._memory[start : start + value.numel() * value.element_size()].view(value.dtype).copy_(value)
+        self._window.Sync()
+
+    def _progress(self) -> None:
+        from mpi4py import MPI
+
+        while not self._stop.wait(5e-4):
+            self._communicator.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    @override
+    def leave(self) -> None:
+        if self._window is not None:
+            self._window.Flush_all()
+            self._communicator.Barrier()
+            self._stop.set()
+            self._memory = torch.zeros(0)  # nothing may look at the window's memory when it goes
+            self._window.Unlock_all()
+            self._window.Free()
+            self._window = None
+
+    @override
+    def close(self) -> None:
+        self._stop.set()
+
+
+def _type(array: Any) -> "MPI.Datatype":
+    from mpi4py import MPI
+
+    return {4: MPI.FLOAT, 8: MPI.DOUBLE}[array.itemsize]
+
+
+def mpi_missing(world: int) -> HeteroError | None:
+    """Why the MPI center cannot be had here, if it cannot."""
+    advice = "Install mpi4py with an MPI library (pip install 'lightning-hetero[mpi]' mpich), and launch with mpiexec"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return UnsupportedError(f"center='mpi' needs mpi4py, which cannot be loaded: {error}. {advice}.")
+    size = MPI.COMM_WORLD.Get_size()
+    if size != world:
+        return UnsupportedError(
+            f"center='mpi': MPI knows {size} of the job's {world} ranks. Launch the job with mpiexec -n {world}, or "
+            "use center='shared_memory' or 'thread'."
+        )
+    return None

@@ -1,0 +1,172 @@
+"""A center that a thread of one rank keeps; the others send it their values and get back how far they are."""
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.comm.centers.center import Center, Job, Visit, differ, push_by
+from lightning_hetero.comm.centers.line import Line, NarrowLine
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.wire import DTYPES, Wire
+from lightning_hetero.errors import CommunicationError
+
+_FOREVER = timedelta(days=365)
+_VISIT, _LEAVE = 0.0, 1.0  # what visitors want
+
+
+class ThreadCenter(Center):
+    """Whoever comes first is served first. A visit is a few numbers and the values, each way.
+
+    Args:
+        job: who visits. Its other ranks take part in making the process group.
+        in_turn: serve replicas in their order, over and over, instead (round robin).
+        wire: number format of the values.
+    """
+
+    def __init__(self, job: Job, in_turn: bool = False, wire: Wire = "fp32") -> None:
+        super().__init__(job)
+        self._in_turn, self._wire = in_turn, wire
+        # The host waits for visitors as long as the training lasts; visitors wait for it no longer than they want.
+        limit = _FOREVER if job.rank == job.host else job.timeout
+        self._group = dist.new_group(list(job.leaders), timeout=limit, backend="gloo")
+        self._changed = threading.Condition()  # guards all that follows
+        self._values: list[Tensor] = []
+        self._counts = [0] * len(job.leaders)
+        self._next = 0  # replica whose turn it is
+        self._host_left = False
+        self._error: BaseException | None = None
+        self._lines: dict[int, Line] = {}  # by the rank at the other end
+
+    @override
+    def open(self, values: Sequence[Tensor]) -> None:
+        job = self.job
+        if job.rank != job.host:
+            self._lines = {job.host: self._line(job.host, values)}
+            return
+        self._values = [value.clone() for value in values]
+        self._lines = {rank: self._line(rank, values) for rank in job.leaders[1:]}
+        if self._lines:
+            threading.Thread(target=self._serve, name="hetero-center", daemon=True).start()
+
+    def _line(self, other: int, values: Sequence[Tensor]) -> Line:
+        dtype = DTYPES[self._wire]
+        return Line(self._group, other) if dtype is None else NarrowLine(self._group, other, list(values), dtype)
+
+    @override
+    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
+        if self.job.rank == self.job.host:
+            return self._visit_here(values, push)
+        line, own = self._lines[self.job.host], list(values)
+        with deadline(f"visit the center, which lives with rank {self.job.host}"):
+            line.send(torch.tensor([_VISIT, push], dtype=torch.float64))
+            well = line.tell(own)
+            table = torch.empty(1 + len(self.job.leaders), dtype=torch.float64)
+            line.receive(table)
+            line.learn(own)
+        square, *counts = table.tolist()
+        return Visit(square if well else math.inf, [int(count) for count in counts], 16 + line.bytes(own))
+
+    @override
+    def read(self) -> tuple[list[Tensor], list[int]]:
+        with self._changed:
+            return [value.clone() for value in self._values], list(self._counts)
+
+    @override
+    def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
+        with self._changed:
+            for own, value in zip(self._values, values, strict=True):
+                own.copy_(value)
+            self._counts = list(counts)
+
+    @override
+    def leave(self) -> None:
+        if self.job.rank == self.job.host:
+            with self._changed:
+                self._host_left = True
+                self._changed.notify_all()
+        elif self.job.visits:
+            with deadline(f"leave the center, which lives with rank {self.job.host}"):
+                self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0], dtype=torch.float64))
+
+    @override
+    def close(self) -> None:
+        with self._changed:
+            self._host_left = True
+            self._changed.notify_all()
+        self._lines = {}
+
+    # -- the host ----------------------------------------------------------------------------------
+
+    def _visit_here(self, values: Sequence[Tensor], push: float) -> Visit:
+        limit = self.job.timeout.total_seconds()
+        with self._changed:
+            mine = self._changed.wait_for(lambda: self._error or not self._in_turn or self._next == 0, limit)
+            if self._error is not None:
+                raise CommunicationError(
+                    f"rank {self.job.rank} cannot keep the center any longer: another rank has failed. Look for the "
+                    f"first error among the other ranks. Cause: {self._error}"
+                ) from self._error
+            if not mine:
+                raise CommunicationError(
+                    f"rank {self.job.rank} waited {limit:g} s for its turn at the center: rank "
+                    f"{self.job.leaders[self._next]}, whose turn it was, did not come (the strategy's `timeout` is the "
+                    "limit)."
+                )
+            square = differ(values, self._values)
+            return self._receive(0, values, push, square)
+
+    def _receive(self, index: int, difference: Sequence[Tensor], push: float, square: float) -> Visit:
+        push_by(difference, self._values, push, square)
+        self._counts[index] += 1
+        self._pass_on(index)
+        return Visit(square, list(self._counts), 0)
+
+    def _pass_on(self, index: int) -> None:
+        self._next = (index + 1) % len(self.job.leaders)
+        self._changed.notify_all()
+
+    def _serve(self) -> None:
+        """Serve all visitors until they have left; on a thread."""
+        lines, difference = dict(self._lines), [torch.empty_like(value) for value in self._values]
+        present = set(lines)
+        with self._noting_errors():
+            while present:
+                request = torch.empty(2, dtype=torch.float64)
+                rank = dist.recv(request, self._expected(), group=self._group)
+                index, (wish, push) = self.job.leaders.index(rank), request.tolist()
+                if wish == _LEAVE:
+                    present.remove(rank)
+                    with self._changed:
+                        self._pass_on(index)
+                    continue
+                lines[rank].hear(difference)
+                with self._changed:
+                    square = differ(difference, self._values)
+                    lines[rank].round(difference)
+                    visit = self._receive(index, difference, push, square)
+                lines[rank].send(torch.tensor([square, *visit.counts], dtype=torch.float64))
+                lines[rank].answer(difference)
+
+    def _expected(self) -> int | None:
+        """The rank to be served next; ``None``: any."""
+        if not self._in_turn:
+            return None
+        with self._changed:
+            self._changed.wait_for(lambda: self._next != 0 or self._host_left)
+            return self.job.leaders[self._next or 1]
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # the training thread shall see it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()

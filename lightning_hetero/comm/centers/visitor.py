@@ -1,0 +1,83 @@
+"""A replica's way to a center: its first rank goes, and tells the others what it has learned."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hetero.comm.background import Background
+from lightning_hetero.comm.centers.center import Center, Visit
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.links import ReplicaLinks
+
+
+class Visitor:
+    """Visits a center in the background, one visit at a time.
+
+    Args:
+        center: open to this replica's leader.
+        links: the wires of this replica.
+    """
+
+    def __init__(self, center: Center, links: ReplicaLinks) -> None:
+        self.center, self._links = center, links
+
+    def visit(self, values: Sequence[Tensor], push: float) -> Callable[[], Visit]:
+        """Begin a visit (collective over the replica).
+
+        Args:
+            values: as for :meth:`~lightning_hetero.comm.centers.center.Center.visit`; overwritten with the difference,
+                on every rank of the replica.
+            push: likewise.
+
+        Returns:
+            Waits for what the visit brings; to be called once, before the next visit.
+        """
+
+        def work() -> Visit:
+            table = torch.zeros(2 + len(self.center.job.leaders), dtype=torch.float64)
+            if self.center.job.visits:
+                visit = self.center.visit(values, push)
+                table = torch.tensor([visit.square, visit.sent, *visit.counts], dtype=torch.float64)
+            with deadline("tell its replica of the center"):
+                for tensor in (table, *values):
+                    self._links.tell(tensor)
+            square, sent, *counts = table.tolist()
+            return Visit(square, [int(count) for count in counts], int(sent))
+
+        background = Background(work)
+
+        def result() -> Visit:
+            began = time.perf_counter()
+            visit = background.result()
+            traffic = self._links.traffic
+            traffic.exchanges += 1
+            traffic.bytes += visit.sent
+            traffic.seconds += background.seconds
+            traffic.exposed += time.perf_counter() - began
+            return visit
+
+        return result
+
+    def read(self, out: Sequence[Tensor]) -> list[int]:
+        """Write the center into vectors, and return the counts: the same on every rank (collective over all ranks)."""
+        self._links.gather(None)  # nobody visits any more
+        job = self.center.job
+        counts = torch.zeros(len(job.leaders), dtype=torch.int64)
+        if job.rank == job.host:
+            values, seen = self.center.read()
+            counts.copy_(torch.tensor(seen))
+            for own, value in zip(out, values, strict=True):
+                own.copy_(value)
+        with deadline("receive the center"):
+            for tensor in (counts, *out):
+                dist.broadcast(tensor, job.host)
+        return counts.tolist()
+
+    def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
+        """Set the center and the counts (collective over all ranks)."""
+        if self.center.job.rank == self.center.job.host:
+            self.center.write(values, counts)
+        self._links.gather(None)

@@ -1,0 +1,69 @@
+"""`hetero_diloco`: an outer optimizer on what replicas have done."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import Averager
+from lightning_hetero.averaging.outer import OuterAverager
+from lightning_hetero.comm.wire import DTYPES, Wire
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.strategies.centers import CenterStrategy, one_of
+
+
+class DiLoCoStrategy(CenterStrategy):
+    """Replicas train apart for tau steps; the mean of what they have done is the gradient of an outer step.
+
+    Source: DiLoCo, Douillard et al. 2023, algorithm 1; with other outer optimizers local SGD (``SGD(lr=1)``) and BMUF
+    (heavy-ball momentum), Chen and Huo 2016.
+
+    Args:
+        tau: optimizer steps from one outer step to the next (H in the paper, where it is 500).
+        outer_lr: learning rate of the outer optimizer, which is SGD with Nesterov's momentum.
+        outer_momentum: its momentum.
+        outer: makes any other outer optimizer, given parameters; instead of these two.
+        wire: number format of differences: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
+        **kwargs: as for :class:`~lightning_hetero.strategies.centers.CenterStrategy`, such as ``replica``.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+    """
+
+    def __init__(
+        self,
+        tau: int = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        outer: Callable[[Iterable], Optimizer] | None = None,
+        wire: Wire = "fp32",
+        **kwargs: Any,
+    ) -> None:
+        one_of("wire", wire, tuple(DTYPES))
+        if not 0 < outer_lr < float("inf") or not 0 <= outer_momentum < 1:
+            raise ConfigurationError(
+                f"outer_lr={outer_lr!r}, outer_momentum={outer_momentum!r}: the first must be above 0, the second at "
+                "least 0 and below 1."
+            )
+        nesterov = outer_momentum > 0
+        self.outer = outer or partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+        self.wire = wire
+        try:
+            made = self.outer([torch.nn.Parameter(torch.zeros(1))])
+        except Exception as error:
+            raise ConfigurationError(f"outer={outer!r} does not make an optimizer of parameters: {error}") from error
+        if not isinstance(made, Optimizer):
+            raise ConfigurationError(f"outer={outer!r} made a {type(made).__name__}, not a torch.optim.Optimizer.")
+        self._described = type(made).__name__, made.defaults
+        super().__init__(tau=tau, **kwargs)
+
+    @override
+    def algorithm_options(self) -> dict[str, Any]:
+        return {**super().algorithm_options(), "outer": self._described, "wire": self.wire}
+
+    @override
+    def make_averager(self) -> Averager:
+        return OuterAverager(self.outer, self.tau, self.wire)
