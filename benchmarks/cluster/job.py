@@ -46,21 +46,35 @@ class Digits(Dataset):
         return list(zip(self.images[first] + 0.2 * noise, self.labels[first], strict=True))
 
 
-class CNN(pl.LightningModule):
+def cnn() -> nn.Module:
     """2.15 million parameters: 8.6 MB for every exchange."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 2060),
+        nn.ReLU(),
+        nn.Linear(2060, 10),
+    )
 
-    def __init__(self) -> None:
+
+def layers() -> nn.Module:
+    """160 layers of about a thousand parameters each."""
+    blocks = [nn.Sequential(nn.Linear(32, 32, bias=False), nn.LayerNorm(32, bias=False), nn.ReLU()) for _ in range(80)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *blocks, nn.Linear(32, 10))
+
+
+MODELS = {"cnn": cnn, "layers": layers}
+
+
+class Watched(pl.LightningModule):
+    """Notes when each step begins, what has been sent by then and how long has been waited."""
+
+    def __init__(self, model: str) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64 * 4 * 4, 2060),
-            nn.ReLU(),
-            nn.Linear(2060, 10),
-        )
+        self.net = MODELS[model]()
         self.starts: list[float] = []
         self.sent: list[int] = []
         self.exposed: list[float] = []
@@ -89,7 +103,7 @@ def _digits(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return images[chosen], torch.tensor(data.target)[chosen]
 
 
-def fit(contender: str, steps: int, batch: int, delay: float) -> dict[str, Any]:
+def fit(contender: str, model: str, steps: int, batch: int, delay: float) -> dict[str, Any]:
     """Train, and measure this rank's steps after the first few."""
     pl.seed_everything(1, verbose=False)
     strategy = contenders.parse(contender)
@@ -106,7 +120,7 @@ def fit(contender: str, steps: int, batch: int, delay: float) -> dict[str, Any]:
         callbacks=[EmulatedSpeed([Cost(delay, 1e-6)] * (1 if alone else world))] if delay else [],
         **off,
     )
-    module = CNN()
+    module = Watched(model)
     samples = batch * steps * (1 if alone else world)
     loader = DataLoader(Digits(samples), batch_size=batch, shuffle=True)
     trainer.fit(module, loader)
@@ -127,8 +141,8 @@ def fit(contender: str, steps: int, batch: int, delay: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    output, names = Path(sys.argv[1]), sys.argv[6:]
-    repeats, steps, batch, delay = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+    output, model, names = Path(sys.argv[1]), sys.argv[2], sys.argv[7:]
+    repeats, steps, batch, delay = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
     for logger in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -140,7 +154,7 @@ def main() -> None:
     for repeat in range(repeats):
         for name in names:
             dist.barrier()
-            mine = fit(name, steps, batch, delay)
+            mine = fit(name, model, steps, batch, delay)
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, mine)
             everything.append({"contender": name, "repeat": repeat, "ranks": ranks})

@@ -142,6 +142,6 @@ def check_patterns(apart: Sequence[str], names: Sequence[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise ConfigurationError(
-                f"exclude: {pattern!r} is the name of no parameter or buffer that replicas exchange. There are {shown}. "
-                "Patterns may be given, such as '*norm*'."
+                f"exclude: {pattern!r} is the name of no parameter or buffer that replicas exchange: {shown}. Patterns "
+                "may be given, such as '*norm*'."
             )

@@ -80,6 +80,10 @@ class VisitingAverager(Averager):
         debias: whether what a replica adds is divided by how often it comes.
         skip: whether a replica that is not finite takes over the center, instead of raising an error.
         check: of the optimizers, before all begins.
+        wants_stop: whether this rank wants all to stop.
+
+    Attributes:
+        stops: whether somebody wants all to stop.
     """
 
     needs_others = False
@@ -95,9 +99,11 @@ class VisitingAverager(Averager):
         debias: bool = True,
         skip: bool = False,
         check: Callable[[Sequence[Optimizer]], None] = lambda _: None,
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pull, self.tau, self.order, self.overlap, self.debias = pull, tau, order, overlap, debias
-        self._center, self._skip, self._check = center, skip, check
+        self._center, self._skip, self._check, self._wants_stop = center, skip, check, wants_stop
+        self.stops = False
         self._visit: Callable[[], Visit] | None = None
         self._distance = 0.0  # of this replica from the center, at the latest visit
 
@@ -142,6 +148,7 @@ class VisitingAverager(Averager):
         assert self._visit is not None
         visit, self._visit = self._visit(), None
         self._rates.saw(visit.counts)
+        self.stops |= visit.stop
         self._distance = math.sqrt(visit.square) if visit.square >= 0 else math.nan
         if math.isfinite(visit.square):
             self.replica.add(self._difference, -self._alpha)
@@ -159,7 +166,7 @@ class VisitingAverager(Averager):
         share = planned[self.links.index] / sum(planned)
         # Past the center it would swing: a replica that comes very rarely cannot make up for all of it at once.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
-        self._visit = self._visitor.visit(self._difference, push)
+        self._visit = self._visitor.visit(self._difference, push, self._wants_stop())
         if not self.overlap:
             visit = self._visit()
             self._visit = lambda: visit
@@ -186,7 +193,7 @@ class VisitingAverager(Averager):
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
-        rates = {f"visits_per_s/replica{i}": rate for i, rate in enumerate(self._rates.per_second())}
+        rates = {f"exchanges_per_s/replica{i}": rate for i, rate in enumerate(self._rates.per_second())}
         return {"center_distance": self._distance, **rates}
 
     @override

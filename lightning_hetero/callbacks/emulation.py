@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.workload.shares import Cost
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class EmulatedSpeed(Callback):
     ) -> None:
         """The emulated device starts here."""
         self._samples = extract_batch_size(batch)
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() - self._waited(trainer)  # on a clock that stands still while it waits
 
     @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
@@ -85,7 +86,12 @@ class EmulatedSpeed(Callback):
             return  # another backward pass of a batch that has been slowed down already
         batch = trainer.fit_loop.epoch_loop.total_batch_idx
         cost = self._costs[max(start for start in self._costs if start <= batch)][trainer.global_rank]
-        real = time.perf_counter() - self._began + (median(self._backward) if self._backward else 0.0)
+        real = (
+            time.perf_counter()
+            - self._waited(trainer)
+            - self._began
+            + (median(self._backward) if self._backward else 0.0)
+        )
         pause = cost.seconds(self._samples) - real
         if pause > 0:
             time.sleep(pause)
@@ -94,6 +100,12 @@ class EmulatedSpeed(Callback):
         if loss.requires_grad:
             self._resumed = time.perf_counter()
             loss.register_hook(self._queue)
+
+    @staticmethod
+    def _waited(trainer: "pl.Trainer") -> float:
+        """Seconds of the step that were no work, such as waiting for an exchange before the forward pass."""
+        strategy = trainer.strategy
+        return strategy.share.timer.waited if isinstance(strategy, HeteroStrategy) else 0.0
 
     def _queue(self, grad: Tensor) -> None:
         # Runs when all of this rank's own gradients are ready, before the callback in which DDP waits for the others.

@@ -92,7 +92,9 @@ class HeteroMonitor(Callback):
         hetero/hidden_s               seconds so far for which an exchange was under way while it trained
         hetero/exposed_s              seconds so far for which it waited for an exchange
         hetero/consensus_distance     RMS distance of the replicas from their mean
-        hetero/...                    the algorithm's own numbers: for DASO ``global_every`` (B) and ``wait`` (W)
+        hetero/...                    the algorithm's own numbers: for DASO ``global_every`` (B) and ``wait`` (W); for
+                                      the elastic family ``center_distance`` (RMS over replicas; of rank 0 where they
+                                      come one by one) and ``exchanges_per_s/replica{i}``
 
     and the progress bar shows the algorithm's numbers and words and the part of the latest exchange's time that
     was hidden.
@@ -142,7 +144,8 @@ class HeteroMonitor(Callback):
         names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
         numbers = {name: value for name, value in record.status.items() if not isinstance(value, str)}
         self._log(trainer, {**dict(zip(names, costs, strict=True)), **numbers})
-        shown = {name: str(value) for name, value in record.status.items()}
+        short = {name: value for name, value in record.status.items() if "/" not in name}  # not of each replica
+        shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
         last = self.exchanges[-2] if len(self.exchanges) > 1 else record._replace(hidden=0.0, exposed=0.0)
         lately = hidden - last.hidden, traffic.exposed - last.exposed
         shown["hidden"] = f"{max(lately[0], 0.0) / sum(lately):.0%}" if sum(lately) > 0 else ""

@@ -63,10 +63,24 @@ class EASGDVisitsStrategy(CenterStrategy):
         assert self.topology is not None
         job = job_of(self.topology.rank, self._replicas, self.topology.world, self.options.timeout)
         center: Center = open_center(self.center, self.topology, job, self.locked, self.in_turn, self.wire)
-        skip = self.on_nan == "skip"
         return VisitingAverager(
-            self.pull, self.tau, center, self.order, self.overlap, self.debias, skip, self.check_optimizers
+            self.pull,
+            self.tau,
+            center,
+            self.order,
+            self.overlap,
+            self.debias,
+            skip=self.on_nan == "skip",
+            check=self.check_optimizers,
+            wants_stop=self._stop_requested,
         )
+
+    @override
+    def _after_window(self) -> None:
+        super()._after_window()
+        assert isinstance(self.averager, VisitingAverager)
+        if self.averager.stops and self._stop is not None:
+            self._stop.heed()  # reports meet at the ends of epochs only
 
     @staticmethod
     def check_optimizers(optimizers: Any) -> None:

@@ -70,6 +70,11 @@ class StepTimer:
                 self._wait += self._clock() - began
                 self._resume()
 
+    @property
+    def waited(self) -> float:
+        """Seconds that the running step has waited so far, but for a backward pass that has not returned."""
+        return self._wait
+
     def watch(self, loss: Tensor) -> None:
         """Note when the backward pass of ``loss`` has done all of this rank's own work."""
         if loss.requires_grad:

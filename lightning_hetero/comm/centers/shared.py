@@ -18,14 +18,14 @@ from lightning_hetero.comm.centers.center import Center, Job, Visit, differ, pus
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
 
 _ALIGNED = 64  # bytes; vectors begin at a cache line
-_LOCK, _ALIVE = 0, 1  # bytes of the file that stand for: the center is in use; its host lives
+_LOCK, _ALIVE = 0, 1  # bytes of the file: locked by who uses the center; from here on, by each leader while it lives
 
 
 class SharedCenter(Center):
     """A mapped file without a name, in ``/dev/shm`` where there is room.
 
     The kernel lets go of a process's file locks when it dies, so that no dead visitor can block the others, and
-    everybody can tell whether the host lives.
+    everybody can tell who lives.
 
     Args:
         job: who visits.
@@ -37,11 +37,11 @@ class SharedCenter(Center):
         super().__init__(job)
         self._locked = locked
         self._file = -1
-        self._counts, self._values = torch.zeros(0), [torch.zeros(0)]
+        self._table, self._values = torch.zeros(0), [torch.zeros(0)]  # counts, and whether to stop; the center
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
-        sizes = [8 * len(self.job.leaders), *(value.numel() * value.element_size() for value in values)]
+        sizes = [8 * (len(self.job.leaders) + 1), *(value.numel() * value.element_size() for value in values)]
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
@@ -59,8 +59,9 @@ class SharedCenter(Center):
         if self.job.rank == self.job.host:
             os.unlink(path)  # from now on it goes when the last process does
         together(problem, "the center in shared memory")
+        if self.job.visits:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE + self.job.replica)
         if self.job.rank == self.job.host:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE)
             self.write(values, [0] * len(self.job.leaders))
         dist.barrier()
 
@@ -73,35 +74,40 @@ class SharedCenter(Center):
         except (OSError, RuntimeError) as error:
             return ConfigurationError(f"cannot open the center's file in shared memory; use center='thread': {error}")
         parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        self._counts = parts[0].view(torch.float64)
+        self._table = parts[0].view(torch.float64)
         self._values = [part.view(value.dtype) for part, value in zip(parts[1:], values, strict=True)]
         return None
 
     @override
-    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
+    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
         with self._held() if self._locked else nullcontext():
-            self._check_host()
+            self._check_others()
             square = differ(values, self._values)
             push_by(values, self._values, push, square)
-            self._counts[self.job.replica] += 1  # each has its own
-            return Visit(square, [int(count) for count in self._counts], 0)
+            self._table[self.job.replica] += 1  # each has its own
+            if stop:
+                self._table[-1] = 1
+            return Visit(square, self._counts(), stop=bool(self._table[-1]))
 
     @override
     def read(self) -> tuple[list[Tensor], list[int]]:
         with self._held() if self._locked else nullcontext():
-            return [value.clone() for value in self._values], [int(count) for count in self._counts]
+            return [value.clone() for value in self._values], self._counts()
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         for own, value in zip(self._values, values, strict=True):
             own.copy_(value)
-        self._counts.copy_(torch.tensor(counts))
+        self._table[:-1].copy_(torch.tensor(counts))
+
+    def _counts(self) -> list[int]:
+        return [int(count) for count in self._table[:-1]]
 
     @contextmanager
     def _held(self) -> Iterator[None]:
         deadline = time.monotonic() + self.job.timeout.total_seconds()
         while not _try(self._file, fcntl.LOCK_EX, _LOCK):
-            self._check_host()
+            self._check_others()
             if time.monotonic() > deadline:
                 raise CommunicationError(
                     f"rank {self.job.rank} waited {self.job.timeout.total_seconds():g} s for the center in shared "
@@ -113,20 +119,23 @@ class SharedCenter(Center):
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _LOCK)
 
-    def _check_host(self) -> None:
-        if self.job.rank != self.job.host and _try(self._file, fcntl.LOCK_SH, _ALIVE):
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _ALIVE)
-            raise CommunicationError(
-                f"rank {self.job.rank} cannot visit the center: rank {self.job.host}, with which it lives, has ended. "
-                "Look for its error first."
-            )
+    def _check_others(self) -> None:
+        """See that nobody has ended, who would be waited for in vain at the end of the epoch."""
+        for replica, rank in enumerate(self.job.leaders):
+            if replica != self.job.replica and _try(self._file, fcntl.LOCK_SH, _ALIVE + replica):
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _ALIVE + replica)
+                host = ", with which it lives," if rank == self.job.host else ""
+                raise CommunicationError(
+                    f"rank {self.job.rank} cannot visit the center: rank {rank}{host} has ended. Look for its error "
+                    "first."
+                )
 
     @override
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)  # gives up its locks
             self._file = -1
-        self._counts, self._values = torch.zeros(0), [torch.zeros(0)]
+        self._table, self._values = torch.zeros(0), [torch.zeros(0)]
 
 
 def _make(size: int) -> str:

@@ -39,6 +39,7 @@ class ThreadCenter(Center):
         self._changed = threading.Condition()  # guards all that follows
         self._values: list[Tensor] = []
         self._counts = [0] * len(job.leaders)
+        self._stop = False
         self._next = 0  # replica whose turn it is
         self._host_left = False
         self._error: BaseException | None = None
@@ -60,18 +61,19 @@ class ThreadCenter(Center):
         return Line(self._group, other) if dtype is None else NarrowLine(self._group, other, list(values), dtype)
 
     @override
-    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
+    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
         if self.job.rank == self.job.host:
-            return self._visit_here(values, push)
+            return self._visit_here(values, push, stop)
         line, own = self._lines[self.job.host], list(values)
         with deadline(f"visit the center, which lives with rank {self.job.host}"):
-            line.send(torch.tensor([_VISIT, push], dtype=torch.float64))
+            line.send(torch.tensor([_VISIT, push, stop], dtype=torch.float64))
             well = line.tell(own)
-            table = torch.empty(1 + len(self.job.leaders), dtype=torch.float64)
+            table = torch.empty(2 + len(self.job.leaders), dtype=torch.float64)
             line.receive(table)
             line.learn(own)
-        square, *counts = table.tolist()
-        return Visit(square if well else math.inf, [int(count) for count in counts], 16 + line.bytes(own))
+        square, stopped, *counts = table.tolist()
+        sent = 24 + line.bytes(own)
+        return Visit(square if well else math.inf, [int(count) for count in counts], sent, bool(stopped))
 
     @override
     def read(self) -> tuple[list[Tensor], list[int]]:
@@ -93,7 +95,7 @@ class ThreadCenter(Center):
                 self._changed.notify_all()
         elif self.job.visits:
             with deadline(f"leave the center, which lives with rank {self.job.host}"):
-                self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0], dtype=torch.float64))
+                self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0, 0.0], dtype=torch.float64))
 
     @override
     def close(self) -> None:
@@ -104,7 +106,7 @@ class ThreadCenter(Center):
 
     # -- the host ----------------------------------------------------------------------------------
 
-    def _visit_here(self, values: Sequence[Tensor], push: float) -> Visit:
+    def _visit_here(self, values: Sequence[Tensor], push: float, stop: bool) -> Visit:
         limit = self.job.timeout.total_seconds()
         with self._changed:
             mine = self._changed.wait_for(lambda: self._error or not self._in_turn or self._next == 0, limit)
@@ -120,13 +122,14 @@ class ThreadCenter(Center):
                     "limit)."
                 )
             square = differ(values, self._values)
-            return self._receive(0, values, push, square)
+            return self._receive(0, values, push, square, stop)
 
-    def _receive(self, index: int, difference: Sequence[Tensor], push: float, square: float) -> Visit:
+    def _receive(self, index: int, difference: Sequence[Tensor], push: float, square: float, stop: bool) -> Visit:
         push_by(difference, self._values, push, square)
         self._counts[index] += 1
+        self._stop |= stop
         self._pass_on(index)
-        return Visit(square, list(self._counts), 0)
+        return Visit(square, list(self._counts), stop=self._stop)
 
     def _pass_on(self, index: int) -> None:
         self._next = (index + 1) % len(self.job.leaders)
@@ -138,9 +141,9 @@ class ThreadCenter(Center):
         present = set(lines)
         with self._noting_errors():
             while present:
-                request = torch.empty(2, dtype=torch.float64)
+                request = torch.empty(3, dtype=torch.float64)
                 rank = dist.recv(request, self._expected(), group=self._group)
-                index, (wish, push) = self.job.leaders.index(rank), request.tolist()
+                index, (wish, push, stop) = self.job.leaders.index(rank), request.tolist()
                 if wish == _LEAVE:
                     present.remove(rank)
                     with self._changed:
@@ -150,8 +153,8 @@ class ThreadCenter(Center):
                 with self._changed:
                     square = differ(difference, self._values)
                     lines[rank].round(difference)
-                    visit = self._receive(index, difference, push, square)
-                lines[rank].send(torch.tensor([square, *visit.counts], dtype=torch.float64))
+                    visit = self._receive(index, difference, push, square, bool(stop))
+                lines[rank].send(torch.tensor([square, visit.stop, *visit.counts], dtype=torch.float64))
                 lines[rank].answer(difference)
 
     def _expected(self) -> int | None:

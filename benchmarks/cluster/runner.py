@@ -1,0 +1,67 @@
+"""Runs contenders on an emulated cluster, and brings back what each rank has measured."""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import network
+from rich.console import Console
+
+
+def add_options(parser: argparse.ArgumentParser, nodes: int, ranks: int, rate: str, batch: int, steps: int) -> None:
+    """What all benchmarks on the cluster take."""
+    parser.add_argument("--nodes", type=int, default=nodes)
+    parser.add_argument("--ranks", type=int, default=ranks, help="of each node")
+    parser.add_argument("--rate", default=rate, help="of each node's link, such as 200mbit or 1gbit")
+    parser.add_argument("--quota", type=float, default=0.45, help="part of a core for each rank")
+    parser.add_argument("--batch", type=int, default=batch, help="samples per rank and step")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds that a step takes at least, without a core")
+    parser.add_argument("--steps", type=int, default=steps, help="of each run; the first 12 are not measured")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for everything")
+
+
+def measure(options: argparse.Namespace, contenders: list[str], model: str, console: Console) -> list[dict[str, Any]]:
+    """Run every contender in turn, several times; what `job.py` has written."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
+    link = network.Link(options.rate)
+    console.print(
+        f"{options.nodes} nodes of {options.ranks} ranks, {options.quota:.0%} of a core each, links of {options.rate}; "
+        f"{options.batch} samples per rank and step, {1e3 * options.delay:.0f} ms at least; "
+        f"{options.repeats} runs of {options.steps} steps each. {os.cpu_count()} cores, load average "
+        f"{os.getloadavg()[0]:.2f}."
+    )
+    with tempfile.TemporaryDirectory() as folder, network.Cluster(options.nodes, link) as cluster:
+        output, log = Path(folder) / "figures.json", Path(folder) / "log"
+        numbers = options.repeats, options.steps, options.batch, options.delay
+        command = [sys.executable, str(Path(__file__).with_name("job.py")), str(output), model]
+        command += [*map(str, numbers), *contenders]
+        began, used = time.monotonic(), cluster.cpu_seconds()
+        status = cluster.run(command, [options.ranks] * options.nodes, options.quota, options.timeout, log)
+        own, everyone = (b - a for a, b in zip(used, cluster.cpu_seconds(), strict=True))
+        if any(status):
+            for file in sorted(Path(folder).glob("*.log")):
+                console.print(f"--- {file.stem}\n{file.read_text()[-3000:]}", markup=False)
+            raise SystemExit(f"Ranks ended with {status}.")
+        runs = json.loads(output.read_text())
+    console.print(
+        f"The rest of the machine used {(everyone - own) / (time.monotonic() - began):.2f} cores meanwhile.\n"
+    )
+    return runs
+
+
+def slowest(runs: list[dict[str, Any]], name: str) -> list[float]:
+    """Milliseconds per step of the slowest rank, one per run."""
+    return [max(rank["ms"] for rank in run["ranks"]) for run in runs if run["contender"] == name]
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """Median and range."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
