@@ -70,10 +70,13 @@ class CenterAverager(Averager):
 
     @override
     def after_step(self, context: StepContext) -> None:
-        if not self.due(context):
-            return
-        if self.order == "gauss_seidel":
-            self._begin(context.planned)
+        if self.due(context):
+            self.exchange(context.planned)
+
+    def exchange(self, planned: Sequence[int]) -> None:
+        """Move replica and center (collective)."""
+        if self._exchange is None:
+            self._begin(planned)
         assert self._exchange is not None
         average, self._exchange = self._exchange(), None
         own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.center import CenterAverager
 from lightning_hetero.comm.lane import Average
 from lightning_hetero.comm.links import ReplicaLinks
@@ -33,6 +34,7 @@ class OuterAverager(CenterAverager):
     def __init__(self, outer: MakeOptimizer, tau: int, wire: Wire = "fp32") -> None:
         super().__init__(tau, "gauss_seidel", wire, overlap=False)
         self._make = outer
+        self._since = 0  # steps since the latest outer step
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -40,6 +42,11 @@ class OuterAverager(CenterAverager):
         views, self._buffers = replica.views(self.center)
         self._parameters = [nn.Parameter(view) for view in views]  # in the center's own memory
         self.outer = self._make(self._parameters)
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        self._since += 1
+        super().after_step(context)
 
     @override
     def move(self, own: list[Tensor], average: Average) -> None:
@@ -52,12 +59,20 @@ class OuterAverager(CenterAverager):
         for buffer, step in zip(self._buffers, steps, strict=True):
             buffer.sub_(step)
         self.replica.unpack(self.center)
+        self._since = 0
+
+    @override
+    def finish(self, planned: Sequence[int]) -> None:
+        if self._since:  # an outer step for what is left, which would be lost
+            self.exchange(planned)
+        super().finish(planned)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "outer": self.outer.state_dict()}
+        return {**super().state_dict(), "outer": self.outer.state_dict(), "since": self._since}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.outer.load_state_dict(state["outer"])
+        self._since = state["since"]

@@ -1,5 +1,7 @@
 """Shows who computes how much, how fast, who waits, and what exchanges between replicas cost."""
 
+import math
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,7 +93,8 @@ class HeteroMonitor(Callback):
         hetero/bytes_sent             by this replica so far, the network's own headers not counted
         hetero/hidden_s               seconds so far for which an exchange was under way while it trained
         hetero/exposed_s              seconds so far for which it waited for an exchange
-        hetero/consensus_distance     RMS distance of the replicas from their mean
+        hetero/consensus_distance     RMS distance of the replicas from their mean, where all exchange at once
+        hetero/exchanges_per_s        lately
         hetero/...                    the algorithm's own numbers: for DASO ``global_every`` (B) and ``wait`` (W); for
                                       the elastic family ``center_distance`` (RMS over replicas; of rank 0 where they
                                       come one by one) and ``exchanges_per_s/replica{i}``
@@ -110,6 +113,7 @@ class HeteroMonitor(Callback):
         self.history: list[Record] = []
         self.exchanges: list[Exchanged] = []
         self._seen: object = None
+        self._at = math.nan  # when the latest exchange was seen
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -140,13 +144,17 @@ class HeteroMonitor(Callback):
         hidden = max(traffic.seconds - traffic.exposed, 0.0)
         costs = traffic.exchanges, traffic.bytes, hidden, traffic.exposed, traffic.distance
         record = Exchanged(strategy.share.step, *costs, strategy.status())
+        last = self.exchanges[-1] if self.exchanges else record._replace(exchanges=0, hidden=0.0, exposed=0.0)
         self.exchanges.append(record)
         names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
         numbers = {name: value for name, value in record.status.items() if not isinstance(value, str)}
-        self._log(trainer, {**dict(zip(names, costs, strict=True)), **numbers})
+        now = time.perf_counter()
+        pace = (traffic.exchanges - last.exchanges) / (now - self._at)
+        self._at = now
+        known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
+        self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
         short = {name: value for name, value in record.status.items() if "/" not in name}  # not of each replica
         shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
-        last = self.exchanges[-2] if len(self.exchanges) > 1 else record._replace(hidden=0.0, exposed=0.0)
         lately = hidden - last.hidden, traffic.exposed - last.exposed
         shown["hidden"] = f"{max(lately[0], 0.0) / sum(lately):.0%}" if sum(lately) > 0 else ""
         trainer.progress_bar_metrics.update(shown)  # type: ignore[arg-type]
