@@ -1,0 +1,1 @@
+"""How gossiping replicas reach each other: messages with a deadline, between two at a time."""

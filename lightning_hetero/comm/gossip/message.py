@@ -1,0 +1,155 @@
+"""What one peer tells another, on the wire: a checked header, a few numbers, and vectors."""
+
+import hmac
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TOKEN_BYTES = 16
+#: magic, token, epoch, kind, sender, serial number, how many numbers, bytes of vectors, checksum of all but the header
+_HEADER = struct.Struct(f"!4s{TOKEN_BYTES}sIIIQIQI")
+_MAGIC = b"lhg1"
+_MOST_NUMBERS = 64
+
+
+class Kind(IntEnum):
+    """What a message is about."""
+
+    ASK = 1  # will you exchange with me?
+    YES = 2
+    NO = 3
+    SWAP = 4  # my values; and, as the answer, yours
+    COMMIT = 5  # I have yours: let it count
+    DONE = 6  # it counts
+    PUSH = 7  # part of my values, which is yours now
+    BYE = 8
+
+
+class Message(NamedTuple):
+    """A message.
+
+    Attributes:
+        kind: what it is about.
+        sender: who sends it.
+        numbers: a few.
+        vectors: on the CPU.
+    """
+
+    kind: Kind
+    sender: int
+    numbers: tuple[float, ...] = ()
+    vectors: tuple[Tensor, ...] = ()
+
+
+class RefusedError(Exception):
+    """A message that must not be believed; says why in one word."""
+
+
+class Channel:
+    """Messages over one connection, each of which arrives whole and in time, or not at all.
+
+    Args:
+        connection: to the other end.
+        token: the job's secret; both ends must hold the same.
+        epoch: version of the membership, likewise.
+        me: who sends.
+    """
+
+    def __init__(self, connection: socket.socket, token: bytes, epoch: int, me: int) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection, self._token, self._epoch, self._me = connection, token, epoch, me
+        self._sent = self._received = 0  # serial numbers: a message that comes twice is refused
+
+    def send(self, kind: Kind, numbers: Sequence[float], vectors: Sequence[Tensor], deadline: float) -> int:
+        """Send a message; returns its bytes.
+
+        Args:
+            kind: what it is about.
+            numbers: a few.
+            vectors: contiguous, on the CPU.
+            deadline: of ``time.monotonic()``.
+
+        Raises:
+            OSError: it could not be sent in time; the connection is of no more use.
+        """
+        parts: list[Any] = [struct.pack(f"!{len(numbers)}d", *numbers), *map(_bytes, vectors)]
+        checksum = 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        self._sent += 1
+        size = sum(len(part) for part in parts[1:])
+        header = _HEADER.pack(
+            _MAGIC, self._token, self._epoch, kind, self._me, self._sent, len(numbers), size, checksum
+        )
+        for part in (header, *parts):
+            self._limit(deadline)
+            self._connection.sendall(part)
+        return len(header) + len(parts[0]) + size
+
+    def receive(self, into: Callable[[Kind], Sequence[Tensor]], deadline: float | None) -> Message:
+        """Receive a message.
+
+        Args:
+            into: gives the place for the vectors of a kind of message, if it has any.
+            deadline: of ``time.monotonic()``; ``None``: wait for ever.
+
+        Raises:
+            OSError: it did not come in time, or the connection has broken.
+            RefusedError: it is not from this job, not of this membership, damaged, or has come before.
+        """
+        header = memoryview(bytearray(_HEADER.size))
+        self._fill(header, deadline)
+        magic, token, epoch, kind, sender, serial, count, size, checksum = _HEADER.unpack(header)
+        if magic != _MAGIC or not hmac.compare_digest(token, self._token):
+            raise RefusedError("token")
+        if epoch != self._epoch:
+            raise RefusedError("epoch")
+        if serial != self._received + 1:
+            raise RefusedError("replayed")
+        if kind not in set(Kind):
+            raise RefusedError("damaged")
+        vectors = tuple(into(Kind(kind))) if size else ()
+        places = [_bytes(vector) for vector in vectors]
+        if count > _MOST_NUMBERS or size != sum(map(len, places)):
+            raise RefusedError("size")
+        numbers = memoryview(bytearray(8 * count))
+        found = 0
+        for place in (numbers, *places):
+            self._fill(place, deadline)
+            found = zlib.crc32(place, found)
+        if found != checksum:
+            raise RefusedError("damaged")
+        self._received = serial
+        return Message(Kind(kind), sender, struct.unpack(f"!{count}d", numbers), vectors)
+
+    def _fill(self, place: memoryview, deadline: float | None) -> None:
+        while len(place):
+            self._limit(deadline)
+            got = self._connection.recv_into(place)
+            if not got:
+                raise ConnectionError("the other end has closed the connection")
+            place = place[got:]
+
+    def _limit(self, deadline: float | None) -> None:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError("too late")
+        self._connection.settimeout(left)
+
+    def close(self) -> None:
+        """Break the connection; also from another thread."""
+        with suppress(OSError):  # it is broken already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def _bytes(vector: Tensor) -> memoryview:
+    return memoryview(vector.view(torch.uint8).numpy())  # type: ignore[arg-type]

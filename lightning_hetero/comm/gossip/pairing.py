@@ -1,0 +1,256 @@
+"""Two peers exchange what they had when each offered it; both count it, or neither does."""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError
+from lightning_hetero.comm.gossip.outbox import Outbox
+from lightning_hetero.comm.gossip.peers import Job, Peers
+
+ANY = -1.0  # round of those who exchange with whoever comes
+
+
+class Swap(NamedTuple):
+    """What an exchange has brought.
+
+    Attributes:
+        peer: with whom.
+        weight: the peer's.
+        vectors: the peer's, as offered; to be used before the next offer.
+        sent: bytes sent over the network.
+    """
+
+    peer: int
+    weight: float
+    vectors: Sequence[Tensor]
+    sent: int
+
+
+class _State(Enum):
+    CLOSED = 1  # nothing on offer, or it has been exchanged
+    OPEN = 2
+    ENGAGED = 3  # with one peer: others are sent away
+
+
+class _GoneOnError(Exception):
+    """The other has passed the round."""
+
+
+class Pairing:
+    """Offers values, and exchanges them with one peer at a time.
+
+    An exchange takes six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``. The one who was asked counts it at
+    ``COMMIT``, if that comes in time; the one who asked at ``DONE``, for which it waits longer than the other would
+    have waited. So a peer that freezes in between makes neither count it, and only one that dies just then makes one
+    of them lose its half.
+
+    Peers of one host lay their values in shared memory; the messages are the same, without vectors.
+
+    Args:
+        peers: connections; made by this class.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+
+    Attributes:
+        misses: exchanges that were not completed, by peer: late, frozen, dead, unreachable.
+        outbox: where this peer lays what it offers.
+    """
+
+    def __init__(self, me: int, job: Job, interface: str, like: Sequence[Tensor]) -> None:
+        self.me, self._limit = me, job.deadline
+        self.misses = Counter[int]()
+        self.outbox = Outbox(like)
+        self._inbox = [torch.empty_like(value) for value in like]
+        self._boxes: dict[int, Outbox] = {}  # of the peers of this host
+        self._changed = threading.Condition()  # guards all that follows
+        self._state, self._with = _State.CLOSED, -1
+        self._paused = self._closed = False
+        self._round, self._weight = ANY, 1.0
+        self._whom: list[int] = []  # to ask
+        self._ask_at = 0.0
+        self._swap: Swap | None = None
+        self.peers = Peers(me, job, interface, self._attend)
+        threading.Thread(target=self._ask_around, name="hetero-gossip-asker", daemon=True).start()
+
+    def know_boxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where peers of this host lay their values."""
+        self._boxes = {peer: Outbox(self.outbox.vectors, path) for peer, path in paths.items()}
+
+    def offer(self, weight: float, whom: Sequence[int], turn: float = ANY) -> None:
+        """Offer what lies in the outbox, until it is exchanged or withdrawn; returns at once.
+
+        Args:
+            weight: of this peer.
+            whom: peers to ask.
+            turn: only a peer that offers for the same round will do; the offer is closed if that one has gone on to a
+                later round or cannot be reached. Of such a pair, the first asks at once and the second gives it time.
+        """
+        with self._changed:
+            assert self._state is _State.CLOSED
+            self._weight, self._whom, self._round, self._swap = weight, list(whom), turn, None
+            self._ask_at = time.monotonic() + (0.05 if turn != ANY and self.me > max(whom) else 0.0)
+            self._state = _State.OPEN
+            self._changed.notify_all()
+
+    def result(self, wait: float = 0.0) -> Swap | None:
+        """What the offer has brought, if it has within so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is _State.CLOSED, wait)
+            return self._swap if self._state is _State.CLOSED else None
+
+    def withdraw(self) -> Swap | None:
+        """Close the offer; if an exchange is under way, after its end, with what it has brought."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 4 * self._limit)
+            self._state = _State.CLOSED
+            return self._swap
+
+    def pause(self) -> None:
+        """Exchange nothing more for now; waits for what is under way."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 4 * self._limit)
+
+    def resume(self) -> None:
+        """Go on."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is on offer that has not been exchanged."""
+        with self._changed:
+            return self._state is not _State.CLOSED
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._state = _State.CLOSED
+            self._changed.notify_all()
+        self.peers.close()
+
+    # -- who asks ----------------------------------------------------------------------------------
+
+    def _ask_around(self) -> None:
+        """Ask until somebody takes the offer; on a thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_ask)
+                if self._closed:
+                    return
+                if (early := self._ask_at - time.monotonic()) > 0:
+                    self._changed.wait(early)
+                    continue
+                peer = random.choice(self._whom)
+                self._state, self._with = _State.ENGAGED, peer
+            swap, missed, in_vain = None, False, False
+            try:
+                swap = self._exchange_with(peer)
+            except _GoneOnError:
+                in_vain = True
+            except (OSError, RefusedError) as error:
+                missed = True
+                self.peers.drop(peer)
+                if isinstance(error, RefusedError):
+                    self.peers.refused[str(error)] += 1
+            with self._changed:
+                self._end(swap)
+                if missed:
+                    self.misses[peer] += 1
+                if self._state is _State.OPEN and self._round != ANY and (missed or in_vain):
+                    self._state = _State.CLOSED
+                    self._changed.notify_all()
+            if swap is None:
+                time.sleep(random.uniform(0.2, 1.0) * (0.05 if missed else 0.003))
+
+    def _may_ask(self) -> bool:
+        return self._closed or (self._state is _State.OPEN and bool(self._whom) and not self._paused)
+
+    def _exchange_with(self, peer: int) -> Swap | None:
+        """As the one who asks; ``None`` if the peer does not want to."""
+        channel, numbers = self.peers.channel(peer), (self._round, self._weight)
+        sent = channel.send(Kind.ASK, numbers, (), self._soon())
+        reply = channel.receive(self._nowhere, self._soon())
+        if reply.kind is not Kind.YES:
+            if reply.numbers and self._round != ANY and reply.numbers[0] > self._round:
+                raise _GoneOnError
+            return None
+        near = peer in self._boxes
+        sent += channel.send(Kind.SWAP, numbers, () if near else self.outbox.vectors, self._soon())
+        answer = channel.receive(lambda _: self._inbox, self._soon())
+        if near:
+            self._take(peer)
+        sent += channel.send(Kind.COMMIT, (), (), self._soon())
+        if channel.receive(self._nowhere, self._soon(2)).kind is not Kind.DONE:
+            raise TimeoutError("too late")
+        return Swap(peer, answer.numbers[1], self._inbox, sent)
+
+    # -- who is asked ------------------------------------------------------------------------------
+
+    def _attend(self, channel: Channel) -> None:
+        """Talk with a peer who has connected, until it hangs up."""
+        while True:
+            ask = channel.receive(self._nowhere, None)
+            if ask.kind is not Kind.ASK:
+                raise RefusedError("uninvited")
+            if not self._engage(ask):
+                channel.send(Kind.NO, (self._round,), (), self._soon())
+                continue
+            swap = None
+            try:
+                swap = self._answer(channel, ask.sender)
+            finally:
+                with self._changed:
+                    self._end(swap)
+                    if swap is None:
+                        self.misses[ask.sender] += 1
+            channel.send(Kind.DONE, (), (), self._soon())
+
+    def _engage(self, ask: Message) -> bool:
+        with self._changed:
+            willing = self._state is _State.OPEN and not self._paused and len(ask.numbers) == 2
+            if willing and ask.numbers[0] == self._round:
+                self._state, self._with = _State.ENGAGED, ask.sender
+                return True
+            return False
+
+    def _answer(self, channel: Channel, peer: int) -> Swap:
+        near, sent = peer in self._boxes, channel.send(Kind.YES, (), (), self._soon())
+        theirs = channel.receive(lambda _: self._inbox, self._soon())
+        if near:
+            self._take(peer)
+        numbers = self._round, self._weight
+        sent += channel.send(Kind.SWAP, numbers, () if near else self.outbox.vectors, self._soon())
+        commit = channel.receive(self._nowhere, self._soon())
+        if (theirs.kind, commit.kind) != (Kind.SWAP, Kind.COMMIT):
+            raise RefusedError("uninvited")
+        return Swap(peer, theirs.numbers[1], self._inbox, sent)
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def _take(self, peer: int) -> None:
+        for own, value in zip(self._inbox, self._boxes[peer].vectors, strict=True):
+            own.copy_(value)
+
+    def _end(self, swap: Swap | None) -> None:
+        if swap is not None:
+            self._swap, self._state = swap, _State.CLOSED
+        elif self._state is _State.ENGAGED:
+            self._state = _State.OPEN
+        self._changed.notify_all()
+
+    def _soon(self, times: float = 1.0) -> float:
+        return time.monotonic() + times * self._limit
+
+    @staticmethod
+    def _nowhere(kind: Kind) -> Sequence[Tensor]:
+        raise RefusedError("uninvited")

@@ -1,0 +1,145 @@
+"""Connections between peers: each listens on one port of the job's network, and calls the others when it wants to."""
+
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, RefusedError
+
+Address = tuple[str, int]
+
+
+class Job(NamedTuple):
+    """What peers of a job share.
+
+    Attributes:
+        token: a secret; messages without it are refused.
+        epoch: version of the list of members, likewise.
+        deadline: seconds within which a message must be answered.
+    """
+
+    token: bytes
+    epoch: int
+    deadline: float
+
+
+class Peers:
+    """Listens and connects.
+
+    Each connection has a key of its own, made of the token and of what the listener drew for it, so that what has been
+    recorded of another connection is refused.
+
+    Args:
+        me: this peer.
+        job: what all share.
+        interface: address to listen on, of the network between the peers.
+        attend: talks with a peer who has connected, until one of them hangs up; on a thread of its own.
+
+    Attributes:
+        address: where others reach this peer.
+        refused: messages that were not believed, by reason.
+    """
+
+    def __init__(self, me: int, job: Job, interface: str, attend: Callable[[Channel], None]) -> None:
+        self.me, self.job, self.refused = me, job, Counter[str]()
+        self._attend = attend
+        self._addresses: dict[int, Address] = {}
+        self._listener = socket.create_server((interface, 0), backlog=128)
+        self.address: Address = self._listener.getsockname()[:2]
+        self._lock = threading.Lock()
+        self._out: dict[int, Channel] = {}
+        self._in: set[Channel] = set()
+        self._closed = False
+        threading.Thread(target=self._listen, name="hetero-gossip-listener", daemon=True).start()
+
+    def know(self, addresses: Mapping[int, Address]) -> None:
+        """Learn where the others are."""
+        self._addresses = dict(addresses)
+
+    def channel(self, peer: int) -> Channel:
+        """A connection to a peer, of this call's or an earlier one's making.
+
+        Raises:
+            OSError: the peer cannot be reached in time.
+        """
+        if peer not in self._out:
+            deadline = time.monotonic() + self.job.deadline
+            connection = socket.create_connection(self._addresses[peer], self.job.deadline)
+            try:
+                drawn = b""
+                while len(drawn) < TOKEN_BYTES:
+                    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                    part = connection.recv(TOKEN_BYTES - len(drawn))
+                    if not part:
+                        raise ConnectionError("the other end has closed the connection")
+                    drawn += part
+            except OSError:
+                connection.close()
+                raise
+            self._out[peer] = self._channel(connection, drawn)
+        return self._out[peer]
+
+    def drop(self, peer: int) -> None:
+        """Hang up on a peer; the next call connects anew."""
+        if channel := self._out.pop(peer, None):
+            channel.close()
+
+    def _channel(self, connection: socket.socket, drawn: bytes) -> Channel:
+        key = hmac.digest(self.job.token, drawn, hashlib.sha256)[:TOKEN_BYTES]
+        return Channel(connection, key, self.job.epoch, self.me)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._welcome, args=(connection,), name="hetero-gossip", daemon=True).start()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        drawn = secrets.token_bytes(TOKEN_BYTES)
+        channel = self._channel(connection, drawn)
+        with self._lock:
+            if self._closed:
+                channel.close()
+                return
+            self._in.add(channel)
+        try:
+            connection.settimeout(self.job.deadline)
+            connection.sendall(drawn)
+            self._attend(channel)
+        except OSError:
+            pass  # it has hung up, or was too late
+        except RefusedError as error:
+            self.refused[str(error)] += 1
+        finally:
+            with self._lock:
+                self._in.discard(channel)
+            channel.close()
+
+    def close(self) -> None:
+        """Hang up on everybody; idempotent."""
+        with self._lock:
+            self._closed = True
+            channels = [*self._in, *self._out.values()]
+        self._out = {}
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for channel in channels:
+            channel.close()
+
+
+def interface_towards(address: str) -> str:
+    """This machine's own address on the network over which another is reached; asks the kernel, sends nothing."""
+    family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]

@@ -1,0 +1,135 @@
+"""A peer gives part of its values away; they are the other's then, or they have never left."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.comm.gossip.message import Channel, Kind, RefusedError
+from lightning_hetero.comm.gossip.outbox import Outbox
+from lightning_hetero.comm.gossip.peers import Job, Peers
+
+
+class Push(NamedTuple):
+    """What has come from a peer.
+
+    Attributes:
+        peer: from whom.
+        turn: round in which it was sent.
+        weight: that came with the vectors.
+        vectors: to be given back with :meth:`Pushing.recycle`.
+    """
+
+    peer: int
+    turn: int
+    weight: float
+    vectors: list[Tensor]
+
+
+class Pushing:
+    """Sends values to peers and collects what comes from them.
+
+    A push takes four messages: ``PUSH, YES; COMMIT, DONE``. The receiver counts it at ``COMMIT``, if that comes in
+    time; the sender counts it as gone at ``DONE``, for which it waits longer. What has not gone remains the sender's.
+
+    Args:
+        me: this peer.
+        job: what all share.
+        interface: address to listen on.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+
+    Attributes:
+        misses: pushes that were not completed, by peer.
+        outbox: where this peer lays what it sends.
+    """
+
+    def __init__(self, me: int, job: Job, interface: str, like: Sequence[Tensor]) -> None:
+        self.me, self._limit = me, job.deadline
+        self.misses = Counter[int]()
+        self.outbox = Outbox(like)
+        self._boxes: dict[int, Outbox] = {}
+        self._changed = threading.Condition()  # guards what follows
+        self._arrived: list[Push] = []
+        self._free: list[list[Tensor]] = []
+        self.peers = Peers(me, job, interface, self._attend)
+
+    def know_boxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where peers of this host lay their values."""
+        self._boxes = {peer: Outbox(self.outbox.vectors, path) for peer, path in paths.items()}
+
+    def push(self, peer: int, turn: int, weight: float) -> int | None:
+        """Give a peer what lies in the outbox; blocks. The bytes sent over the network; ``None``: it has not gone."""
+        try:
+            channel, near = self.peers.channel(peer), peer in self._boxes
+            vectors = () if near else self.outbox.vectors
+            sent = channel.send(Kind.PUSH, (turn, weight), vectors, self._soon())
+            if channel.receive(_nowhere, self._soon()).kind is not Kind.YES:
+                raise RefusedError("uninvited")
+            sent += channel.send(Kind.COMMIT, (), (), self._soon())
+            if channel.receive(_nowhere, self._soon(2)).kind is not Kind.DONE:
+                raise RefusedError("uninvited")
+            return sent
+        except (OSError, RefusedError) as error:
+            self.peers.drop(peer)
+            self.misses[peer] += 1
+            if isinstance(error, RefusedError):
+                self.peers.refused[str(error)] += 1
+            return None
+
+    def collect(self, turn: int, sources: Sequence[int], wait: float) -> list[Push]:
+        """Take all that has come; waits for a round's pushes from some peers for at most so many seconds."""
+
+        def all_here() -> bool:
+            return set(sources) <= {push.peer for push in self._arrived if push.turn >= turn}
+
+        with self._changed:
+            self._changed.wait_for(all_here, wait)
+            taken, self._arrived = self._arrived, []
+            # A fast peer may already be a round ahead: what it has sent then stays for then.
+            self._arrived = [push for push in taken if push.turn > turn]
+            return [push for push in taken if push.turn <= turn]
+
+    def waiting(self) -> list[Push]:
+        """What has come and has not been taken."""
+        with self._changed:
+            return list(self._arrived)
+
+    def recycle(self, pushes: Sequence[Push]) -> None:
+        """Give memory back."""
+        with self._changed:
+            self._free += [push.vectors for push in pushes]
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        self.peers.close()
+
+    def _attend(self, channel: Channel) -> None:
+        """Take what a peer sends, until it hangs up."""
+        while True:
+            with self._changed:
+                vectors = self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
+            push = channel.receive(lambda _: vectors, None)  # noqa: B023 - used in this turn of the loop only
+            if push.kind is not Kind.PUSH or len(push.numbers) != 2:
+                raise RefusedError("uninvited")
+            if push.sender in self._boxes:
+                for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
+                    own.copy_(value)
+            channel.send(Kind.YES, (), (), self._soon())
+            if channel.receive(_nowhere, self._soon()).kind is not Kind.COMMIT:
+                raise RefusedError("uninvited")
+            turn, weight = push.numbers
+            with self._changed:
+                self._arrived.append(Push(push.sender, int(turn), weight, vectors))
+                self._changed.notify_all()
+            channel.send(Kind.DONE, (), (), self._soon())
+
+    def _soon(self, times: float = 1.0) -> float:
+        return time.monotonic() + times * self._limit
+
+
+def _nowhere(kind: Kind) -> Sequence[Tensor]:
+    raise RefusedError("uninvited")
