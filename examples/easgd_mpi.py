@@ -77,7 +77,9 @@ def main():
         record = monitor.exchanges[-1]
         print(f"accuracy of the center on the test digits: {trainer.callback_metrics['center_accuracy']:.1%}")
         print(f"rank 0: {record.exchanges} visits of the center, {record.hidden + record.exposed:.2f} s in all, for")
-        print(f"  {record.exposed:.2f} s of which it waited; now {record.status['center_distance']:.2f} from the center")
+        print(
+            f"  {record.exposed:.2f} s of which it waited; now {record.status['center_distance']:.2f} from the center"
+        )
         print("visits per second, as rank 0 ended its first epoch:")
         first = [seen for seen in monitor.exchanges if seen.step <= trainer.num_training_batches][-1]
         for name, rate in first.status.items():

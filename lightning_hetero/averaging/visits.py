@@ -150,12 +150,12 @@ class VisitingAverager(Averager):
         self._rates.saw(visit.counts)
         self.stops |= visit.stop
         self._distance = math.sqrt(visit.square) if visit.square >= 0 else math.nan
-        if math.isfinite(visit.square):
-            self.replica.add(self._difference, -self._alpha)
-        elif self._skip:
+        if not self._healthy:
             self._take_center()
+        elif math.isfinite(visit.square):
+            self.replica.add(self._difference, -self._alpha)
         else:
-            raise NotFiniteError([self.links.index])
+            raise NotFiniteError([self.links.index])  # for the wire
 
     def _go(self, planned: Sequence[int]) -> None:
         self._alpha, beta = self._strength()
@@ -164,6 +164,13 @@ class VisitingAverager(Averager):
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)
         share = planned[self.links.index] / sum(planned)
+        self._healthy = all(bool(value.isfinite().all()) for value in self._difference)
+        if not self._healthy:
+            if not self._skip:
+                raise NotFiniteError([self.links.index])
+            share = 0.0
+            for difference in self._difference:
+                difference.zero_()  # of which the visit will make 0 - c
         # Past the center it would swing: a replica that comes very rarely cannot make up for all of it at once.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
         self._visit = self._visitor.visit(self._difference, push, self._wants_stop())
@@ -172,9 +179,6 @@ class VisitingAverager(Averager):
             self._visit = lambda: visit
 
     def _take_center(self) -> None:
-        for difference in self._difference:
-            difference.zero_()
-        self._visitor.visit(self._difference, 0.0)()  # 0 - c
         for difference in self._difference:
             difference.neg_()
         self.replica.unpack(self._difference)

@@ -14,6 +14,7 @@ from lightning_hetero.strategies.easgd_async import (
     EASGDRoundRobinStrategy,
     MEASGDAsyncStrategy,
 )
+from lightning_hetero.strategies.gossip import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.node import NodeAverageStrategy
 from lightning_hetero.strategies.replicas import ReplicaStrategy
@@ -27,6 +28,9 @@ __all__ = [
     "EASGDOverlapStrategy",
     "EASGDRoundRobinStrategy",
     "EASGDStrategy",
+    "GossipAsyncStrategy",
+    "GossipPushSumStrategy",
+    "GossipStrategy",
     "HeteroDDPStrategy",
     "HeteroStrategy",
     "MEASGDAsyncStrategy",
@@ -47,6 +51,9 @@ _ENTRIES: tuple[tuple[str, type[HeteroStrategy], dict[str, Any], str], ...] = (
     ("hetero_easgd_hogwild", EASGDHogwildStrategy, _AUTO, "an elastic center in shared memory, without a lock"),
     ("hetero_measgd_async", MEASGDAsyncStrategy, _AUTO, "an elastic center and heavy-ball momentum, asynchronous"),
     ("hetero_eamsgd", EAMSGDStrategy, _AUTO, "an elastic center and Nesterov's momentum"),
+    ("hetero_gossip", GossipStrategy, {}, "averages in pairs, in rounds"),
+    ("hetero_gossip_push_sum", GossipPushSumStrategy, {}, "pushes of values with their weight, in rounds"),
+    ("hetero_gossip_async", GossipAsyncStrategy, {}, "averages in pairs, first come, first paired"),
     ("hetero_diloco", DiLoCoStrategy, {}, "an outer optimizer on what replicas have done"),
 )
 

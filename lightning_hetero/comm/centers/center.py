@@ -88,7 +88,7 @@ class Center(ABC):
 
     @abstractmethod
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
-        """Set the center, by the host, while nobody visits."""
+        """Set the center, by every leader alike, while nobody visits."""
 
     def leave(self) -> None:  # noqa: B027 - not all homes need it
         """No rank will visit any more (collective over all ranks)."""

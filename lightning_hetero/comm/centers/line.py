@@ -1,5 +1,7 @@
 """What travels between a center's host and one of its visitors."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,19 +31,26 @@ class Line:
         """A tensor from the other end."""
         dist.recv(tensor, self._other, group=self._group)
 
-    def tell(self, values: list[Tensor]) -> bool:
-        """By the visitor: where it is. ``False`` if that cannot be said in this format; then nothing has moved."""
+    def start(self, values: Sequence[Tensor]) -> None:
+        """By both: the visitor is at the center, which is here."""
+
+    def fits(self, values: Sequence[Tensor]) -> bool:
+        """By the visitor: whether this format can say where it is. If not, it will tell that it has not moved."""
+        return True
+
+    def tell(self, values: list[Tensor]) -> None:
+        """By the visitor: where it is, once it is known whether that fits."""
         for value in values:
             self.send(value)
-        return True
 
     def hear(self, values: list[Tensor]) -> None:
         """By the host: where the visitor is."""
         for value in values:
             self.receive(value)
 
-    def round(self, difference: list[Tensor]) -> None:
-        """By the host: turn a difference into what the visitor will take it for."""
+    def round(self, difference: list[Tensor]) -> bool:
+        """By the host: turn a difference into what the visitor will take it for; ``False``: 0, for it does not fit."""
+        return True
 
     def answer(self, difference: list[Tensor]) -> None:
         """By the host: how far the visitor is from the center."""
@@ -55,37 +64,50 @@ class Line:
 
 
 class NarrowLine(Line):
-    """Differences in 16 bits: from where both ends know the visitor to have been, that is, at the center as it was.
+    """Differences in 16 bits: from where both ends take the visitor to be, that is, from the center at its last visit.
 
-    Both ends do the same arithmetic on what has travelled. So what rounding leaves out of one visit is in the next.
+    Both ends do the same arithmetic on what has travelled, so that they always agree on that; values themselves are
+    never rounded.
 
     Args:
         group: process group of host and visitors.
         other: the rank at the other end.
-        start: where the visitor is at first.
         dtype: of 16 bits.
     """
 
-    def __init__(self, group: dist.ProcessGroup, other: int, start: list[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, group: dist.ProcessGroup, other: int, dtype: torch.dtype) -> None:
         super().__init__(group, other)
-        self._known = [value.clone() for value in start]
-        self._short = [torch.empty(value.numel(), dtype=dtype) for value in start]
+        self._dtype = dtype
+        self._known: list[Tensor] = []
+        self._short: list[Tensor] = []
+
+    @override
+    def start(self, values: Sequence[Tensor]) -> None:
+        self._known = [value.clone() for value in values]
+        self._short = [torch.empty(value.numel(), dtype=self._dtype) for value in values]
 
     @override
     def bytes(self, values: list[Tensor]) -> int:
         return sum(2 * value.numel() for value in values)
 
     @override
-    def tell(self, values: list[Tensor]) -> bool:
+    def fits(self, values: Sequence[Tensor]) -> bool:
         for value, known, short in zip(values, self._known, self._short, strict=True):
-            short.copy_(value.sub_(known))
-        well = all(bool(short.isfinite().all()) for short in self._short)
+            short.copy_(value - known)
+        return self._finite()
+
+    def _finite(self) -> bool:
+        if all(bool(short.isfinite().all()) for short in self._short):
+            return True
+        for short in self._short:
+            short.zero_()
+        return False
+
+    @override
+    def tell(self, values: list[Tensor]) -> None:
         for known, short in zip(self._known, self._short, strict=True):
-            if not well:
-                short.zero_()
             self.send(short)
             known.add_(short)
-        return well
 
     @override
     def hear(self, values: list[Tensor]) -> None:
@@ -94,9 +116,13 @@ class NarrowLine(Line):
             value.copy_(known.add_(short))
 
     @override
-    def round(self, difference: list[Tensor]) -> None:
+    def round(self, difference: list[Tensor]) -> bool:
         for value, short in zip(difference, self._short, strict=True):
-            value.copy_(short.copy_(value))
+            short.copy_(value)
+        well = self._finite()
+        for value, short in zip(difference, self._short, strict=True):
+            value.copy_(short)
+        return well
 
     @override
     def answer(self, difference: list[Tensor]) -> None:

@@ -119,6 +119,8 @@ class MPICenter(Center):
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         assert self._window is not None
+        if self.job.rank != self.job.host:
+            return
         table = torch.tensor([*counts, 0], dtype=torch.float64)
         for start, value in zip(self._starts, (table, *values), strict=True):
             self._memory[start : start + value.numel() * value.element_size()].view(value.dtype).copy_(value)

@@ -96,6 +96,8 @@ class SharedCenter(Center):
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
+        if self.job.rank != self.job.host:
+            return
         for own, value in zip(self._values, values, strict=True):
             own.copy_(value)
         self._table[:-1].copy_(torch.tensor(counts))

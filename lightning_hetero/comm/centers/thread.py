@@ -44,21 +44,23 @@ class ThreadCenter(Center):
         self._host_left = False
         self._error: BaseException | None = None
         self._lines: dict[int, Line] = {}  # by the rank at the other end
+        self._server: threading.Thread | None = None
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
         job = self.job
-        if job.rank != job.host:
-            self._lines = {job.host: self._line(job.host, values)}
+        if not job.visits:
             return
-        self._values = [value.clone() for value in values]
-        self._lines = {rank: self._line(rank, values) for rank in job.leaders[1:]}
-        if self._lines:
-            threading.Thread(target=self._serve, name="hetero-center", daemon=True).start()
+        self._lines = {rank: self._line(rank) for rank in (job.leaders[1:] if job.rank == job.host else [job.host])}
+        self._values = [value.clone() for value in values] if job.rank == job.host else []
+        self.write(values, self._counts)
+        if job.rank == job.host and self._lines:
+            self._server = threading.Thread(target=self._serve, name="hetero-center", daemon=True)
+            self._server.start()
 
-    def _line(self, other: int, values: Sequence[Tensor]) -> Line:
+    def _line(self, other: int) -> Line:
         dtype = DTYPES[self._wire]
-        return Line(self._group, other) if dtype is None else NarrowLine(self._group, other, list(values), dtype)
+        return Line(self._group, other) if dtype is None else NarrowLine(self._group, other, dtype)
 
     @override
     def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
@@ -66,8 +68,9 @@ class ThreadCenter(Center):
             return self._visit_here(values, push, stop)
         line, own = self._lines[self.job.host], list(values)
         with deadline(f"visit the center, which lives with rank {self.job.host}"):
-            line.send(torch.tensor([_VISIT, push, stop], dtype=torch.float64))
-            well = line.tell(own)
+            well = line.fits(own)
+            line.send(torch.tensor([_VISIT, push if well else 0.0, stop], dtype=torch.float64))
+            line.tell(own)
             table = torch.empty(2 + len(self.job.leaders), dtype=torch.float64)
             line.receive(table)
             line.learn(own)
@@ -83,8 +86,10 @@ class ThreadCenter(Center):
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         with self._changed:
-            for own, value in zip(self._values, values, strict=True):
+            for own, value in zip(self._values, values, strict=False):  # none but with the host
                 own.copy_(value)
+            for line in self._lines.values():
+                line.start(values)
             self._counts = list(counts)
 
     @override
@@ -93,6 +98,8 @@ class ThreadCenter(Center):
             with self._changed:
                 self._host_left = True
                 self._changed.notify_all()
+            if self._server is not None:
+                self._server.join(self.job.timeout.total_seconds())  # or others might lose the connection too soon
         elif self.job.visits:
             with deadline(f"leave the center, which lives with rank {self.job.host}"):
                 self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0, 0.0], dtype=torch.float64))
@@ -152,7 +159,8 @@ class ThreadCenter(Center):
                 lines[rank].hear(difference)
                 with self._changed:
                     square = differ(difference, self._values)
-                    lines[rank].round(difference)
+                    if not lines[rank].round(difference):
+                        square = math.inf
                     visit = self._receive(index, difference, push, square, bool(stop))
                 lines[rank].send(torch.tensor([square, visit.stop, *visit.counts], dtype=torch.float64))
                 lines[rank].answer(difference)

@@ -79,6 +79,6 @@ class Visitor:
 
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         """Set the center and the counts (collective over all ranks)."""
-        if self.center.job.rank == self.center.job.host:
+        if self.center.job.visits:
             self.center.write(values, counts)
         self._links.gather(None)

@@ -98,6 +98,11 @@ class Pushing:
         with self._changed:
             return list(self._arrived)
 
+    def put(self, pushes: Sequence[Push]) -> None:
+        """Let these have come, as a checkpoint says."""
+        with self._changed:
+            self._arrived += pushes
+
     def recycle(self, pushes: Sequence[Push]) -> None:
         """Give memory back."""
         with self._changed:

@@ -1,0 +1,58 @@
+"""Gossip one way: each takes the mean of what it has and what has come."""
+
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.gossip import PushAverager
+from lightning_hetero.averaging.mixing import Rule, sends
+from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.wire import Wire
+
+
+class DirectedAverager(PushAverager):
+    """``x_i += sum_j (x_j - x_i) / (d + 1)`` over the ``d`` peers from which something has come in a round.
+
+    The sum of all is kept if nothing is lost, since everyone sends as much as it gets; unlike push-sum it knows no
+    weights and does not make good what was lost.
+
+    Source: GossipGraD, Daily et al. 2018.
+
+    Args:
+        every: as for :class:`~lightning_hetero.averaging.gossip.GossipAverager`.
+        rule: who sends to whom.
+        pull: the other way round: who would be sent to sends.
+        seed: of what is drawn at random.
+        wire: as for :class:`~lightning_hetero.averaging.gossip.GossipAverager`.
+        place: likewise.
+        skip: likewise.
+    """
+
+    def __init__(self, every: int, rule: Rule, pull: bool, seed: int, wire: Wire, place: Place, skip: bool) -> None:
+        super().__init__(every, wire, place, skip)
+        self.rule, self.pull, self.seed = rule, pull, seed
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if context.step % self.every:
+            return
+        turn, me = context.step // self.every, self.links.index
+        to = sends(self.rule, range(self.links.count), turn, self.seed)
+        targets, sources = to[me], tuple(peer for peer, others in to.items() if me in others)
+        if self.pull:
+            targets, sources = sources, targets
+        self._packed = self.replica.pack(self._packed)
+        if not self.check_finite(self._packed):
+            return
+        for sent, value, origin in zip(self._sent, self._packed, self.reference, strict=True):
+            wide = value.to("cpu", origin.dtype)
+            sent.copy_(wide if self.wire == "fp32" else wide - origin)
+        for peer in targets:
+            self.send(peer, turn, 1.0)
+        with self.receiving(turn, sources) as pushes:
+            fresh = [push for push in pushes if push.turn == turn]  # others' values have long moved on
+            for push in fresh:
+                found = [
+                    value.to(origin.dtype) - own.to(origin.dtype)
+                    for value, own, origin in zip(push.vectors, self._sent, self.reference, strict=True)
+                ]
+                self.replica.add(found, 1 / (len(fresh) + 1))

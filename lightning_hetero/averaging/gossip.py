@@ -1,0 +1,239 @@
+"""Gossip: replicas average in pairs, without a center and without a collective."""
+
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.moments import clear_broken
+from lightning_hetero.comm.gossip.introduction import Place, introduce
+from lightning_hetero.comm.gossip.pairing import Pairing, Swap
+from lightning_hetero.comm.gossip.pushing import Push, Pushing
+from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.wire import DTYPES, Wire
+from lightning_hetero.errors import NotFiniteError
+
+log = logging.getLogger("lightning_hetero")
+
+
+class GossipAverager(Averager):
+    """What all forms of gossip have in common: replicas wait for each other at the ends of epochs only.
+
+    An exact average precedes validation and checkpoints, and ends the run.
+
+    Args:
+        every: optimizer steps from one exchange to the next.
+        wire: number format; in 16 bits differences from where all began travel.
+        place: where this rank can be reached.
+        skip: whether a replica that is not finite begins again where all began, instead of raising an error.
+
+    Attributes:
+        met: completed exchanges with each peer.
+        missed: those that were not, by peer: late, frozen, dead, unreachable.
+    """
+
+    lockstep = False
+
+    def __init__(self, every: int, wire: Wire, place: Place, skip: bool) -> None:
+        self.every, self.wire, self._place, self._skip = every, wire, place, skip
+        self.met, self.missed = Counter[int](), Counter[int]()
+        self.pairings: list[list[int]] | None = None  # at the end, of each replica with each: `met`
+        self._distance = 0.0
+
+    @override
+    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        super().setup(replica, links, optimizers)
+        narrow = DTYPES[self.wire]
+        like = [old if narrow is None else torch.empty(old.numel(), dtype=narrow) for old in self.reference]
+        self.open(like)
+
+    @abstractmethod
+    def open(self, like: Sequence[Tensor]) -> None:
+        """Make the transport, for vectors like these (collective)."""
+
+    @override
+    def due(self, context: StepContext) -> bool:
+        return context.epoch_ends
+
+    def tell(self, numbers: Sequence[float], vectors: Sequence[Tensor]) -> list[float]:
+        """Give all ranks of the replica what its leader has: numbers, and vectors unless the first number is 0."""
+        table = torch.tensor(numbers, dtype=torch.float64)
+        self.links.tell(table)
+        if table[0]:
+            for vector in vectors:
+                self.links.tell(vector)
+        return table.tolist()
+
+    def miss(self, peer: int) -> None:
+        """Count an exchange with a peer that was not completed."""
+        self.missed[peer] += 1
+        level = logging.WARNING if self.missed[peer] == 1 else logging.INFO
+        log.log(level, "Replica %d missed replica %d: late, frozen, dead or unreachable.", self.links.index, peer)
+
+    def check_finite(self, values: Sequence[Tensor]) -> bool:
+        """Whether this replica may exchange; if not, it begins again, or raises an error."""
+        if all(bool(value.isfinite().all()) for value in values):
+            return True
+        if not self._skip:
+            raise NotFiniteError([self.links.index])
+        self.replica.unpack(self.reference)
+        clear_broken(self.optimizers())
+        self.links.traffic.skipped.append(self.links.index)
+        return False
+
+    @override
+    def finish(self, planned: Sequence[int]) -> None:
+        super().finish(planned)
+        self.report()
+
+    def report(self) -> None:
+        """Tell all who has met whom (collective)."""
+        mine = [self.met[peer] for peer in range(self.links.count)] if self.links.leads else None
+        self.pairings = [row for row in self.links.gather(mine) if row is not None]
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        met = {f"met/replica{peer}": float(count) for peer, count in sorted(self.met.items())}
+        return {"peer_distance": self._distance, "missed": sum(self.missed.values()), **met}
+
+
+class PushAverager(GossipAverager):
+    """Sends to some peers in each round, and takes what has come from others."""
+
+    @override
+    def open(self, like: Sequence[Tensor]) -> None:
+        self._sent = [torch.empty_like(value) for value in like]
+        self._pushing: Pushing | None = introduce(Pushing, self._place, self.links, like)
+
+    def send(self, peer: int, turn: int, weight: float) -> bool:
+        """Send what lies in ``_sent``; whether it has gone (collective over the replica)."""
+        began, sent = time.perf_counter(), None
+        if self._pushing is not None:
+            for place, own in zip(self._pushing.outbox.vectors, self._sent, strict=True):
+                place.copy_(own)
+            sent = self._pushing.push(peer, turn, weight)
+        gone, bytes_sent = self.tell([sent is not None, sent or 0], ())
+        self._waited(began)
+        if not gone:
+            self.miss(peer)
+            return False
+        self.met[peer] += 1
+        self.links.traffic.exchanges += 1
+        self.links.traffic.bytes += int(bytes_sent)
+        return True
+
+    @contextmanager
+    def receiving(self, turn: int, sources: Sequence[int]) -> Iterator[list[Push]]:
+        """What has come by a round, waiting for some peers (collective over the replica); valid within the block."""
+        began = time.perf_counter()
+        pushes = [] if self._pushing is None else self._pushing.collect(turn, sources, self._place.deadline)
+        taken = []
+        for i in range(int(self.tell([len(pushes)], ())[0])):
+            push = pushes[i] if pushes else Push(0, 0, 0.0, [torch.empty_like(sent) for sent in self._sent])
+            _, peer, then, weight = self.tell([1.0, push.peer, push.turn, push.weight], push.vectors)
+            taken.append(Push(int(peer), int(then), weight, push.vectors))
+        self._waited(began)
+        for peer in set(sources) - {push.peer for push in taken if push.turn == turn}:
+            self.miss(peer)
+        yield taken
+        if self._pushing is not None:
+            self._pushing.recycle(pushes)
+
+    def _waited(self, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self.links.traffic.seconds += seconds
+        self.links.traffic.exposed += seconds
+
+    @override
+    def close(self) -> None:
+        if self._pushing is not None:
+            self._pushing.close()
+
+
+class PairAverager(GossipAverager):
+    """A pair meets halfway, by weight: ``x_i += s_j / (s_i + s_j) (x_j' - x_i')``.
+
+    ``x'`` are the values when each offered them. As both move by the same difference the weighted sum is kept exactly,
+    though they may have taken steps since.
+    """
+
+    _offered = False  # something that has not been exchanged, as far as all ranks of the replica know
+
+    @override
+    def open(self, like: Sequence[Tensor]) -> None:
+        self._own = [torch.empty_like(value) for value in like]  # what has been offered
+        self._theirs = [torch.empty_like(value) for value in like]
+        self._pairing: Pairing | None = introduce(Pairing, self._place, self.links, like)
+
+    def offer(self, planned: Sequence[int], whom: Sequence[int], turn: float) -> None:
+        """Offer this replica's values to some peers."""
+        self._packed = self.replica.pack(self._packed)
+        if not self.check_finite(self._packed):
+            return
+        for own, value, origin in zip(self._own, self._packed, self.reference, strict=True):
+            wide = value.to("cpu", origin.dtype)
+            own.copy_(wide if self.wire == "fp32" else wide - origin)
+        self._weight, self._whom, self._offered, self._began = (
+            planned[self.links.index],
+            whom,
+            True,
+            time.perf_counter(),
+        )
+        if self._pairing is not None:
+            for place, own in zip(self._pairing.outbox.vectors, self._own, strict=True):
+                place.copy_(own)
+            self._pairing.offer(self._weight, whom, turn)
+
+    def found(self, wait: float, withdraw: bool) -> Swap | None:
+        """What the offer has brought within so many seconds, on all ranks of the replica (collective over it).
+
+        Args:
+            wait: seconds.
+            withdraw: the offer, if it has brought nothing.
+        """
+        swap = None
+        if self._pairing is not None:
+            swap = self._pairing.result(wait) or (self._pairing.withdraw() if withdraw else None)
+        vectors = self._theirs if swap is None else swap.vectors
+        numbers = (0.0, 0.0, 0.0, 0.0) if swap is None else (1.0, swap.peer, swap.weight, swap.sent)
+        well, peer, weight, sent = self.tell(numbers, vectors)
+        return Swap(int(peer), weight, vectors, int(sent)) if well else None
+
+    def take(self, wait: float, withdraw: bool = True) -> bool:
+        """Move by what the offer has brought, likewise; whether it has brought anything."""
+        began = time.perf_counter()
+        swap = self.found(wait, withdraw)
+        now = time.perf_counter()
+        self.links.traffic.exposed += now - began if wait else 0.0
+        if swap is None:
+            return False
+        self.replica.add(*self.difference(swap))
+        self.met[swap.peer] += 1
+        self.links.traffic.exchanges += 1
+        self.links.traffic.bytes += swap.sent
+        self.links.traffic.seconds += now - self._began
+        return True
+
+    def difference(self, swap: Swap) -> tuple[list[Tensor], float]:
+        """How far the peer's offer is from this one's, and the part of the way to go."""
+        found = [
+            their.to(origin.dtype) - own.to(origin.dtype)
+            for their, own, origin in zip(swap.vectors, self._own, self.reference, strict=True)
+        ]
+        self._distance = math.sqrt(sum(float(vector.dot(vector)) for vector in found))
+        return found, swap.weight / (swap.weight + self._weight) if swap.weight else 0.0
+
+    @override
+    def close(self) -> None:
+        if self._pairing is not None:
+            self._pairing.close()

@@ -1,0 +1,132 @@
+"""Gossip in pairs: in rounds that all derive alike, or first come, first paired."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.gossip import PairAverager
+from lightning_hetero.averaging.mixing import Rule, sends
+from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.gossip.pairing import ANY
+from lightning_hetero.comm.wire import Wire
+
+
+class MatchedAverager(PairAverager):
+    """Who meets whom in a round, all derive from the same list of members.
+
+    Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
+
+    Args:
+        every: optimizer steps from one round to the next.
+        rule: who meets whom.
+        seed: of what is drawn at random.
+        overlap: exchange what there is before a step in the background of it, rather than after it.
+        wire: number format.
+        place: where this rank can be reached.
+        skip: whether a replica that is not finite begins again, instead of raising an error.
+    """
+
+    def __init__(self, every: int, rule: Rule, seed: int, overlap: bool, wire: Wire, place: Place, skip: bool) -> None:
+        super().__init__(every, wire, place, skip)
+        self.rule, self.seed, self.overlap = rule, seed, overlap
+
+    @override
+    def before_step(self, context: StepContext) -> None:
+        if self.overlap and (context.step + 1) % self.every == 0:
+            self._meet((context.step + 1) // self.every, context.planned)
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if context.step % self.every:
+            return
+        if not self.overlap:
+            self._meet(context.step // self.every, context.planned)
+        if self._offered:
+            self._offered = False
+            if not self.take(self._place.deadline):
+                self.miss(self._whom[0])
+
+    def _meet(self, turn: int, planned: Sequence[int]) -> None:
+        if whom := sends(self.rule, range(self.links.count), turn, self.seed)[self.links.index]:
+            self.offer(planned, whom, turn)
+
+
+class FirstComeAverager(PairAverager):
+    """Whoever offers is paired with whoever else does; nobody waits, and training goes on meanwhile.
+
+    Source: AD-PSGD, Lian et al. 2018, but with both sides choosing.
+
+    Args:
+        every: at least so many optimizer steps lie between two offers.
+        wire: number format.
+        place: where this rank can be reached.
+        skip: whether a replica that is not finite begins again, instead of raising an error.
+    """
+
+    _late: tuple[list[Tensor], float] | None = None  # what an exchange has brought that is yet to be added
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if self._late is not None:
+            self.replica.add(*self._late)
+            self._late = None
+        if self._offered:
+            self._offered = not self.take(0.0, withdraw=False)
+        if not self._offered and context.step % self.every == 0:
+            others = [peer for peer in range(self.links.count) if peer != self.links.index]
+            self.offer(context.planned, others, ANY)
+        if self._pairing is not None:
+            for peer, count in self._pairing.misses.items():
+                while self.missed[peer] < count:
+                    self.miss(peer)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Exchange nothing meanwhile, so that all that one of a pair has counted the other has, too."""
+        if self._pairing is not None:
+            self._pairing.pause()
+        try:
+            yield
+        finally:
+            if self._pairing is not None:
+                self._pairing.resume()
+
+    def _brought(self) -> tuple[list[Tensor], float] | None:
+        """What has been exchanged, but not added yet (collective over the replica)."""
+        if self._late is not None or not self._offered:
+            return self._late
+        swap = self.found(0.0, withdraw=False)
+        return None if swap is None else self.difference(swap)
+
+    @override
+    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+        with self._quiet():
+            self._packed = self.replica.pack(self._packed)
+            if (late := self._brought()) is not None:
+                for value, difference in zip(self._packed, late[0], strict=True):
+                    value.add_(difference.to(value.device, value.dtype), alpha=late[1])
+            return self.links.average(self._packed, planned, self.reference).mean
+
+    @override
+    def finish(self, planned: Sequence[int]) -> None:
+        if self._offered:
+            self.take(0.0)
+            self._offered = False
+        self.links.gather(None)  # nobody has anything on offer any more
+        super().finish(planned)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        with self._quiet():
+            late = self._brought()
+            state = {**super().state_dict(), "late": None if late is None else [v.clone() for v in late[0]]}
+            return {**state, "part": 0.0 if late is None else late[1]}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._late = None if state["late"] is None else (state["late"], state["part"])

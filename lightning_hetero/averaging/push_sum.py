@@ -1,0 +1,133 @@
+"""Push-sum gossip: each gives parts of what it has away, with as large a part of its weight."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.gossip import PushAverager
+from lightning_hetero.averaging.mixing import Rule, sends
+from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.gossip.pushing import Push
+from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.wire import Wire
+
+
+class PushSumAverager(PushAverager):
+    """Stochastic gradient push, with weights ``s`` by samples.
+
+    At first ``x = s z`` and ``w = s``, and in each round::
+
+        x <- x + s (z_after - z_before)       what the model ``z`` has learned since
+        x <- P x;  w <- P w                   P is column-stochastic: everyone keeps as large a part as it sends to each
+        z <- x / w
+
+    The weight travels with the values, and both are the sender's until the other has them. So the sums of ``x`` and
+    ``w`` are kept on directed and irregular graphs, too, and whatever is late or lost; what comes late counts then.
+
+    Source: SGP, Assran et al. 2019, algorithm 1.
+
+    Args:
+        every: as for :class:`GossipAverager`.
+        rule: who sends to whom.
+        seed: of what is drawn at random.
+        wire: as for :class:`GossipAverager`.
+        place: likewise.
+        skip: likewise.
+    """
+
+    def __init__(self, every: int, rule: Rule, seed: int, wire: Wire, place: Place, skip: bool) -> None:
+        super().__init__(every, wire, place, skip)
+        self.rule, self.seed = rule, seed
+        self._sample_weight = 0.0  # s; 0 before the first round
+        self._weight = 0.0  # w
+
+    @override
+    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        super().setup(replica, links, optimizers)
+        self._x = [torch.zeros_like(origin) for origin in self.reference]
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if context.step % self.every == 0:
+            self._learn(context.planned)
+            turn = context.step // self.every
+            to = sends(self.rule, range(self.links.count), turn, self.seed)
+            self._give(to[self.links.index], turn)
+            sources = [peer for peer, targets in to.items() if self.links.index in targets]
+            with self.receiving(turn, sources) as pushes:
+                for push in pushes:
+                    self._add(push.vectors, push.weight, 1)
+            self.replica.unpack([x / self._weight for x in self._x])
+
+    def _learn(self, planned: Sequence[int]) -> None:
+        """``x += s (z_after - z_before)``."""
+        self._packed = self.replica.pack(self._packed)
+        z = [value.to("cpu", x.dtype) for value, x in zip(self._packed, self._x, strict=True)]
+        if not self.check_finite(z):
+            z = list(self.reference)
+        if not self._sample_weight:
+            self._sample_weight = self._weight = planned[self.links.index] * len(planned) / sum(planned)
+            for x, value in zip(self._x, z, strict=True):
+                torch.mul(value, self._weight, out=x)
+        else:
+            for x, value in zip(self._x, z, strict=True):
+                x.add_(value - x / self._weight, alpha=self._sample_weight)
+
+    def _give(self, to: Sequence[int], turn: int) -> None:
+        part = self._weight / (len(to) + 1)
+        for own, x, origin in zip(self._sent, self._x, self.reference, strict=True):
+            own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
+        gone = [peer for peer in to if self.send(peer, turn, part)]
+        for _ in gone:
+            self._add(self._sent, part, -1)
+
+    def _add(self, vectors: Sequence[Tensor], weight: float, sign: int) -> None:
+        for x, vector, origin in zip(self._x, vectors, self.reference, strict=True):
+            x.add_(vector.to(x.dtype), alpha=sign)
+            if self.wire != "fp32":
+                x.add_(origin, alpha=sign * weight)
+        self._weight += sign * weight
+
+    @override
+    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+        self.links.gather(None)  # nothing is on its way any more
+        kept = [x.clone() for x in self._x], self._weight, self._sample_weight
+        self._learn(planned)
+        for push in [] if self._pushing is None else self._pushing.waiting():
+            self._add(push.vectors, push.weight, 1)
+        weights = [weight for weight, leads in self.links.gather((self._weight, self.links.leads)) if leads]
+        mean = self.links.average([x / self._weight for x in self._x], weights, self.reference).mean
+        self._x, self._weight, self._sample_weight = kept
+        return mean
+
+    @override
+    def finish(self, planned: Sequence[int]) -> None:
+        self.replica.unpack(self.consensus(planned))
+        self.report()
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {**super().status(step), "weight": self._weight}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self.links.gather(None)
+        arrived = [] if self._pushing is None else self._pushing.waiting()
+        pushes = [tuple(push) for push in arrived]
+        own = {"x": self._x, "weight": self._weight, "sample_weight": self._sample_weight, "arrived": pushes}
+        return {**super().state_dict(), **own}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for x, saved in zip(self._x, state["x"], strict=True):
+            x.copy_(saved)
+        self._weight, self._sample_weight = state["weight"], state["sample_weight"]
+        if self._pushing is not None:
+            self._pushing.put([Push(*push) for push in state["arrived"]])

@@ -1,0 +1,245 @@
+"""The elastic kernel without a network: what it conserves, where it stays, where it comes to rest, when it explodes."""
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_hetero.averaging import elastic
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.elastic import ElasticAverager, Pull, stability
+from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.links import Traffic
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.errors import ConfigurationError
+
+
+class Table:
+    """Where threads meet that stand for replicas."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier, self.slots = threading.Barrier(count, timeout=30), [()] * count
+
+
+class TableLinks:
+    """As ReplicaLinks, over a table."""
+
+    def __init__(self, table: Table, index: int) -> None:
+        self.table, self.index, self.count = table, index, len(table.slots)
+        self.traffic = Traffic()
+
+    def average(self, flats: Any, weights: Any, reference: Any, *_: Any, note: float = 0.0, **__: Any) -> Average:
+        self.table.slots[self.index] = (*(flat.clone() for flat in flats), note)
+        self.table.barrier.wait()
+        everyone = list(self.table.slots)
+        self.table.barrier.wait()
+        total = sum(weights)
+        parts = [
+            sum(w / total * (other[i] - old) for w, other in zip(weights, everyone, strict=True))
+            for i, old in enumerate(reference)
+        ]
+        return Average(parts, [], [True] * self.count, 0.0, 0.0, [other[-1] for other in everyone])
+
+
+class Course(NamedTuple):
+    """Positions after each step, the first before all: of replicas (steps, replicas, values), of the center."""
+
+    x: np.ndarray
+    c: np.ndarray
+
+    def sums(self, alpha: float, beta: float, weights: list[float]) -> np.ndarray:
+        """What the kernel conserves without gradients."""
+        return alpha * self.c + beta * np.einsum("i,sin->sn", np.array(weights) / sum(weights), self.x)
+
+
+def train(
+    pull: Pull,
+    starts: list[float],
+    weights: list[float],
+    steps: int,
+    tau: int = 1,
+    order: Any = "jacobi",
+    kind: type[ElasticAverager] = ElasticAverager,
+    step: Callable[[int, torch.Tensor], torch.Tensor] = lambda i, x: x,
+    center: float = 0.0,
+) -> Course:
+    """Replicas that take steps of their own, ``x <- step(i, x)``, and meet."""
+    table = Table(len(starts))
+
+    def replica(index: int) -> list[tuple[float, float]]:
+        module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            module.weight.fill_(center)
+        averager = kind(pull, tau, order)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        averager.setup(Replica(module), TableLinks(table, index), lambda: [optimizer])  # type: ignore[arg-type]
+        path = []
+        with torch.no_grad():
+            module.weight.fill_(starts[index])
+            for number in range(steps):
+                path.append((module.weight.item(), averager.center[0].item()))
+                averager.before_step(StepContext(number, False, weights))
+                module.weight.copy_(step(index, module.weight))
+                averager.after_step(StepContext(number + 1, False, weights))
+            path.append((module.weight.item(), averager.center[0].item()))
+        return path
+
+    with ThreadPoolExecutor(len(starts)) as pool:
+        paths = np.array(list(pool.map(replica, range(len(starts)))))
+    for path in paths:
+        assert np.array_equal(path[:, 1], paths[0][:, 1])  # all hold the same center
+    return Course(paths[:, :, :1].transpose(1, 0, 2), paths[0][:, 1:])
+
+
+class OwnAlpha(ElasticAverager):
+    """The mutant: each replica is pulled in proportion to its weight."""
+
+    def move(self, own: Any, average: Average) -> None:
+        weights = [3.0, 1.0, 2.0]
+        beta = self.pull.of_center(average.notes[0], self.links.count)
+        self.replica.add(own, -beta * weights[self.links.index] / sum(weights))
+        for c, mean in zip(self.center, average.mean, strict=True):
+            c.add_(mean, alpha=beta)
+
+
+# -- conservation, the hull, the fixed point -----------------------------------------------------------------
+
+numbers = st.floats(-10, 10, allow_subnormal=False)
+rates = st.floats(0.01, 1.0)
+orders = st.sampled_from(["jacobi", "gauss_seidel"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(numbers, st.floats(0.1, 10)), min_size=1, max_size=4), rates, rates, orders, st.integers(1, 3)
+)
+def test_without_gradients_a_sum_is_conserved_and_the_hull_is_not_left(
+    replicas: list[tuple[float, float]], alpha: float, beta: float, order: str, tau: int
+) -> None:
+    starts, weights = [start for start, _ in replicas], [weight for _, weight in replicas]
+    course = train(Pull(alpha, beta=beta), starts, weights, 9, tau, order)
+    sums = course.sums(alpha, beta, weights)
+    assert np.abs(sums - sums[0]).max() <= 1e-12 * 20
+    low, high = min(0.0, *starts) - 1e-12, max(0.0, *starts) + 1e-12
+    assert low <= course.x.min() <= course.x.max() <= high
+    assert low <= course.c.min() <= course.c.max() <= high
+
+
+def test_neither_holds_of_mutants() -> None:
+    starts, weights = [1.0, -2.0, 4.0], [3.0, 1.0, 2.0]
+    sums = train(Pull(0.3, beta=0.9), starts, weights, 9, kind=OwnAlpha).sums(0.3, 0.9, weights)
+    assert np.abs(sums - sums[0]).max() > 1e-2
+    assert train(Pull(1.8, beta=0.1), starts, weights, 9).x.min() < -2.1  # swings past the center
+
+
+def test_with_weights_the_center_rests_at_the_weighted_mean() -> None:
+    # Quadratics with minima at 1, 0, 0, of which the first holds half of the samples.
+    targets, weights = [1.0, 0.0, 0.0], [3.0, 1.0, 2.0]
+    small = 0.025  # eta h
+    options = {"steps": 900, "step": lambda i, x: x - small * (x - targets[i])}
+    right = train(Pull(0.3, beta=0.9), [0.0] * 3, weights, **options)
+    assert right.c[-1].item() == pytest.approx(0.5, abs=1e-4)
+    wrong = train(Pull(0.3, beta=0.9), [0.0] * 3, weights, kind=OwnAlpha, **options)
+    assert wrong.c[-1].item() == pytest.approx(0.347, abs=2e-3)
+
+
+# -- stability -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alpha", "beta", "stays"), [(0.5, 1.49, True), (1.1, 0.89, True), (0.5, 1.51, False)])
+def test_the_bound_on_alpha_and_beta(alpha: float, beta: float, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not stays:
+        with pytest.raises(ConfigurationError, match="alpha \\+ beta less than 2"):
+            stability(alpha, beta)
+        monkeypatch.setattr(elastic, "stability", lambda alpha, beta: None)
+    course = train(Pull(alpha, beta=beta), [1.0, -2.0, 4.0], [3.0, 1.0, 2.0], 800)
+    apart = np.abs(course.x - course.c[:, None]).max(axis=(1, 2))
+    assert apart[-1] < 1e-3 * apart[0] if stays else apart[-1] > 1e3 * apart[0]
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.0, 2.0), (2.0, 0.0), (-0.1, 0.5), (0.5, -0.1)])
+def test_unstable_settings_are_refused(alpha: float, beta: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"alpha={alpha:g} .* and beta={beta:g} .*: unstable"):
+        stability(alpha, beta)
+
+
+def test_between_one_and_the_bound_there_is_a_warning() -> None:
+    assert "swing past each other" in (stability(1.2, 0.5) or "")
+    assert "swing past each other" in (stability(0.5, 1.2) or "")
+    assert stability(1.0, 0.99) is stability(0.3, 0.9) is stability(0.0, 1.0) is None
+
+
+# -- traps ---------------------------------------------------------------------------------------------------
+
+
+def test_one_replica_that_pulls_with_all_swaps_with_its_center(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "stability", lambda alpha, beta: None)
+    course = train(Pull(1.0, beta=1.0), [5.0], [1.0], 4, center=2.0)
+    assert course.x.ravel().tolist() == [5.0, 2.0, 5.0, 2.0, 5.0]
+    assert course.c.ravel().tolist() == [2.0, 5.0, 2.0, 5.0, 2.0]
+
+
+def test_symmetric_rates_make_only_the_center_the_mean_and_that_of_before_the_step() -> None:
+    starts = [1.0, -2.0, 4.0]
+    course = train(Pull(1 / 3), starts, [1.0] * 3, 6, step=lambda i, x: 0.9 * x + i)
+    means = course.x.mean(axis=1)
+    assert np.abs(course.c[1:] - means[:-1]).max() <= 1e-12
+    assert np.abs(course.c[1:] - means[1:]).max() > 0.1
+    assert np.ptp(course.x[-1]) > 0.1
+
+
+# -- the rates -----------------------------------------------------------------------------------------------
+
+
+def optimizers(*lrs: float) -> list[torch.optim.Optimizer]:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs]
+    return [torch.optim.SGD(groups, lr=1.0), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=7.0)]
+
+
+@pytest.mark.parametrize(
+    ("pull", "alpha", "beta"),
+    [
+        (Pull("auto"), 0.9 / 4, 0.9),
+        (Pull("auto", beta=0.5), 0.5 / 4, 0.5),
+        (Pull(0.1), 0.1, 0.4),
+        (Pull(0.1, beta=0.9), 0.1, 0.9),
+        (Pull(rho=2.0), 0.1, 0.4),  # with the lr of the first group of the first optimizer
+        (Pull(rho=2.0, beta=0.3), 0.1, 0.3),
+        (Pull(0), 0.0, 0.0),
+    ],
+)
+def test_alpha_and_beta(pull: Pull, alpha: float, beta: float) -> None:
+    assert pull.alpha(optimizers(0.05, 3.0), 4) == pytest.approx(alpha)
+    assert pull.of_center(pull.alpha(optimizers(0.05, 3.0), 4), 4) == pytest.approx(beta)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "neither is given; give exactly one"),
+        ({"beta": 0.9}, "neither is given; give exactly one"),
+        ({"moving_rate": 0.1, "rho": 1.0}, "both are given; give exactly one"),
+        ({"moving_rate": "auto", "rho": 1.0}, "both are given"),
+        ({"moving_rate": -0.1}, "moving_rate=-0.1 must be a number"),
+        ({"moving_rate": math.nan}, "moving_rate=nan must be a number"),
+        ({"moving_rate": "automatic"}, "moving_rate='automatic' must be a number"),
+        ({"moving_rate": True}, "moving_rate=True must be a number"),
+        ({"rho": math.inf}, "rho=inf must be a number"),
+        ({"rho": "auto"}, "rho='auto' must be a number"),
+        ({"rho": -1}, "rho=-1 must be a number"),
+        ({"moving_rate": 0.1, "beta": -0.9}, "beta=-0.9 must be a number"),
+        ({"moving_rate": 0.1, "beta": math.nan}, "beta=nan must be a number"),
+        ({"moving_rate": 0.1, "beta": "auto"}, "beta='auto' must be a number"),
+    ],
+)
+def test_numbers_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Pull(**options)

@@ -1,0 +1,135 @@
+"""Visits to a center in virtual time: who comes how often, and where the center comes to rest."""
+
+import heapq
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.elastic import Pull
+from lightning_hetero.averaging.visits import VisitingAverager, VisitRates
+from lightning_hetero.comm.centers import visitor
+from lightning_hetero.comm.centers.center import Center, Job, Visit, differ, push_by
+from lightning_hetero.comm.links import Traffic
+from lightning_hetero.comm.replica import Replica
+
+PERIODS, TARGETS = [1.0, 1.0, 4.0], [0.0, 0.0, 1.0]  # the third worker comes four times more rarely
+
+
+class Memory:
+    """What visitors of one center share."""
+
+    def __init__(self, count: int) -> None:
+        self.values: list[Tensor] = []
+        self.counts = [0] * count
+
+
+class MemoryCenter(Center):
+    def __init__(self, job: Job, memory: Memory) -> None:
+        super().__init__(job)
+        self.memory = memory
+
+    def open(self, values: Sequence[Tensor]) -> None:
+        self.memory.values = self.memory.values or [value.clone() for value in values]
+
+    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
+        square = differ(values, self.memory.values)
+        push_by(values, self.memory.values, push, square)
+        self.memory.counts[self.job.replica] += 1
+        return Visit(square, list(self.memory.counts))
+
+    def read(self) -> tuple[list[Tensor], list[int]]:
+        return self.memory.values, self.memory.counts
+
+    def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoLinks:
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count, self.traffic = index, count, Traffic()
+
+    def tell(self, tensor: Tensor) -> None: ...
+
+
+class Inline:
+    """As Background, at once: virtual time needs no threads."""
+
+    seconds = 0.0
+
+    def __init__(self, function: Callable[[], Visit]) -> None:
+        self._visit = function()
+
+    def result(self) -> Visit:
+        return self._visit
+
+
+class BothSides(VisitingAverager):
+    """The mutant: a rare visitor is also pulled more strongly."""
+
+    def after_step(self, context: StepContext) -> None:
+        self._alpha = self._alpha * (self._rates.factor if self.debias else 1.0)
+        super().after_step(context)
+
+
+def center_of(kind: type[VisitingAverager], debias: bool, events: int) -> float:
+    """Quadratics with minima at 0, 0 and 1; eta h tau = 0.01. The mean over the last round of all."""
+    count, memory = len(PERIODS), Memory(len(PERIODS))
+    workers = []
+    for index in range(count):
+        module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        nn.init.zeros_(module.weight)
+        job = Job(index, count, tuple(range(count)), index, timedelta(seconds=9))
+        averager = kind(Pull("auto"), 1, MemoryCenter(job, memory), overlap=False, debias=debias)
+        averager.setup(Replica(module), NoLinks(index, count), list)  # type: ignore[arg-type]
+        workers.append((module, averager))
+    times, seen = [(period, i) for i, period in enumerate(PERIODS)], []
+    heapq.heapify(times)
+    for _ in range(events):
+        now, index = heapq.heappop(times)
+        heapq.heappush(times, (now + PERIODS[index], index))
+        module, averager = workers[index]
+        number = memory.counts[index]
+        averager.before_step(StepContext(number, False, [1, 1, 1]))
+        with torch.no_grad():
+            module.weight.sub_(0.01 * (module.weight - TARGETS[index]))
+        averager.after_step(StepContext(number + 1, False, [1, 1, 1]))
+        seen.append(memory.values[0].item())
+    return sum(seen[-9:]) / 9
+
+
+def test_a_rare_visitor_counts_as_much_as_others_if_debiased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visitor, "Background", Inline)
+    assert center_of(VisitingAverager, False, 2000) == pytest.approx(0.108, abs=0.02)
+    assert center_of(VisitingAverager, True, 2000) == pytest.approx(0.33, abs=0.02)
+    assert center_of(BothSides, True, 2000) == pytest.approx(0.113, abs=0.02)
+
+
+def test_rates() -> None:
+    rates = VisitRates(2)
+    assert rates.factor == 1.0
+    assert rates.per_second() == []
+    rates.saw([3, 5, 1])
+    assert rates.factor == 1.0  # one visit tells nothing
+    rates.saw([7, 9, 2])
+    assert rates.factor == pytest.approx((4 + 4 + 1) / 3)
+    rates.saw([9, 13, 4])
+    assert rates.factor == pytest.approx((6 + 8 + 3) / 3 / 3)
+    assert len(rates.per_second()) == 3
+    fast = VisitRates(0)
+    fast.saw([1, 0])
+    fast.saw([5, 1])
+    assert fast.factor == pytest.approx(5 / 2 / 4)
+
+
+def test_rates_look_back_a_window() -> None:
+    rates = VisitRates(0, window=3)
+    for own in range(10):
+        rates.saw([own, 0])  # the other has stopped
+    for own in range(10, 14):
+        rates.saw([own, 2 * (own - 10)])  # and is twice as fast now
+    assert rates.factor == pytest.approx(1.5)

@@ -1,0 +1,160 @@
+"""Runs functions of a center on ranks, whatever home the center has: forked processes, or processes of ``mpiexec``."""
+
+import functools
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "distributed")]
+if __name__ == "__main__":  # a process of mpiexec: the center needs no Lightning, whose import takes seconds
+    package = ModuleType("lightning_hetero")
+    package.__path__ = [str(HERE.parents[1] / "lightning_hetero")]
+    sys.modules["lightning_hetero"] = package
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from ranks import Outcome, free_port, quiet, run  # noqa: E402
+
+from lightning_hetero.comm.centers.center import Center, Job  # noqa: E402
+from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing  # noqa: E402
+from lightning_hetero.comm.centers.shared import SharedCenter  # noqa: E402
+from lightning_hetero.comm.centers.thread import ThreadCenter  # noqa: E402
+
+WORLD = 3
+LIMIT = timedelta(seconds=20)
+HOMES: dict[str, Callable[[Job], Center]] = {
+    "shared": lambda job: SharedCenter(job, locked=True),
+    "hogwild": lambda job: SharedCenter(job, locked=False),
+    "thread": lambda job: ThreadCenter(job),
+    "bf16": lambda job: ThreadCenter(job, wire="bf16"),
+    "fp16": lambda job: ThreadCenter(job, wire="fp16"),
+    "mpi": lambda job: MPICenter(job, across=False),
+    "mpi-across": lambda job: MPICenter(job, across=True),
+    "turns": lambda job: ThreadCenter(job, in_turn=True),
+    "turns-bf16": lambda job: ThreadCenter(job, in_turn=True, wire="bf16"),
+}
+FORKED = [home for home in HOMES if not home.startswith("mpi")]
+EACH = [[rank] for rank in range(WORLD)]  # replicas of one rank
+
+
+class Case(NamedTuple):
+    """What runs on a center: ``body(center, job, *args)``, on every rank."""
+
+    body: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    replicas: list[list[int]] = EACH
+
+
+def job_of(replicas: list[list[int]] = EACH, limit: timedelta = LIMIT) -> Job:
+    """Of this rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    index = next(i for i, ranks in enumerate(replicas) if rank in ranks)
+    return Job(rank, world, tuple(ranks[0] for ranks in replicas), index, limit)
+
+
+def bodies_in(home: str, cases: Sequence[Case]) -> list[Any]:
+    """On a rank: what each body brings, one after the other, each with a center of its own."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    values = []
+    for body, args, replicas in cases:
+        job = job_of(replicas)
+        center = HOMES[home](job)
+        try:
+            values.append(body(center, job, *args))
+            dist.barrier()
+            center.leave()
+            dist.barrier()  # see test_center_deaths: else the host may go too soon
+        finally:
+            center.close()
+    return values
+
+
+def per_body(home: str, cases: Sequence[Case], world: int = WORLD, timeout: float = 60) -> list[list[Any]]:
+    """What each body brings on every rank, from one job."""
+    runner = run_mpi if home.startswith("mpi") else run
+    values = runner(bodies_in, world, home, cases, timeout=timeout)
+    return [list(of_ranks) for of_ranks in zip(*values, strict=True)]
+
+
+@functools.cache
+def no_mpi() -> str:
+    """Why there are no tests of MPI here, if there are none."""
+    problem = mpi_missing(1)
+    return f"{problem}" if problem else "" if shutil.which("mpiexec") else "no mpiexec"
+
+
+def run_mpi(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Like ``ranks.run``, in a job of mpiexec."""
+    status, seconds, outcomes, output = attempt_mpi(function, world, *args, timeout=timeout)
+    if status or any(outcome is None or outcome.error for outcome in outcomes):
+        traces = [outcome.trace if outcome else "(without a word)" for outcome in outcomes]
+        raise AssertionError("\n".join([f"exit {status} after {seconds:.1f} s", *traces, output]))
+    return [outcome.value for outcome in outcomes]
+
+
+def attempt_mpi(
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = 60
+) -> tuple[int | None, float, list[Outcome | None], str]:
+    """Exit status of mpiexec (``None``: late), seconds, what each rank said (``None``: nothing), and the output."""
+    if no_mpi():
+        pytest.skip(no_mpi())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "work").write_bytes(pickle.dumps((function, args)))
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        began, status = time.monotonic(), None
+        with open(folder / "output", "w") as output:
+            process = subprocess.Popen(
+                ["mpiexec", "-n", str(world), sys.executable, __file__, name],
+                env=env, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # which ends its ranks
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        paths = [folder / str(rank) for rank in range(world)]
+        outcomes = [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+        return status, time.monotonic() - began, outcomes, (folder / "output").read_text()[-3000:]
+
+
+def _rank(folder: Path) -> None:
+    from mpi4py import MPI
+
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(MPI.COMM_WORLD.rank), str(MPI.COMM_WORLD.size)
+    torch.set_num_threads(1)
+    quiet()
+    failed = None
+    try:
+        function, args = pickle.loads((folder / "work").read_bytes())
+        outcome = Outcome(function(*args))
+    except BaseException as error:
+        failed = error
+        outcome = Outcome(None, RuntimeError(repr(error)), traceback.format_exc())
+    part = folder / f"{MPI.COMM_WORLD.rank}.part"
+    torch.save(outcome, part)
+    part.rename(part.with_suffix(""))
+    if failed is not None:
+        raise failed
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.modules["homes"] = sys.modules["__main__"]  # the tests import this file
+    _rank(Path(sys.argv[1]))

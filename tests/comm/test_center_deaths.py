@@ -1,0 +1,296 @@
+"""Ranks that die, stop or leave while others visit the center; and what is left behind."""
+
+import glob
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from homes import FORKED, HOMES, LIMIT, WORLD, attempt_mpi, job_of
+from ranks import attempt, run
+
+from lightning_hetero.comm.centers.center import Center
+from lightning_hetero.errors import CommunicationError
+
+LEADERS = [[1], [0], [2]]  # the center lives with rank 1, the store of the process groups with rank 0
+SHORT = 2.0  # seconds
+
+
+def files() -> set[str]:
+    return set(glob.glob("/dev/shm/lightning-hetero-*"))
+
+
+@pytest.fixture(autouse=True)
+def _no_new_files() -> Iterator[None]:
+    """Whatever happens, no file stays; others on this machine may have theirs for a moment."""
+    before, deadline = files(), time.monotonic() + 5
+    yield
+    while (left := files() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def begun(home: str, replicas: list[list[int]] = LEADERS, limit: timedelta = LIMIT) -> Center:
+    dist.init_process_group("gloo", timeout=LIMIT)
+    center = HOMES[home](job_of(replicas, limit))
+    center.open([torch.zeros(10_000)])
+    dist.barrier()
+    return center
+
+
+def go(center: Center, push: float = 0.25) -> list[int]:
+    return center.visit([torch.ones(10_000)], push).counts
+
+
+def until_error(center: Center) -> tuple[str, float]:
+    """What the error says, and seconds of the visit that raised it."""
+    end = time.monotonic() + 30
+    while (began := time.monotonic()) < end:
+        try:
+            go(center)
+        except CommunicationError as error:
+            return str(error), time.monotonic() - began
+    return "none", math.inf
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- the host dies -------------------------------------------------------------------------------------------
+
+
+def _host_dies(home: str, host: int) -> tuple[str, float]:
+    order = [host, *(rank for rank in range(WORLD) if rank != host)]
+    center = begun(home, [[rank] for rank in order], timedelta(seconds=5))
+    if dist.get_rank() == host:
+        threading.Timer(0.2, die).start()  # in the middle of visits
+        while True:
+            go(center)
+    found = until_error(center)
+    center.close()
+    return found
+
+
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("home", ["shared", "hogwild", "thread", "bf16", "turns"])
+def test_the_hosts_death_is_an_error_of_all_others_that_names_it(home: str, host: int) -> None:
+    outcomes = attempt(_host_dies, WORLD, home, host, timeout=30)
+    for rank, outcome in enumerate(outcomes):
+        if rank == host:
+            assert outcome.exitcode == -signal.SIGKILL
+            continue
+        assert outcome.value, outcome.trace
+        message, seconds = outcome.value
+        assert re.search(rf"\brank {host}\b", message), message
+        assert seconds < 8
+
+
+# -- a visitor dies or stops ---------------------------------------------------------------------------------
+
+
+def _visitor_dies(home: str, holding: bool) -> tuple[str, float]:
+    """What the others' last visit of many says, and the longest of them."""
+    center = begun(home, limit=timedelta(seconds=SHORT))
+    if dist.get_rank() == 2:
+        go(center)
+        if holding:
+            with center._held():
+                die()
+        die()
+    message, longest, end = "none", 0.0, time.monotonic() + 1.5
+    while message == "none" and (began := time.monotonic()) < end:
+        try:
+            go(center)
+        except CommunicationError as error:
+            message = str(error)
+        longest = max(longest, time.monotonic() - began)
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + 5
+    store.add("seen", 1)
+    while store.add("seen", 0) < WORLD - 1 and time.monotonic() < end:  # else the first to close would be named
+        time.sleep(0.01)
+    center.close()
+    return message, longest
+
+
+@pytest.mark.parametrize(
+    ("home", "holding"), [("shared", False), ("shared", True), ("hogwild", False), ("thread", False), ("turns", False)]
+)
+def test_a_dead_visitor_keeps_nobody_waiting(home: str, holding: bool) -> None:
+    outcomes = attempt(_visitor_dies, WORLD, home, holding, timeout=20)
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    for outcome in outcomes[:2]:
+        assert outcome.value, outcome.trace
+        message, longest = outcome.value
+        assert longest < 8  # the timeout, if at all
+        if home in ("shared", "hogwild"):
+            assert longest < 2
+            assert "rank 2 has ended" in message
+        if home == "turns":
+            assert message != "none"
+
+
+def _stops(home: str, stopped: int, holding: bool, tries: Callable[[Center], Any]) -> Any:
+    """What another rank finds while one has stopped; then that one goes on, and all can visit again."""
+    center = begun(home, limit=timedelta(seconds=SHORT))
+    rank, processes = dist.get_rank(), [None] * WORLD
+    dist.all_gather_object(processes, os.getpid())
+    if rank == stopped:
+        if holding:
+            with center._held():
+                os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        found = None
+    else:
+        try:
+            while Path(f"/proc/{processes[stopped]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.01)
+            found = tries(center)
+        finally:
+            store = dist.distributed_c10d._get_default_store()
+            if store.add("done", 1) == WORLD - 1:
+                os.kill(processes[stopped], signal.SIGCONT)
+    if home in ("shared", "hogwild"):
+        dist.barrier()
+        go(center)
+        dist.barrier()
+        found = found, go(center)
+        dist.barrier()
+    center.close()
+    return found
+
+
+def test_a_lock_that_a_stopped_rank_holds_is_an_error_after_the_timeout() -> None:
+    for rank, (found, counts) in enumerate(run(_stops, WORLD, "shared", 2, True, until_error, timeout=30)):
+        if rank != 2:
+            message, seconds = found
+            assert "has stopped" in message
+            assert SHORT <= seconds < SHORT + 5
+        assert len(counts) == WORLD
+
+
+def ten(center: Center) -> list[int]:
+    for _ in range(10):
+        counts = go(center)
+    return counts
+
+
+@pytest.mark.parametrize(("home", "stopped"), [("shared", 1), ("hogwild", 1), ("shared", 2)])
+def test_a_stopped_rank_that_holds_nothing_stops_nobody(home: str, stopped: int) -> None:
+    for rank, (found, _) in enumerate(run(_stops, WORLD, home, stopped, False, ten, timeout=30)):
+        assert rank == stopped or sum(found) >= 10
+
+
+@pytest.mark.parametrize("home", ["thread", "bf16"])
+def test_a_stopped_host_of_a_thread_is_an_error_after_the_timeout(home: str) -> None:
+    outcomes = attempt(_stops, WORLD, home, 1, False, until_error, timeout=30)
+    for rank in (0, 2):
+        assert outcomes[rank].value, outcomes[rank].trace
+        message, seconds = outcomes[rank].value
+        assert "lives with rank 1" in message
+        assert seconds < SHORT + 5
+
+
+def _late() -> tuple[str, float]:
+    center = begun("turns", limit=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        time.sleep(3)
+        return "", 0.0
+    found = until_error(center)
+    center.close()
+    return found
+
+
+def test_whoever_does_not_come_when_it_is_its_turn_is_named_by_the_host() -> None:
+    _, (host, waited), (other, also) = run(_late, WORLD, timeout=30)
+    assert "rank 0, whose turn it was, did not come" in host
+    assert "lives with rank 1" in other
+    assert max(waited, also) < SHORT + 5
+
+
+# -- the end -------------------------------------------------------------------------------------------------
+
+
+def _leaves(home: str) -> tuple[set[str], list[str], bool]:
+    """What a center has left open in this process."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+
+    def state() -> tuple[set[str], list[str], bool]:
+        held = {
+            os.readlink(path)
+            for path in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))
+            if os.path.islink(path)
+        }
+        named = {name for name in held if "lightning-hetero" in name}
+        return named, [t.name for t in threading.enumerate()], "lightning-hetero" in Path("/proc/self/maps").read_text()
+
+    center = HOMES[home](job_of())
+    center.open([torch.zeros(1000)])
+    center.visit([torch.ones(1000)], 0.5)
+    during = state()
+    dist.barrier()
+    center.leave()
+    dist.barrier()
+    center.close()
+    center.close()
+    end = time.monotonic() + 5
+    while "hetero-center" in state()[1] and time.monotonic() < end:
+        time.sleep(0.05)
+    return during, state()
+
+
+@pytest.mark.parametrize("home", FORKED)
+def test_nothing_is_left_of_a_closed_center(home: str) -> None:
+    for rank, (during, after) in enumerate(run(_leaves, WORLD, home, timeout=30)):
+        shared = home in ("shared", "hogwild")
+        assert (bool(during[0]), during[2]) == (shared, shared)  # else this test would see nothing
+        assert ("hetero-center" in during[1]) == (rank == 0 and not shared)
+        assert (after[0], after[2]) == (set(), False)
+        assert "hetero-center" not in after[1]
+
+
+def _late_to_leave(home: str) -> None:
+    center = begun(home)
+    go(center)
+    dist.barrier()
+    time.sleep(0.3 * (dist.get_rank() != 1))
+    center.leave()
+    center.close()
+
+
+@pytest.mark.parametrize("home", ["shared", "thread", "turns"])
+def test_the_host_may_end_as_soon_as_it_has_left(home: str) -> None:
+    run(_late_to_leave, WORLD, home, timeout=30)
+
+
+# -- MPI -----------------------------------------------------------------------------------------------------
+
+
+def _mpi_fails(how: str) -> None:
+    center = begun("mpi", limit=timedelta(seconds=5))
+    for step in range(100):
+        if step == 50 and how == "host dies" and dist.get_rank() == 1:
+            die()
+        if step == 50 and how == "visitor raises" and dist.get_rank() == 2:
+            raise ValueError("a mistake of the user")
+        go(center)
+    dist.barrier()
+    center.leave()
+    center.close()
+
+
+@pytest.mark.parametrize("how", ["host dies", "visitor raises"])
+def test_mpiexec_ends_a_job_that_has_lost_a_rank(how: str) -> None:
+    status, seconds, _, output = attempt_mpi(_mpi_fails, WORLD, how, timeout=40)
+    assert status not in (0, None), (status, seconds, output)
+    assert seconds < 35

@@ -1,0 +1,191 @@
+"""The wire and the turns of a center that a thread keeps."""
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from homes import EACH, LIMIT, Case, per_body
+from ranks import run
+
+from lightning_hetero.comm.centers.center import Center, Job
+from lightning_hetero.comm.centers.line import Line, NarrowLine
+from lightning_hetero.comm.centers.visitor import Visitor
+from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.wire import DTYPES
+
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+narrow = pytest.mark.parametrize("wire", list(ROUNDING))
+
+
+def drawn(seed: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(1001, generator=g), torch.randn(7, generator=g, dtype=torch.float64)]
+
+
+# -- both ends of a line -------------------------------------------------------------------------------------
+
+
+def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]]:
+    """For each of some visits: where the visitor is (as heard, or truly), what it is told, what both ends know."""
+    dist.init_process_group("gloo")
+    rank, center, found = dist.get_rank(), drawn(0), []
+    group, dtype = dist.group.WORLD, DTYPES[wire]
+    end = Line(group, 1 - rank) if dtype is None else NarrowLine(group, 1 - rank, dtype)
+    end.start(drawn(0))
+    if mutant:
+        end.round = lambda _: None
+    for step in range(20):
+        values = drawn(step)
+        if rank:
+            assert end.fits(values)
+            end.tell(values)
+            end.learn(values)
+            heard = drawn(step)
+        else:
+            end.hear(values)
+            heard = [value.clone() for value in values]
+            for value, c in zip(values, center, strict=True):
+                value.sub_(c)
+            end.round(values)
+            for value, c in zip(values, center, strict=True):
+                c.add_(value, alpha=0.3)
+            end.answer(values)
+        known = [part.clone() for part in getattr(end, "_known", [])]
+        found.append((heard, values, known))
+    return found
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+def test_both_ends_of_a_line_agree_bitwise(wire: str) -> None:
+    host, visitor = run(_ends, 2, wire, False, timeout=30)
+    for (heard, difference, known), (truth, told, likewise) in zip(host, visitor, strict=True):
+        assert same(difference, told)
+        assert same(known, likewise)
+        assert len(known) == (0 if wire == "fp32" else 2)
+        for a, b in zip(heard, truth, strict=True):
+            # In 16 bits: rounded once, from wherever it was known to be; never far off, however many visits.
+            assert (a - b).abs().max() <= 1.05 * ROUNDING.get(wire, 0.0) * 10
+
+
+@narrow
+def test_control_without_rounding_at_the_host_the_ends_differ(wire: str) -> None:
+    host, visitor = run(_ends, 2, wire, True, timeout=30)
+    assert not all(same(a[1], b[1]) for a, b in zip(host, visitor, strict=True))
+
+
+# -- what is lost in rounding --------------------------------------------------------------------------------
+
+
+def _approach(center: Center, job: Job) -> tuple[list[torch.Tensor], Any]:
+    """Visitors that move by a quarter of what they are told, as the center does."""
+    center.open([torch.zeros_like(value) for value in drawn(0)])
+    own = drawn(job.rank)
+    for _ in range(60):
+        dist.barrier()
+        difference = [value.clone() for value in own]
+        center.visit(difference, 0.25)
+        for value, moved in zip(own, difference, strict=True):
+            value.sub_(moved, alpha=0.25)
+    dist.barrier()
+    return own, center.read() if job.rank == job.host else None
+
+
+@narrow
+def test_visitors_and_center_meet_far_beyond_the_rounding_of_one_visit(wire: str) -> None:
+    ranks = per_body(wire, [Case(_approach)])[0]
+    center = ranks[0][1][0]
+    everybody = [rank[0] for rank in ranks]
+    for i in range(2):
+        # Conserved, in spite of all rounding: what the center wins, visitors lose.
+        total = center[i].double() + sum(own[i].double() for own in everybody)
+        start = sum(drawn(rank)[i].double() for rank in range(3))
+        assert (total - start).abs().max() < 1e-4 if i == 0 else 1e-12
+        for own in everybody:
+            assert (own[i] - center[i]).abs().max() < ROUNDING[wire] / 50
+
+
+# -- numbers that do not fit ---------------------------------------------------------------------------------
+
+
+def _apart(center: Center, job: Job) -> tuple[Any, Any]:
+    """The way from the center to a visitor is longer than fp16 can say, but each is near where both ends start."""
+    center.open([torch.zeros(5)])
+    if job.rank == 2:
+        center.visit([torch.full((5,), -60000.0)], 1.0)
+    dist.barrier()
+    own, visit = torch.full((5,), 60000.0), None
+    if job.rank == 1:
+        visit = center.visit([own], 0.5), own.clone()
+    dist.barrier()
+    middle = center.read() if job.rank == job.host else None
+    dist.barrier()
+    good, again = torch.zeros(5), None
+    if job.rank == 1:
+        again = center.visit([good], 0.5), good
+    dist.barrier()
+    return visit, middle, again, center.read() if job.rank == job.host else None
+
+
+def test_a_difference_that_does_not_fit_leaves_the_center_alone() -> None:
+    host, visitor, _ = per_body("fp16", [Case(_apart)])[0]
+    (visit, _), (after, _) = visitor[0], host[1]
+    assert not math.isfinite(visit.square)
+    assert (after[0] == -60000.0).all()
+    visit, told = visitor[2]
+    assert math.isfinite(visit.square)
+    assert (told - 60000.0).abs().max() <= 2 * 60000 * ROUNDING["fp16"]
+
+
+# -- a center that is set ------------------------------------------------------------------------------------
+
+
+def _set(center: Center, job: Job) -> list[torch.Tensor]:
+    """As a resumed job does: opened with other values than those that are then loaded."""
+    center.open([torch.zeros_like(value) for value in drawn(0)])
+    visitor = Visitor(center, ReplicaLinks(job.rank, EACH, LIMIT))
+    visitor.write([value + 100 for value in drawn(0)], [0, 0, 0])
+    own = [value + 100 + 0.01 * x for value, x in zip(drawn(0), drawn(1), strict=True)]
+    visitor.visit(own, 0.0)()
+    return own
+
+
+@narrow
+def test_the_first_visit_after_a_resume_is_as_exact_as_any(wire: str) -> None:
+    for told in per_body(wire, [Case(_set)])[0]:
+        for difference, truth in zip(told, drawn(1), strict=True):
+            assert (difference - 0.01 * truth).abs().max() <= 0.01 * 4 * 3 * ROUNDING[wire] + 4e-5
+
+
+# -- turns ---------------------------------------------------------------------------------------------------
+
+
+def _slow_second(center: Center, job: Job) -> list[int]:
+    """When this rank's visits came, counted over all."""
+    center.open([torch.zeros(3)])
+    dist.barrier()
+    when = []
+    for _ in range(6):
+        if job.rank == 1:
+            time.sleep(0.02)
+        when.append(sum(center.visit([torch.ones(3)], 0.1).counts) - 1)
+    dist.barrier()
+    return when
+
+
+@pytest.mark.parametrize("home", ["turns", "turns-bf16"])
+def test_visitors_are_served_in_turn_however_slow_one_is(home: str) -> None:
+    assert per_body(home, [Case(_slow_second)])[0] == [list(range(rank, 18, 3)) for rank in range(3)]
+
+
+def test_control_else_whoever_comes_first_is_served_first() -> None:
+    ranks = per_body("thread", [Case(_slow_second)])[0]
+    assert sorted(moment for rank in ranks for moment in rank) == list(range(18))
+    assert ranks != [list(range(rank, 18, 3)) for rank in range(3)]
+    assert ranks[1][-1] == 17

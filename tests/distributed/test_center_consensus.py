@@ -1,0 +1,134 @@
+"""The center is what is validated, saved, tested and left at the end; looking at it changes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from center_tasks import APART, SHARES, STRATEGIES, Recorder, same
+from lightning.pytorch.callbacks import ModelCheckpoint
+from ranks import run
+from tasks import FAST, Net, dataset, parameters
+from test_node import Watched
+from torch.utils.data import DataLoader
+
+PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 3}
+BIAS = torch.cat([torch.full((p.numel(),), name.endswith("bias")) for name, p in Net().named_parameters()])
+EXACT: list[tuple[str, dict[str, Any]]] = [
+    ("easgd", PULL),
+    ("easgd", {**PULL, "exclude": ["*bias"]}),
+    ("overlap", PULL),
+    ("eamsgd", PULL),
+    ("diloco", {"tau": 3}),
+    ("round_robin", PULL),
+]
+
+
+class Nesterov(Watched):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+
+class Metrics(pl.Callback):
+    """Keeps the metric of each validation."""
+
+    def __init__(self) -> None:
+        self.val: list[float] = []
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.val.append(trainer.callback_metrics["val"].item())
+
+
+def loss_at(weights: torch.Tensor) -> float:
+    """On all samples of the validation."""
+    model = Net()
+    torch.nn.utils.vector_to_parameters(weights, model.parameters())
+    with torch.no_grad():
+        return model.loss(dataset(50)[:]).item()
+
+
+def _watch(
+    name: str, options: dict[str, Any], folder: str | None = None, every: int | None = None, **trainer: Any
+) -> dict[str, Any]:
+    module = Nesterov() if name == "eamsgd" else Watched()
+    recorder, metrics = Recorder(), Metrics()
+    keep = [ModelCheckpoint(folder, save_top_k=-1, filename="{step}", save_on_train_epoch_end=False)] if folder else []
+    limits = {"val_check_interval": every} if every else {"limit_val_batches": 0}
+    settings = {**FAST, "max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": [recorder, metrics, *keep]}
+    strategy = STRATEGIES[name](balance=SHARES[3], global_batch_size=12, timeout=30, **options)
+    instance = pl.Trainer(
+        strategy=strategy, **{**settings, **limits, **trainer, "enable_checkpointing": folder is not None}
+    )
+    val = DataLoader(dataset(50), batch_size=4)
+    instance.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), val)
+    return {
+        "path": torch.stack(recorder.weights),
+        "centers": torch.stack(recorder.centers) if recorder.centers else torch.zeros(0),
+        "validated": module.validated,
+        "metrics": metrics.val,
+        "final": parameters(module),
+        "at_train_end": module.final[0],
+        "test": instance.test(module, val, verbose=False)[0]["test"] if every else None,
+    }
+
+
+def _watch_all(folder: str) -> list[dict[str, Any]]:
+    results = [_watch(name, options, f"{folder}/{i}", 2) for i, (name, options) in enumerate(EXACT)]
+    return results + [_watch(name, options) for name, options in EXACT]
+
+
+def test_the_center_is_validated_saved_tested_and_left(tmp_path: Path) -> None:
+    results = run(_watch_all, 3, str(tmp_path), nodes=APART)
+    paths = [[result["path"] for result in rank] for rank in results]
+    for rank, fits in enumerate(results):
+        for i, (name, options) in enumerate(EXACT):
+            watched, unwatched = fits[i], fits[i + len(EXACT)]
+            assert same(watched, unwatched), name  # validating and saving change nothing
+            assert len(watched["validated"]) == 8
+            for j, weights in enumerate(watched["validated"]):
+                if name != "round_robin":
+                    apart = BIAS if "exclude" in options else BIAS & False
+                    assert torch.equal(weights[~apart], watched["centers"][2 * j + 1])
+                    of_all = [paths[k][i][2 * j + 1] for k in range(3)]
+                    mean = (3 * of_all[0] + of_all[1] + 2 * of_all[2]) / 6
+                    assert torch.allclose(weights[apart], mean[apart], rtol=0, atol=1e-13)
+                assert torch.equal(weights, results[0][i]["validated"][j])
+                assert watched["metrics"][j] == pytest.approx(loss_at(weights), rel=1e-12)
+                if name != "diloco" or (2 * j + 2) % 3:  # whose replicas start from the center
+                    assert not torch.equal(weights, paths[rank][i][2 * j + 1])
+                saved = torch.load(tmp_path / str(i) / f"step={2 * j + 2}.ckpt", weights_only=True)["state_dict"]
+                assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), weights)
+            assert torch.equal(watched["at_train_end"], watched["final"])
+            assert torch.equal(watched["final"], results[0][i]["final"])
+            assert watched["test"] == pytest.approx(loss_at(watched["final"]), rel=1e-12)
+
+
+@pytest.mark.parametrize("home", ["shared_memory", "thread"])
+def test_and_where_replicas_come_one_by_one(tmp_path: Path, home: str) -> None:
+    options = {**PULL, "center": home}
+    results = run(_watch, 3, "async", options, str(tmp_path), 4, num_sanity_val_steps=2, nodes=APART)
+    for result in results:
+        start = result["validated"].pop(0)
+        assert torch.equal(start, parameters(Watched()))  # the sanity check
+        assert len(result["validated"]) == 4
+        for j, weights in enumerate(result["validated"]):
+            assert torch.equal(weights, results[0]["validated"][j])
+            assert result["metrics"][j] == pytest.approx(loss_at(weights), rel=1e-12)
+            saved = torch.load(tmp_path / f"step={4 * j + 4}.ckpt", weights_only=True)["state_dict"]
+            assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), weights)
+        assert torch.equal(result["at_train_end"], results[0]["final"])
+        assert torch.equal(result["final"], results[0]["final"])
+        assert result["test"] == pytest.approx(loss_at(result["final"]), rel=1e-12)
+
+
+def _in_flight() -> list[dict[str, Any]]:
+    return [_watch("overlap", {**PULL, "tau": 1}, None, every, accumulate_grad_batches=2) for every in (1, None)]
+
+
+def test_validating_in_the_middle_of_a_window_changes_nothing() -> None:
+    # Exchanges begin before a window's first batch, and end after its last: one is under way at every other look.
+    for watched, unwatched in run(_in_flight, 3, nodes=APART):
+        assert same(watched, unwatched)
+        assert len(watched["validated"]) == 16
