@@ -147,12 +147,11 @@ def broken(center: Center, job: Job) -> list[tuple[State | None, Visit | None, S
 # -- the rest ------------------------------------------------------------------------------------------------
 
 
-def set_by_host(center: Center, job: Job) -> tuple[Visit, list[torch.Tensor], State | None]:
+def set_alike(center: Center, job: Job) -> tuple[Visit, list[torch.Tensor], State | None]:
     center.open(filled(0, 0, 0))
     center.visit(filled(1, 2, 3), 0.5)
     dist.barrier()
-    if job.rank == job.host:
-        center.write(drawn(50), [5, 6, 7])
+    center.write(drawn(50), [5, 6, 7])
     dist.barrier()
     state = seen_by_host(center, job)
     own = drawn(60 + job.rank)
@@ -218,7 +217,7 @@ CASES = {
     "careful": Case(losing, (True,)),
     "careless": Case(losing, (False,)),
     "broken": Case(broken),
-    "set": Case(set_by_host),
+    "set": Case(set_alike),
     "asleep": Case(while_host_sleeps),
     "replicas": Case(of_replicas, (REPLICAS,), REPLICAS),
     "left": Case(threads),  # the last
@@ -344,7 +343,7 @@ def test_a_visitor_with_values_that_cannot_be_told_leaves_the_center_alone(home:
 
 
 @homes
-def test_what_the_host_sets_is_what_visitors_see(home: str) -> None:
+def test_what_is_set_is_what_visitors_see(home: str) -> None:
     ranks = results(home, "set")
     values, counts = ranks[0][2]
     assert counts == [5, 6, 7]
