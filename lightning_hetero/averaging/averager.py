@@ -48,6 +48,8 @@ class Averager(ABC):
     lockstep = True
     #: What to tell the user about its settings, once it is set up.
     warning: str | None = None
+    #: Where replicas exchange one to one, at the end: of each, its completed exchanges with each.
+    pairings: list[list[int]] | None = None
 
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Learn what to average and with whom. All replicas hold the same values now.

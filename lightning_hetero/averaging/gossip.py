@@ -47,7 +47,6 @@ class GossipAverager(Averager):
     def __init__(self, every: int, wire: Wire, place: Place, skip: bool) -> None:
         self.every, self.wire, self._place, self._skip = every, wire, place, skip
         self.met, self.missed = Counter[int](), Counter[int]()
-        self.pairings: list[list[int]] | None = None  # at the end, of each replica with each: `met`
         self._distance = 0.0
 
     @override

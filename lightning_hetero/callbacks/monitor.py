@@ -2,10 +2,11 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hetero.errors import UnsupportedError
@@ -99,20 +100,25 @@ class HeteroMonitor(Callback):
                                       the elastic family ``center_distance`` (RMS over replicas; of rank 0 where they
                                       come one by one) and ``exchanges_per_s/replica{i}``
 
-    and the progress bar shows the algorithm's numbers and words and the part of the latest exchange's time that
-    was hidden.
+    Under gossip ``hetero/missed`` counts exchanges that were not completed in time, ``hetero/met/replica{i}`` those
+    with each other replica, and at the end a table says who has met whom.
+
+    The progress bar shows the algorithm's numbers and words, and the part of the latest exchange's time that was
+    hidden.
 
     It exchanges nothing itself. With accumulation, a step here is one batch.
 
     Attributes:
         history: everything logged so far of shares, on every rank; in memory only.
         exchanges: likewise of exchanges, of this rank.
+        pairings: under gossip, once a fit has ended: of each replica, its completed exchanges with each.
     """
 
     def __init__(self) -> None:
         self.history: list[Record] = []
         self.exchanges: list[Exchanged] = []
         self._seen: object = None
+        self.pairings: list[list[int]] | None = None
         self._at = math.nan  # when the latest exchange was seen
 
     @override
@@ -136,6 +142,15 @@ class HeteroMonitor(Callback):
         self._see_reports(trainer, strategy.share)
         if isinstance(strategy, ReplicaStrategy):
             self._see_exchanges(trainer, strategy)
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Say who has met whom, under gossip."""
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            self.pairings = strategy.pairings
+            if self.pairings:
+                rank_zero_info(_pairing_table(self.pairings))
 
     def _see_exchanges(self, trainer: "pl.Trainer", strategy: ReplicaStrategy) -> None:
         traffic = strategy.traffic
@@ -191,6 +206,17 @@ def _metrics(record: Record) -> dict[str, float]:
     }
     per_rank = {f"{name}/rank{i}": float(x) for name, row in columns.items() for i, x in enumerate(row)}
     return {**per_rank, "samples_per_s": record.throughput, "waiting": record.waiting}
+
+
+def _pairing_table(pairings: Sequence[Sequence[int]]) -> str:
+    width = max(len(str(count)) for row in pairings for count in row) + 2
+    width = max(width, len(str(len(pairings))) + 2)
+    head = "replica" + "".join(f"{i:{width}}" for i in range(len(pairings)))
+    rows = [
+        f"{i:7}" + "".join(f"{'-' if i == j else count:>{width}}" for j, count in enumerate(row))
+        for i, row in enumerate(pairings)
+    ]
+    return "\n".join(["Completed exchanges of each replica with each:", head, *rows])
 
 
 def _texts(record: Record) -> dict[str, str]:

@@ -69,6 +69,11 @@ class ReplicaStrategy(HeteroStrategy):
         """Where the algorithm stands, by name; nothing outside of a fit."""
         return {} if self.averager is None else self.averager.status(self._windows)
 
+    @property
+    def pairings(self) -> list[list[int]] | None:
+        """Under gossip, once a fit has ended: of each replica, its completed exchanges with each; else nothing."""
+        return None if self.averager is None else self.averager.pairings
+
     @abstractmethod
     def make_averager(self) -> Averager:
         """The algorithm between replicas, of this strategy's options."""
