@@ -83,6 +83,7 @@ class CenterAverager(Averager):
         self.move(own, average)
         if not average.healthy[self.links.index]:
             self.replica.unpack(self.center)
+            self.replica.mend(self.reference)  # what takes no part
             clear_broken(self.optimizers())
 
     def _begin(self, planned: Sequence[int]) -> None:

@@ -137,7 +137,7 @@ class EAMSGDAverager(ElasticAverager):
     @override
     @torch.no_grad()
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
-        y = self.replica.pack(self._packed[: self.replica.together])
+        y = self._packed = self.replica.pack(self._packed)
         for group in (group for optimizer in self.optimizers() for group in optimizer.param_groups):
             for p in group["params"]:
                 buffer = self.optimizers_state(p).get("momentum_buffer")

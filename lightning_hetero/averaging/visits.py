@@ -182,6 +182,7 @@ class VisitingAverager(Averager):
         for difference in self._difference:
             difference.neg_()
         self.replica.unpack(self._difference)
+        self.replica.mend(self.reference)  # what takes no part
         clear_broken(self.optimizers())
         self.links.traffic.skipped.append(self.links.index)
 

@@ -106,6 +106,13 @@ class Replica:
             unflatten(flat, group)
 
     @torch.no_grad()
+    def mend(self, flats: Sequence[Tensor]) -> None:
+        """Write vectors where what the model holds is not finite."""
+        for group, flat in zip(self._groups, flats, strict=False):
+            for value, part in zip(group, parts(flat, group), strict=True):
+                value.copy_(torch.where(value.isfinite(), value, part))
+
+    @torch.no_grad()
     def add(self, flats: Sequence[Tensor], factor: float) -> None:
         """Add vectors, or the first of them, times a factor, to the values."""
         for group, flat in zip(self._groups, flats, strict=False):

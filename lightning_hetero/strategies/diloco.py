@@ -43,7 +43,8 @@ class DiLoCoStrategy(CenterStrategy):
         **kwargs: Any,
     ) -> None:
         one_of("wire", wire, tuple(DTYPES))
-        if not 0 < outer_lr < float("inf") or not 0 <= outer_momentum < 1:
+        numbers = all(isinstance(x, (int, float)) for x in (outer_lr, outer_momentum))
+        if not numbers or not 0 < outer_lr < float("inf") or not 0 <= outer_momentum < 1:
             raise ConfigurationError(
                 f"outer_lr={outer_lr!r}, outer_momentum={outer_momentum!r}: the first must be above 0, the second at "
                 "least 0 and below 1."

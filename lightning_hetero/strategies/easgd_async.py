@@ -80,7 +80,8 @@ class EASGDVisitsStrategy(CenterStrategy):
         super()._after_window()
         assert isinstance(self.averager, VisitingAverager)
         if self.averager.stops and self._stop is not None:
-            self._stop.heed()  # reports meet at the ends of epochs only
+            self.share.report_now()  # who waits at the end of the epoch must know; and all wait for those who do not
+            self._stop.heed()
 
     @staticmethod
     def check_optimizers(optimizers: Any) -> None:

@@ -202,6 +202,8 @@ class ReplicaStrategy(HeteroStrategy):
                 self.averager.after_step(context)
             if met:
                 self.share.listen()  # all are here now
+                if self._stop is not None and any(report.stop for report in self.share.reports):
+                    self._stop.heed()
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:

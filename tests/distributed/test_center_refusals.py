@@ -85,7 +85,6 @@ def test_options_of_one_that_cannot_be(name: str, options: dict[str, Any], words
 
 @pytest.mark.parametrize("options", [{"outer_lr": "fast"}, {"outer_momentum": None}])
 def test_words_for_the_numbers_of_diloco(options: dict[str, Any]) -> None:
-    # FAILS: TypeError from the comparison.
     with pytest.raises(ConfigurationError, match="outer_lr="):
         STRATEGIES["diloco"](**options)
 

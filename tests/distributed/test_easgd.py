@@ -289,7 +289,5 @@ def _excluded_eamsgd() -> list[dict[str, Any]]:
 
 
 def test_eamsgd_leaves_what_is_excluded_alone() -> None:
-    # FAILS: EAMSGDAverager.position moves excluded parameters to x, and does not put them back.
-    # If all is excluded, the exchanges of both do nothing, and the training is the same.
     for eamsgd, easgd in run(_excluded_eamsgd, 2, nodes=[1, 1]):
         assert torch.equal(eamsgd["path"], easgd["path"])

@@ -150,8 +150,6 @@ def _skip(name: str, rank: int, **options: Any) -> Any:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "options"), HOMES)
 def test_or_takes_over_the_center_and_goes_on(name: str, rank: int, options: dict[str, Any]) -> None:
-    # FAILS (round_robin, rank 1): VisitingAverager._take_center visits a second time, out of turn; at the end that
-    # replica waits for a turn that never comes.
     results = run(_skip, 3, name, rank, nodes=APART, **options)
     for number, result in enumerate(results):
         assert result["path"][8:].isfinite().all()

@@ -83,8 +83,12 @@ class Center(ABC):
         """
 
     @abstractmethod
-    def read(self) -> tuple[list[Tensor], list[int]]:
-        """A copy of the center and of the counts, for the host; meanwhile others may come."""
+    def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
+        """A copy of the center, and the counts; for the host, and meanwhile others may come.
+
+        Args:
+            out: where to write the center. Default: new memory.
+        """
 
     @abstractmethod
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
@@ -114,6 +118,9 @@ def push_by(difference: Sequence[Tensor], center: Sequence[Tensor], push: float,
             old.add_(moved, alpha=push)
 
 
-def vectors_like(values: Sequence[Tensor]) -> list[Tensor]:
-    """New memory of the same sizes and dtypes."""
-    return [torch.empty_like(value) for value in values]
+def copied(values: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
+    """A copy of vectors, where it is wanted, or in new memory."""
+    copies = [torch.empty_like(value) for value in values] if out is None else list(out)
+    for copy, value in zip(copies, values, strict=True):
+        copy.copy_(value)
+    return copies

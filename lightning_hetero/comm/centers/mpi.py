@@ -109,12 +109,13 @@ class MPICenter(Center):
                 time.sleep(1e-4)
 
     @override
-    def read(self) -> tuple[list[Tensor], list[int]]:
+    def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
         from mpi4py import MPI
 
-        self._fetch(self._center)
+        values = [torch.empty_like(value) for value in self._center] if out is None else list(out)
+        self._fetch(values)
         self._get(self._table, 0, MPI.NO_OP)
-        return [value.clone() for value in self._center], [int(count) for count in self._table[:-1]]
+        return values, [int(count) for count in self._table[:-1]]
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, together
-from lightning_hetero.comm.centers.center import Center, Job, Visit, differ, push_by
+from lightning_hetero.comm.centers.center import Center, Job, Visit, copied, differ, push_by
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
 
 _ALIGNED = 64  # bytes; vectors begin at a cache line
@@ -90,9 +90,9 @@ class SharedCenter(Center):
             return Visit(square, self._counts(), stop=bool(self._table[-1]))
 
     @override
-    def read(self) -> tuple[list[Tensor], list[int]]:
+    def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
         with self._held() if self._locked else nullcontext():
-            return [value.clone() for value in self._values], self._counts()
+            return copied(self._values, out), self._counts()
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
@@ -123,6 +123,8 @@ class SharedCenter(Center):
 
     def _check_others(self) -> None:
         """See that nobody has ended, who would be waited for in vain at the end of the epoch."""
+        if self._table[-1]:  # all stop, some sooner
+            return
         for replica, rank in enumerate(self.job.leaders):
             if replica != self.job.replica and _try(self._file, fcntl.LOCK_SH, _ALIVE + replica):
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _ALIVE + replica)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.centers.center import Center, Job, Visit, differ, push_by
+from lightning_hetero.comm.centers.center import Center, Job, Visit, copied, differ, push_by
 from lightning_hetero.comm.centers.line import Line, NarrowLine
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.wire import DTYPES, Wire
@@ -79,9 +79,9 @@ class ThreadCenter(Center):
         return Visit(square if well else math.inf, [int(count) for count in counts], sent, bool(stopped))
 
     @override
-    def read(self) -> tuple[list[Tensor], list[int]]:
+    def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
         with self._changed:
-            return [value.clone() for value in self._values], list(self._counts)
+            return copied(self._values, out), list(self._counts)
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:

@@ -1,0 +1,230 @@
+"""Messages between peers arrive whole, once, in time and from this job, or not at all."""
+
+import itertools
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError
+
+TOKEN, HEADER = bytes(range(16)), struct.Struct("!4s16sIIIQIQI")
+FIELDS = {"magic": 4, "token": 16, "epoch": 4, "kind": 4, "sender": 4, "serial": 8, "numbers": 4, "size": 8, "crc": 4}
+AT = dict(zip(FIELDS, itertools.accumulate(FIELDS.values(), initial=0), strict=False))
+VECTORS = (torch.arange(5, dtype=torch.float64), torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+
+
+def line() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+def places(kind: Kind | None = None, vectors: Sequence[Tensor] = VECTORS) -> list[Tensor]:
+    return [torch.zeros_like(vector) for vector in vectors]
+
+
+def recorded(*messages: tuple[Kind, Sequence[float], Sequence[Tensor]], token: bytes = TOKEN, epoch: int = 1) -> bytes:
+    """What messages look like on the wire."""
+    one, other = line()
+    with one, other:
+        channel = Channel(one, token, epoch, 2)
+        sent = sum(channel.send(*message, soon()) for message in messages)
+        channel.close()
+        found = b"".join(iter(lambda: other.recv(1 << 16), b""))
+        assert len(found) == sent
+        return found
+
+
+def delivered(wire: bytes, count: int = 1, into: Any = places, token: bytes = TOKEN, epoch: int = 1) -> list[Message]:
+    """What somebody makes of bytes."""
+    one, other = line()
+    with one, other:
+        one.sendall(wire)
+        one.shutdown(socket.SHUT_WR)
+        channel = Channel(other, token, epoch, 0)
+        return [channel.receive(into, soon(1.0)) for _ in range(count)]
+
+
+PUSH = recorded((Kind.PUSH, (3.0, 0.25), VECTORS))
+
+
+def flipped(wire: bytes, at: int, mask: int) -> bytes:
+    return wire[:at] + bytes([wire[at] ^ mask]) + wire[at + 1 :]
+
+
+def test_messages_arrive_bitwise() -> None:
+    assert HEADER.size == sum(FIELDS.values())
+    assert len(PUSH) == HEADER.size + 16 + 44
+    [message] = delivered(PUSH)
+    assert (message.kind, message.sender, message.numbers) == (Kind.PUSH, 2, (3.0, 0.25))
+    assert all(torch.equal(a, b) for a, b in zip(message.vectors, VECTORS, strict=True))
+    several = recorded((Kind.ASK, (1.0,), ()), (Kind.SWAP, (), VECTORS), (Kind.BYE, (), ()))
+    assert [m.kind for m in delivered(several, 3)] == [Kind.ASK, Kind.SWAP, Kind.BYE]
+
+
+@pytest.mark.parametrize("at", [*range(HEADER.size, len(PUSH), 5), len(PUSH) - 1])
+def test_a_flipped_byte_of_the_payload(at: int) -> None:
+    for mask in (1, 0x80):
+        with pytest.raises(RefusedError, match="damaged"):
+            delivered(flipped(PUSH, at, mask))
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [("magic", "token"), ("token", "token"), ("epoch", "epoch"), ("serial", "replayed"), ("crc", "damaged")],
+)
+def test_a_flipped_byte_of_the_header(field: str, reason: str) -> None:
+    for at in range(AT[field], AT[field] + FIELDS[field]):
+        with pytest.raises(RefusedError, match=reason):
+            delivered(flipped(PUSH, at, 1 << random.randrange(8)))
+
+
+@pytest.mark.parametrize("field", ["numbers", "size"])
+def test_a_flipped_byte_of_a_length(field: str) -> None:
+    for at in range(AT[field], AT[field] + FIELDS[field]):
+        with pytest.raises((RefusedError, OSError)):  # or it waits for more, in vain
+            delivered(flipped(PUSH, at, 1 << random.randrange(8)) + bytes(8 * 64))
+
+
+@pytest.mark.parametrize("field", ["kind", "sender"])
+def test_a_flipped_byte_of_what_the_header_says(field: str) -> None:
+    # FAILS: the checksum leaves the header out. Another sender is believed: with shared memory another's values are
+    # taken; and another kind is, if there is one of that number.
+    for at, bit in itertools.product(range(AT[field], AT[field] + FIELDS[field]), range(8)):
+        with pytest.raises(RefusedError):
+            delivered(flipped(PUSH, at, 1 << bit))
+
+
+def test_unknown_kinds() -> None:
+    for kind in (0, 9, 255, 2**32 - 1):
+        wire = PUSH[: AT["kind"]] + struct.pack("!I", kind) + PUSH[AT["sender"] :]
+        with pytest.raises(RefusedError, match="damaged"):
+            delivered(wire)
+
+
+def test_another_job_or_membership() -> None:
+    with pytest.raises(RefusedError, match="token"):
+        delivered(recorded((Kind.BYE, (), ()), token=bytes(16)))
+    for epoch in (0, 2):
+        with pytest.raises(RefusedError, match="epoch"):
+            delivered(recorded((Kind.BYE, (), ()), epoch=epoch))
+
+
+def test_replays_gaps_and_swaps() -> None:
+    first, second, third = (recorded(*[(Kind.ASK, (float(i),), ()) for i in range(n)]) for n in (1, 2, 3))
+    parts = first, second[len(first) :], third[len(second) :]
+    assert [m.numbers for m in delivered(b"".join(parts), 3)] == [(0.0,), (1.0,), (2.0,)]
+    for order in ([0, 0], [0, 1, 1], [1], [0, 2], [1, 0]):
+        with pytest.raises(RefusedError, match="replayed"):
+            delivered(b"".join(parts[i] for i in order), len(order))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.zeros(6, dtype=torch.float64), VECTORS[1]),
+        (torch.zeros(4, dtype=torch.float64), VECTORS[1]),
+        (torch.zeros(5, dtype=torch.float64),),
+        (torch.zeros(5, dtype=torch.float64), torch.zeros(3, dtype=torch.uint8)),
+        (),
+    ],
+)
+def test_vectors_of_another_model(other: tuple[Tensor, ...]) -> None:
+    with pytest.raises(RefusedError, match="size"):
+        delivered(recorded((Kind.SWAP, (), VECTORS)), into=lambda _: places(vectors=other))
+    if other:
+        with pytest.raises(RefusedError, match="size"):
+            delivered(recorded((Kind.SWAP, (), other)))
+
+
+def test_lengths_that_nobody_would_send_take_no_memory() -> None:
+    for count, size in ((2**32 - 1, 44), (65, 44), (2, 2**63), (2, 43), (2, 45)):
+        wire = PUSH[: AT["numbers"]] + struct.pack("!IQ", count, size) + PUSH[AT["crc"] :]
+        with pytest.raises(RefusedError, match="size"):
+            delivered(wire)
+
+
+def test_garbage() -> None:
+    draw = random.Random(1)
+    for wire in (b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: a port scanner, who knocks everywhere\r\n\r\n", bytes(99)):
+        with pytest.raises(RefusedError, match="token"):
+            delivered(wire)
+    for _ in range(50):
+        with pytest.raises((RefusedError, OSError)):
+            delivered(draw.randbytes(draw.randrange(100)) if draw.random() < 0.5 else draw.randbytes(56) + PUSH[56:])
+
+
+def test_any_beginning_of_a_message_is_none() -> None:
+    for length in range(0, len(PUSH), 7):
+        one, other = line()
+        with one, other:
+            one.sendall(PUSH[:length])
+            one.close()
+            with pytest.raises(ConnectionError):
+                Channel(other, TOKEN, 1, 0).receive(places, soon())
+
+
+@pytest.mark.parametrize("drip", [False, True])
+def test_the_deadline_is_of_the_whole_message(drip: bool) -> None:
+    one, other = line()
+    stop = threading.Event()
+
+    def trickle() -> None:
+        for i in range(len(PUSH)):
+            if stop.wait(0.02):
+                return
+            one.sendall(PUSH[i : i + 1])
+
+    thread = threading.Thread(target=trickle)
+    if drip:
+        thread.start()
+    with one, other:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            Channel(other, TOKEN, 1, 0).receive(places, soon(0.3))
+        assert 0.25 < time.monotonic() - began < 2
+        stop.set()
+        if drip:
+            thread.join()
+
+
+def test_sending_has_a_deadline_too() -> None:
+    one, other = line()
+    with one, other:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            Channel(one, TOKEN, 1, 0).send(Kind.SWAP, (), [torch.zeros(1 << 23)], soon(0.3))  # nobody reads 32 MiB
+        assert 0.25 < time.monotonic() - began < 2
+
+
+def test_closing_ends_a_receive_on_another_thread() -> None:
+    one, other = line()
+    with one, other:
+        channel, ended = Channel(other, TOKEN, 1, 0), []
+
+        def wait() -> None:
+            try:
+                channel.receive(places, None)
+            except OSError:
+                ended.append(True)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.1)
+        channel.close()
+        channel.close()
+        thread.join(5)
+        assert ended == [True]

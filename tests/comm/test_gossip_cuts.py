@@ -1,0 +1,299 @@
+"""Pairs whose connection breaks, stalls or lies at each of the six messages, and peers that are not what they seem."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import homes
+import pytest
+import torch
+from test_gossip_pairing import TOKEN, Judge, Member, Proxy, hang_up, meet, read, team, total
+
+from lightning_hetero.comm.gossip.message import Channel, Kind
+from lightning_hetero.comm.gossip.pairing import ANY
+
+ranks = sys.modules["ranks"]
+assert homes.HERE
+LIMIT = 0.6
+MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
+
+
+class Once:
+    """Does something to the first message of a name, and lets all others pass."""
+
+    def __init__(self, name: str, act: Callable[[bytes], bytes | None]) -> None:
+        self.name, self.act, self.done = name, act, False
+
+    def __call__(self, name: str, message: bytes) -> bytes | None:
+        if name != self.name or self.done:
+            return message
+        self.done = True
+        return self.act(message)
+
+
+def cut(message: bytes) -> None:
+    return None
+
+
+def late(times: float) -> Callable[[bytes], bytes]:
+    return lambda message: time.sleep(times * LIMIT) or message
+
+
+def flip(at: int) -> Callable[[bytes], bytes]:
+    return lambda message: message[:at] + bytes([message[at] ^ 0x10]) + message[at + 1 :]
+
+
+def duel(act: Judge, turn: float = 1.0, wait: float = 5 * LIMIT) -> tuple[tuple[bool, bool], torch.Tensor, Any]:
+    """Peer 0 asks peer 1 in bad weather; then both try again. Who counted, by how much the sum is off, refusals."""
+    with team([1, 3], limit=LIMIT, proxy=act) as (one, other):
+        one.x[:], other.x[:] = torch.tensor([0.0, 8.0, -4.0]), torch.tensor([4.0, 0.0, 12.0])
+        before = total([one, other])
+        one.offer([1], turn)
+        other.offer([], turn)  # asks nobody itself
+        counted = one.take(wait), other.take(wait)
+        off = total([one, other]) - before
+        before = total([one, other])
+        again = any(meet(one, other, turn + 1 + i) == (True, True) for i in range(5))
+        assert again
+        assert torch.equal(total([one, other]), before)
+        return counted, off, one.pairing.peers.refused + other.pairing.peers.refused
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_connection_breaks(name: str) -> None:
+    # FAILS for DONE: both live, but one has counted and the other never hears of it.
+    counted, off, _ = duel(Once(name, cut))
+    assert counted == (False, False) if name != "DONE" else counted[0] == counted[1]
+    assert not off.any()
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_connection_breaks_among_those_who_take_whoever_comes(name: str) -> None:
+    # FAILS for DONE, likewise. Otherwise the offer stays open, and is taken at the next try.
+    counted, off, _ = duel(Once(name, cut), ANY)
+    assert counted == (True, True)
+    assert not off.any()
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_is_late(name: str) -> None:
+    counted, off, _ = duel(Once(name, late(1.5)))
+    assert counted == ((True, True) if name == "DONE" else (False, False))
+    assert not off.any()
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_is_very_late(name: str) -> None:
+    # FAILS for DONE: the link was slow, nobody has died.
+    counted, off, _ = duel(Once(name, late(3.2)), wait=8 * LIMIT)
+    assert counted[0] == counted[1]
+    assert not off.any()
+
+
+@pytest.mark.parametrize("times", [0.2, 0.8])
+def test_all_messages_are_slow(times: float) -> None:
+    def slow(name: str, message: bytes) -> bytes:
+        time.sleep(times / 2 * LIMIT)
+        return message
+
+    counted, off, _ = duel(slow, wait=8 * LIMIT)
+    assert counted[0] == counted[1]
+    assert not off.any()
+
+
+def test_withdrawing_while_the_longest_exchange_is_on() -> None:
+    # FAILS: withdraw() waits for 4 deadlines; greeting, three answers and DONE may take up to 6. What the exchange
+    # then brings closes the next offer, or is lost with it; the peer has counted it.
+    share = {"YES": 0.8, "BACK": 0.8, "DONE": 1.8}
+
+    def slow(name: str, message: bytes) -> bytes:
+        time.sleep(share.pop(name, 0) * LIMIT)
+        return message
+
+    with team([1, 3], limit=LIMIT) as (one, other):
+        proxy = Proxy(other.pairing.peers.address, slow, lambda drawn: time.sleep(0.8 * LIMIT) or drawn)
+        one.pairing.peers.know({1: proxy.address})
+        one.x[:] = 8.0
+        before = total([one, other])
+        one.offer([1])
+        other.offer([])
+        time.sleep(0.05)
+        counted = one.take(0), other.take(8 * LIMIT)
+        proxy.close()
+        assert counted[0] == counted[1]
+        assert torch.equal(total([one, other]), before)
+
+
+# -- lies ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "reason"),
+    [
+        ("SWAP", -1, "damaged"), ("BACK", -1, "damaged"), ("BACK", 60, "damaged"), ("ASK", 60, "damaged"),
+        ("ASK", 0, "token"), ("SWAP", 10, "token"), ("BACK", 22, "epoch"), ("COMMIT", 39, "replayed"),
+        ("YES", 39, "replayed"), ("SWAP", 24, "damaged"),
+    ],
+)  # fmt: skip
+def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) -> None:
+    counted, off, refused = duel(Once(name, flip(at)))
+    assert counted == (False, False)
+    assert not off.any()
+    assert refused == {reason: 1}
+
+
+@pytest.mark.parametrize("name", ["ASK", "YES", "SWAP", "BACK"])
+def test_a_message_twice_in_a_connection(name: str) -> None:
+    _, off, refused = duel(Once(name, lambda message: message + message))
+    assert not off.any()
+    assert sum(refused.values()) == 1
+
+
+def test_an_earlier_connection_again() -> None:
+    recorded, drawn = [], []
+
+    def judge(name: str, message: bytes) -> bytes:
+        if name in ("ASK", "SWAP", "COMMIT"):
+            recorded.append(message)
+        return message
+
+    with team([1, 1], limit=LIMIT) as (one, other):
+        proxy = Proxy(other.pairing.peers.address, judge, lambda found: drawn.append(found) or found)
+        one.pairing.peers.know({1: proxy.address})
+        one.x[:] = 8.0
+        one.offer([1])
+        other.offer([])
+        assert one.take(5)
+        assert other.take(5)
+        proxy.close()
+        other.offer([])
+        with socket.create_connection(other.pairing.peers.address) as thief:
+            assert read(thief, 16) not in drawn
+            thief.sendall(b"".join(recorded[-3:]))
+            assert thief.recv(99) == b""  # hung up
+        assert other.pairing.peers.refused == {"token": 1}
+        assert not other.take(0.2)
+        assert torch.equal(other.x, one.x)
+        assert meet(one, other) == (True, True) or meet(one, other, 2) == (True, True)
+
+
+def test_port_scanners_and_strangers() -> None:
+    with team([1, 1], limit=LIMIT) as (one, other):
+        stranger, address = Member(1, 1.0, LIMIT, token=bytes(16)), one.pairing.peers.address
+        stranger.pairing.outbox.hide()
+        one.offer([])
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4000), b"\x16\x03\x01" + bytes(200)):
+            with socket.create_connection(address) as scanner:
+                scanner.sendall(words)
+        stranger.pairing.peers.know({0: address})
+        stranger.offer([0])
+        time.sleep(2 * LIMIT)
+        assert not stranger.take(0)
+        assert one.pairing.is_open
+        assert set(one.pairing.peers.refused) == {"token"}
+        assert one.pairing.peers.refused["token"] >= 3
+        other.offer([0])
+        assert one.take(5)
+        assert other.take(5)
+        stranger.pairing.close()
+
+
+def test_a_scanner_that_says_nothing_is_sent_away() -> None:
+    # FAILS: the first message of a connection may take for ever; each such visitor holds a thread until it goes
+    # (and, at a Pushing, memory of the model's size).
+    with team([1], limit=LIMIT) as [one]:
+        scanner = socket.create_connection(one.pairing.peers.address)
+        read(scanner, 16)
+        scanner.settimeout(4 * LIMIT)
+        try:
+            assert scanner.recv(1) == b""
+        finally:
+            hang_up(scanner)
+
+
+@pytest.mark.parametrize(
+    "boxes", [False, True], ids=["network", "shared memory"]
+)  # FAILS for shared memory: sizes are not compared, and the file is read as if it were one's own
+@pytest.mark.parametrize("size", [2, 4])
+def test_another_model(size: int, boxes: bool) -> None:
+    with team([1], limit=LIMIT) as [one]:
+        other = Member(1, 1.0, LIMIT, size=size)
+        one.pairing.peers.know({1: other.pairing.peers.address})
+        other.pairing.peers.know({0: one.pairing.peers.address})
+        if boxes:
+            one.pairing.know_boxes({1: other.path})
+            other.pairing.know_boxes({0: one.path})
+        other.pairing.outbox.hide()
+        one.x[:], other.x[:] = 1.0, 2.0
+        try:
+            assert meet(one, other, wait=3 * LIMIT) == (False, False)
+            assert "size" in one.pairing.peers.refused + other.pairing.peers.refused
+        finally:
+            other.pairing.close()
+
+
+def test_what_is_not_invited() -> None:
+    with team([1], limit=LIMIT) as [one]:
+        one.offer([])
+        for kind in set(Kind) - {Kind.ASK}:
+            connection = socket.create_connection(one.pairing.peers.address)
+            channel = one.pairing.peers._channel(connection, read(connection, 16))
+            channel.send(kind, (ANY, 1.0), (), time.monotonic() + 1)
+            with pytest.raises(OSError, match="closed|reset"):
+                channel.receive(lambda _: (), time.monotonic() + 5)
+            channel.close()
+        assert one.pairing.peers.refused == {"uninvited": len(Kind) - 1}
+        assert not one.take(0)
+        assert isinstance(channel, Channel)
+
+
+# -- frozen --------------------------------------------------------------------------------------------------
+
+
+def _asked(end: Any) -> None:
+    """In a process of its own: offers, and says what came of it."""
+    member = Member(1, 1.0, LIMIT)
+    member.pairing.outbox.hide()
+    member.x[:] = 8.0
+    member.offer([])
+    end.send(member.pairing.peers.address)
+    end.recv()
+    end.send((member.take(2.0), member.x.tolist()))
+    member.pairing.close()
+
+
+@pytest.mark.parametrize("name", ["ASK", "SWAP", "COMMIT"])
+def test_the_one_who_is_asked_freezes_before_a_message(name: str) -> None:
+    # FAILS for COMMIT: a frozen process finds the message in its socket when it thaws, and takes it as in time.
+    ours, theirs = ranks._context.Pipe()
+    process = ranks._context.Process(target=_asked, args=(theirs,))
+    process.start()
+
+    def freeze(message: bytes) -> bytes:
+        os.kill(process.pid, signal.SIGSTOP)
+        return message
+
+    try:
+        with team([1], limit=LIMIT) as [one]:
+            proxy = Proxy(ours.recv(), Once(name, freeze))
+            one.pairing.peers.know({1: proxy.address})
+            time.sleep(0.3)  # it waits now
+            one.offer([1], ANY)
+            time.sleep(3.2 * LIMIT)
+            counted = one.take(0)
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.5)
+            ours.send("now")
+            assert ours.poll(20)
+            there, x = ours.recv()
+            proxy.close()
+            assert counted == there
+            assert torch.equal(one.x + torch.tensor(x), torch.full((3,), 8.0, dtype=torch.float64))
+            assert TOKEN
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,304 @@
+"""Two peers count an exchange, or neither does: threads in one process, with all sorts of weather between them."""
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from test_gossip_channel import HEADER
+
+from lightning_hetero.averaging.mixing import random_matching
+from lightning_hetero.comm.gossip.pairing import ANY, Pairing
+from lightning_hetero.comm.gossip.peers import Job, interface_towards
+
+TOKEN = bytes(range(16))
+NAMES = {"asks": {1: "ASK", 4: "SWAP", 5: "COMMIT", 7: "PUSH"}, "answers": {2: "YES", 3: "NO", 4: "BACK", 6: "DONE"}}
+Judge = Callable[[str, bytes], "bytes | None"]
+
+
+def read(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise ConnectionError
+        found += part
+    return found
+
+
+class Proxy:
+    """Stands before a peer. ``judge`` sees each message's name and bytes; what it returns goes on, ``None`` hangs up.
+
+    It may wait, too: nothing passes meanwhile in that direction. ``greet`` sees what the listener draws.
+    """
+
+    def __init__(self, target: tuple[str, int], judge: Judge, greet: Any = lambda drawn: drawn) -> None:
+        self.target, self.judge, self.greet = target, judge, greet
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()[:2]
+        self.open: list[socket.socket] = [self.listener]
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(OSError):
+            while True:
+                caller, _ = self.listener.accept()
+                try:
+                    called = socket.create_connection(self.target, 5)
+                except OSError:
+                    caller.close()
+                    continue
+                called.settimeout(None)
+                self.open += [caller, called]
+                threading.Thread(target=self._answers, args=(called, caller), daemon=True).start()
+                threading.Thread(target=self._carry, args=("asks", caller, called), daemon=True).start()
+
+    def _answers(self, called: socket.socket, caller: socket.socket) -> None:
+        with suppress(OSError):
+            caller.sendall(self.greet(read(called, 16)))
+            return self._carry("answers", called, caller)
+        hang_up(called, caller)
+
+    def _carry(self, side: str, source: socket.socket, to: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                header = read(source, HEADER.size)
+                kind, count, size = (HEADER.unpack(header)[i] for i in (3, 6, 7))
+                passed = self.judge(NAMES[side].get(kind, "?"), header + read(source, 8 * count + size))
+                if passed is None:
+                    break
+                to.sendall(passed)
+        hang_up(source, to)
+
+    def close(self) -> None:
+        hang_up(*self.open)
+
+
+def hang_up(*connections: socket.socket) -> None:
+    for connection in connections:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+
+class Member:
+    """Values, and what moves them."""
+
+    def __init__(self, index: int, weight: float, limit: float, size: int = 3, token: bytes = TOKEN) -> None:
+        self.x, self.weight, self.met = torch.zeros(size, dtype=torch.float64), weight, 0
+        self.pairing = Pairing(index, Job(token, 1, limit), "127.0.0.1", [self.x])
+        self.path = self.pairing.outbox.path
+
+    def offer(self, whom: Sequence[int], turn: float = ANY) -> None:
+        self.own = self.x.clone()
+        self.pairing.outbox.vectors[0].copy_(self.x)
+        self.pairing.offer(self.weight, whom, turn)
+
+    def take(self, wait: float) -> bool:
+        swap = self.pairing.result(wait) or self.pairing.withdraw()
+        if swap is None:
+            return False
+        self.x += swap.weight / (swap.weight + self.weight) * (swap.vectors[0] - self.own)
+        self.met += 1
+        return True
+
+
+@contextmanager
+def team(
+    weights: Sequence[float], limit: float = 5.0, boxes: bool = False, proxy: Judge | None = None, **more: Any
+) -> Iterator[list[Member]]:
+    """Peers that know each other, maybe each behind a proxy."""
+    members = [Member(i, weight, limit, **more) for i, weight in enumerate(weights)]
+    proxies = [Proxy(m.pairing.peers.address, proxy) for m in members] if proxy else []
+    for i, member in enumerate(members):
+        member.pairing.peers.know({j: (proxies or [m.pairing.peers for m in members])[j].address
+                                   for j, m in enumerate(members) if j != i})  # fmt: skip
+        if boxes:
+            member.pairing.know_boxes({j: m.path for j, m in enumerate(members) if j != i})
+    for member in members:
+        member.pairing.outbox.hide()
+    try:
+        yield members
+    finally:
+        for member in members:
+            member.pairing.close()
+        for one in proxies:
+            one.close()
+
+
+def total(members: Sequence[Member]) -> torch.Tensor:
+    return sum(member.weight * member.x for member in members)
+
+
+def meet(one: Member, other: Member, turn: float = 1.0, wait: float = 10.0) -> tuple[bool, bool]:
+    a, b = one.pairing.me, other.pairing.me
+    one.offer([b], turn)
+    other.offer([a], turn)
+    return one.take(wait), other.take(wait)
+
+
+# -- a pair --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (2, 6), (0, 4)])
+def test_a_pair_meets_by_weight_and_keeps_its_sum(weights: tuple[float, float], boxes: bool) -> None:
+    with team(weights, boxes=boxes) as (one, other):
+        one.x[:], other.x[:] = torch.tensor([0.0, 8.0, -4.0]), torch.tensor([4.0, 0.0, 12.0])
+        before = total([one, other])
+        assert meet(one, other) == (True, True)
+        assert torch.equal(one.x, before / sum(weights))
+        assert torch.equal(other.x, one.x)
+        one.x += 1.0  # and again over the same connection
+        assert meet(other, one, ANY) == (True, True)
+        assert torch.equal(total([one, other]), before + weights[0])
+
+
+def test_shared_memory_brings_bitwise_what_the_network_brings() -> None:
+    results = []
+    for boxes in (False, True):
+        torch.manual_seed(3)
+        with team([5, 2, 3, 7], boxes=boxes, size=1001) as members:
+            for member in members:
+                member.x.normal_()
+            for turn in range(12):
+                for i, to in enumerate(random_matching(4, turn, 1)):
+                    if i < to[0]:
+                        assert meet(members[i], members[to[0]], turn) == (True, True)
+            results.append(torch.stack([member.x for member in members]))
+    assert torch.equal(*results)
+    assert results[0].std(0).max() < 1
+
+
+def test_moving_meanwhile_keeps_the_sum() -> None:
+    with team([1, 1]) as (one, other):
+        one.x[:] = 8.0
+        one.offer([1], 1)
+        other.offer([0], 1)
+        one.x += 32.0  # a step
+        other.x -= 16.0
+        assert one.take(10)
+        assert other.take(10)
+        assert torch.equal(one.x, torch.full((3,), 36.0).double())
+        assert torch.equal(other.x, torch.full((3,), -12.0).double())
+
+
+def test_only_the_same_round_will_do() -> None:
+    with team([1, 1], limit=0.5) as (one, other):
+        one.x[:] = 2.0
+        one.offer([1], 3)
+        other.offer([0], 4)
+        assert one.pairing.result(5) is None
+        assert not one.pairing.is_open  # the other has gone on: not to be waited for
+        assert other.pairing.is_open
+        assert not one.take(0)
+        one.offer([1], 4)
+        assert one.take(5)
+        assert other.take(5)
+        assert other.x[0] == 1.0
+
+
+def test_pausing() -> None:
+    with team([1, 1]) as (one, other):
+        one.pairing.pause()
+        one.offer([1])
+        other.offer([0])
+        assert one.pairing.result(0.3) is other.pairing.result(0.0) is None
+        one.pairing.resume()
+        assert one.take(10)
+        assert other.take(10)
+
+
+# -- 500 schedules -------------------------------------------------------------------------------------------
+
+
+def schedule(members: list[Member], draw: random.Random, weather: dict[str, Any]) -> int:
+    """A random round of a random form in random weather, on threads; returns how many have met."""
+    for member in members:
+        member.x[:] = torch.tensor([float(draw.randrange(-512, 512)) for _ in range(3)])
+    before, first_come, turn = total(members), draw.random() < 0.5, draw.randrange(1000)
+    weather["cut"], weather["late"] = draw.choice([0, 0, 0.1, 0.5]), draw.choice([0, 0, 0.02])
+    matching = random_matching(len(members), turn, 7)
+    plans = [(draw.uniform(0, 0.03), draw.choice([0.0, 0.02, 0.3])) for _ in members]
+
+    def one(member: Member) -> bool:
+        late, wait = plans[member.pairing.me]
+        time.sleep(late)
+        whom = [i for i in range(len(members)) if i != member.pairing.me] if first_come else matching[member.pairing.me]
+        if not whom:
+            return False
+        member.offer(whom, ANY if first_come else turn)
+        return member.take(wait)
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        met = sum(pool.map(one, members, timeout=60))
+    assert torch.equal(total(members), before)
+    return met
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(10))
+def test_500_random_schedules_keep_the_sum(seed: int) -> None:
+    draw, weather = random.Random(seed), {"cut": 0.0, "late": 0.0}
+
+    def judge(name: str, message: bytes) -> bytes | None:
+        time.sleep(random.uniform(0, weather["late"]))
+        # DONE is another matter: see test_gossip_cuts.
+        return None if name != "DONE" and random.random() < weather["cut"] else message
+
+    met = 0
+    with team([draw.choice([1, 3]) for _ in range(draw.randrange(2, 6))], boxes=seed % 2 == 1, proxy=judge) as members:
+        for _ in range(50):
+            met += schedule(members, draw, weather)
+        weather["cut"] = 0.0
+        # What was cut off ends soon, and then there is nothing between them.
+        assert any(meet(members[0], members[1], 2000 + i, 5) == (True, True) for i in range(5))
+    assert met % 2 == 0
+    assert met > 10
+
+
+# -- the network, and what is left ---------------------------------------------------------------------------
+
+
+def test_listens_on_the_given_interface_only() -> None:
+    with team([1]) as [one]:
+        host, port = one.pairing.peers.address
+        listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"] == [host]
+        for address in {a.address for found in psutil.net_if_addrs().values() for a in found if a.family == 2}:
+            if not address.startswith("127.0.0.1"):
+                with pytest.raises(OSError, match="refused"):
+                    socket.create_connection((address, port), 1)
+    assert interface_towards("127.0.0.1") == "127.0.0.1"
+
+
+def left() -> tuple[set[str], int, int]:
+    """Threads, sockets and names in shared memory."""
+    threads = {t.name for t in threading.enumerate() if t.name.startswith("hetero-gossip")}
+    mapped = [path for path in Path("/dev/shm").glob("lightning-hetero-*") if path.stat().st_uid == os.getuid()]
+    return threads, len(psutil.Process().net_connections("tcp")), len(mapped)
+
+
+def test_nothing_is_left() -> None:
+    before = left()
+    with team([1, 1, 1], boxes=True) as members:
+        meet(members[0], members[1])
+        meet(members[1], members[2])
+        members[0].offer([1, 2])  # open still
+        assert {"hetero-gossip-asker", "hetero-gossip-listener", "hetero-gossip"} == left()[0]
+        assert left()[2] <= before[2]
+    members[0].pairing.close()
+    deadline = time.monotonic() + 10
+    while (left()[0] or left()[1] > before[1]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left()[0] == set()
+    assert left()[1] <= before[1]
