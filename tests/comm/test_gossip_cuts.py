@@ -53,7 +53,8 @@ def duel(act: Judge, turn: float = 1.0, wait: float = 5 * LIMIT) -> tuple[tuple[
         one.x[:], other.x[:] = torch.tensor([0.0, 8.0, -4.0]), torch.tensor([4.0, 0.0, 12.0])
         before = total([one, other])
         one.offer([1], turn)
-        other.offer([], turn)  # asks nobody itself
+        other.offer([0], turn)
+        other.pairing._ask_at = time.monotonic() + 60  # asks nobody itself
         counted = one.take(wait), other.take(wait)
         off = total([one, other]) - before
         before = total([one, other])
@@ -243,7 +244,7 @@ def test_what_is_not_invited() -> None:
             connection = socket.create_connection(one.pairing.peers.address)
             channel = one.pairing.peers._channel(connection, read(connection, 16))
             channel.send(kind, (ANY, 1.0), (), time.monotonic() + 1)
-            with pytest.raises(OSError, match="closed|reset"):
+            with pytest.raises(OSError, match=r"closed|reset"):
                 channel.receive(lambda _: (), time.monotonic() + 5)
             channel.close()
         assert one.pairing.peers.refused == {"uninvited": len(Kind) - 1}

@@ -228,7 +228,7 @@ def schedule(members: list[Member], draw: random.Random, weather: dict[str, Any]
     before, first_come, turn = total(members), draw.random() < 0.5, draw.randrange(1000)
     weather["cut"], weather["late"] = draw.choice([0, 0, 0.1, 0.5]), draw.choice([0, 0, 0.02])
     matching = random_matching(len(members), turn, 7)
-    plans = [(draw.uniform(0, 0.03), draw.choice([0.0, 0.02, 0.3])) for _ in members]
+    plans = [(draw.uniform(0, 0.03), draw.choice([0.0, 0.02, 0.1])) for _ in members]
 
     def one(member: Member) -> bool:
         late, wait = plans[member.pairing.me]
