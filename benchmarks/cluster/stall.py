@@ -2,7 +2,7 @@
 
     sudo python benchmarks/cluster/stall.py
 
-Four nodes of one rank; batches are split evenly (balance="off"), so that only asynchrony can help. Steps are counted over
+Four nodes of one rank; batches are split evenly (balance="off"), so that only asynchrony can help. Steps are counted in
 a window in the middle of an epoch, and compared with those of the same strategy when all ranks are alike.
 """
 

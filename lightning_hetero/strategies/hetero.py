@@ -22,22 +22,22 @@ from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.strategies.checkpoint import add_plan, readable, restore_plan
-from lightning_hetero.strategies.evaluation import Evaluation, StepSamples
+from lightning_hetero.strategies.data import Data
+from lightning_hetero.strategies.evaluation import StepSamples
 from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
-from lightning_hetero.strategies.guards import check_model, check_trainer, samples_in
+from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options, check_ddp_options, seconds
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.workshare import Workshare, exchanger
-from lightning_hetero.workload.sampler import Position
 from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class HeteroStrategy(Evaluation):
+class HeteroStrategy(Data):
     """Base of the strategies: splits batches by speed, and weighs gradients by samples within a replica.
 
     Args:
@@ -182,47 +182,6 @@ class HeteroStrategy(Evaluation):
 
     def _stop_requested(self) -> bool:
         return self._stop is not None and self._stop.requested
-
-    # -- data --------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Lightning's samplers yield the global order, which this strategy's samplers cut up.
-        return {"num_replicas": 1, "rank": 0}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Give the loader a sampler that follows the plan."""
-        trainer = self._trainer
-        sampler = getattr(dataloader, "sampler", None)
-        sharded = not trainer._accelerator_connector.use_distributed_sampler or (
-            isinstance(sampler, torch.utils.data.DistributedSampler) and sampler.num_replicas > 1
-        )
-        if trainer.training:
-            return self.share.loaders.training(dataloader, sharded)
-        assert trainer.state.stage is not None
-        return self.share.loaders.evaluation(dataloader, sharded, trainer.state.stage.dataloader_prefix or "validation")
-
-    @property
-    def _trainer(self) -> "pl.Trainer":
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    def _samples_in(self, batch: Any) -> float:
-        """Samples in a batch of a stream, whose size nobody has planned."""
-        if callable(getattr(self.lightning_module, "batch_weight", None)):
-            return 1.0  # the user's own weights count
-        return samples_in(batch)
-
-    def _begin_pass(self) -> Position:
-        self.share.begin_pass()
-        return self._position()
-
-    def _position(self) -> Position:
-        fit = self._trainer.fit_loop
-        epochs = fit.epoch_progress.current.processed  # type: ignore[attr-defined]
-        batches = fit.epoch_loop.batch_progress.current.processed if fit.restarting else 0  # type: ignore[attr-defined]
-        return Position(epochs, batches, self.share.step)
 
     # -- a step ------------------------------------------------------------------------------------
 

@@ -1,24 +1,20 @@
 """Pairs whose connection breaks, stalls or lies at each of the six messages, and peers that are not what they seem."""
 
 import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import homes
 import pytest
 import torch
-from test_gossip_pairing import TOKEN, Judge, Member, Proxy, hang_up, meet, read, team, total
+from test_gossip_pairing import Judge, Member, Proxy, hang_up, meet, read, team, total
 
 from lightning_hetero.comm.gossip.message import Channel, Kind
-from lightning_hetero.comm.gossip.pairing import ANY
+from lightning_hetero.comm.gossip.pairing import ANY, Pairing, Swap
 
-ranks = sys.modules["ranks"]
-assert homes.HERE
-LIMIT = 0.6
+LIMIT = 0.5
 MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
 
 
@@ -47,7 +43,9 @@ def flip(at: int) -> Callable[[bytes], bytes]:
     return lambda message: message[:at] + bytes([message[at] ^ 0x10]) + message[at + 1 :]
 
 
-def duel(act: Judge, turn: float = 1.0, wait: float = 5 * LIMIT) -> tuple[tuple[bool, bool], torch.Tensor, Any]:
+def duel(
+    act: Judge, turn: float = 1.0, wait: float = 2.2 * LIMIT, again: bool = True
+) -> tuple[tuple[bool, bool], torch.Tensor, Any]:
     """Peer 0 asks peer 1 in bad weather; then both try again. Who counted, by how much the sum is off, refusals."""
     with team([1, 3], limit=LIMIT, proxy=act) as (one, other):
         one.x[:], other.x[:] = torch.tensor([0.0, 8.0, -4.0]), torch.tensor([4.0, 0.0, 12.0])
@@ -58,8 +56,7 @@ def duel(act: Judge, turn: float = 1.0, wait: float = 5 * LIMIT) -> tuple[tuple[
         counted = one.take(wait), other.take(wait)
         off = total([one, other]) - before
         before = total([one, other])
-        again = any(meet(one, other, turn + 1 + i) == (True, True) for i in range(5))
-        assert again
+        assert not again or any(meet(one, other, turn + 2 + i) == (True, True) for i in range(5))
         assert torch.equal(total([one, other]), before)
         return counted, off, one.pairing.peers.refused + other.pairing.peers.refused
 
@@ -70,6 +67,24 @@ def test_the_connection_breaks(name: str) -> None:
     counted, off, _ = duel(Once(name, cut))
     assert counted == (False, False) if name != "DONE" else counted[0] == counted[1]
     assert not off.any()
+
+
+def _hasty(self: Pairing, peer: int) -> Swap:
+    """As the one who asks, but counting at COMMIT."""
+    channel, numbers = self.peers.channel(peer), (self._round, self._weight)
+    channel.send(Kind.ASK, numbers, (), self._soon())
+    assert channel.receive(self._nowhere, self._soon()).kind is Kind.YES
+    channel.send(Kind.SWAP, numbers, self.outbox.vectors, self._soon())
+    answer = channel.receive(lambda _: self._inbox, self._soon())
+    channel.send(Kind.COMMIT, (), (), self._soon())
+    return Swap(peer, answer.numbers[1], self._inbox, 0)
+
+
+def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pairing, "_exchange_with", _hasty)
+    counted, off, _ = duel(Once("COMMIT", cut), again=False)
+    assert counted == (True, False)
+    assert off.any()
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -87,10 +102,10 @@ def test_a_message_is_late(name: str) -> None:
     assert not off.any()
 
 
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("name", ["COMMIT", "DONE"])
 def test_a_message_is_very_late(name: str) -> None:
     # FAILS for DONE: the link was slow, nobody has died.
-    counted, off, _ = duel(Once(name, late(3.2)), wait=8 * LIMIT)
+    counted, off, _ = duel(Once(name, late(3.2)), wait=4 * LIMIT)
     assert counted[0] == counted[1]
     assert not off.any()
 
@@ -101,9 +116,32 @@ def test_all_messages_are_slow(times: float) -> None:
         time.sleep(times / 2 * LIMIT)
         return message
 
-    counted, off, _ = duel(slow, wait=8 * LIMIT)
-    assert counted[0] == counted[1]
+    counted, off, _ = duel(slow, wait=8 * LIMIT, again=False)
+    assert counted == (True, True)
     assert not off.any()
+
+
+def test_a_link_with_latency_is_used_well() -> None:
+    # FAILS: both ask, turn each other away while they do, and ask again a millisecond later, when the other's next
+    # question is on its way already; so a pair needs many round trips to meet. One of them should only wait.
+    asked = []
+
+    def far(name: str, message: bytes) -> bytes:
+        asked.append(name)
+        time.sleep(0.02)
+        return message
+
+    with team([1, 1], limit=5.0, proxy=far) as (one, other):
+        meet(one, other, 1)  # connections
+        asked.clear()
+        for turn in range(2, 12):
+            other.offer([0], turn)
+            time.sleep(0.1 if turn % 2 else 0.0)
+            one.offer([1], turn)
+            assert one.take(5)
+            assert other.take(5)
+        assert asked.count("SWAP") == 10
+        assert asked.count("ASK") <= 60, asked.count("ASK")
 
 
 def test_withdrawing_while_the_longest_exchange_is_on() -> None:
@@ -149,6 +187,7 @@ def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) 
 
 @pytest.mark.parametrize("name", ["ASK", "YES", "SWAP", "BACK"])
 def test_a_message_twice_in_a_connection(name: str) -> None:
+    # FAILS for BACK: it stands where DONE is expected, though the other has counted.
     _, off, refused = duel(Once(name, lambda message: message + message))
     assert not off.any()
     assert sum(refused.values()) == 1
@@ -171,6 +210,7 @@ def test_an_earlier_connection_again() -> None:
         assert one.take(5)
         assert other.take(5)
         proxy.close()
+        one.pairing.peers.know({1: other.pairing.peers.address})
         other.offer([])
         with socket.create_connection(other.pairing.peers.address) as thief:
             assert read(thief, 16) not in drawn
@@ -179,7 +219,7 @@ def test_an_earlier_connection_again() -> None:
         assert other.pairing.peers.refused == {"token": 1}
         assert not other.take(0.2)
         assert torch.equal(other.x, one.x)
-        assert meet(one, other) == (True, True) or meet(one, other, 2) == (True, True)
+        assert any(meet(one, other, 2 + i) == (True, True) for i in range(3))
 
 
 def test_port_scanners_and_strangers() -> None:
@@ -221,20 +261,26 @@ def test_a_scanner_that_says_nothing_is_sent_away() -> None:
 )  # FAILS for shared memory: sizes are not compared, and the file is read as if it were one's own
 @pytest.mark.parametrize("size", [2, 4])
 def test_another_model(size: int, boxes: bool) -> None:
-    with team([1], limit=LIMIT) as [one]:
-        other = Member(1, 1.0, LIMIT, size=size)
-        one.pairing.peers.know({1: other.pairing.peers.address})
-        other.pairing.peers.know({0: one.pairing.peers.address})
-        if boxes:
-            one.pairing.know_boxes({1: other.path})
-            other.pairing.know_boxes({0: one.path})
-        other.pairing.outbox.hide()
+    one, other = Member(0, 1.0, LIMIT), Member(1, 1.0, LIMIT, size=size)
+    try:
+        for member, peer in ((one, other), (other, one)):
+            member.pairing.peers.know({peer.pairing.me: peer.pairing.peers.address})
+            if boxes:
+                member.pairing.know_boxes({peer.pairing.me: peer.path})
         one.x[:], other.x[:] = 1.0, 2.0
-        try:
-            assert meet(one, other, wait=3 * LIMIT) == (False, False)
-            assert "size" in one.pairing.peers.refused + other.pairing.peers.refused
-        finally:
-            other.pairing.close()
+        assert meet(one, other, wait=3 * LIMIT) == (False, False)
+        assert "size" in one.pairing.peers.refused + other.pairing.peers.refused
+    finally:
+        for member in (one, other):
+            member.pairing.outbox.hide()
+            member.pairing.close()
+
+
+def test_memory_that_is_not_there(tmp_path: Path) -> None:
+    # FAILS: torch.from_file makes the file, of zeros, which are then averaged with. So it is where two hosts have one
+    # name, or two containers of one host a /dev/shm each.
+    with team([1], limit=LIMIT) as [one], pytest.raises(OSError, match="missing"):
+        one.pairing.know_boxes({1: str(tmp_path / "missing")})
 
 
 def test_what_is_not_invited() -> None:
@@ -250,51 +296,3 @@ def test_what_is_not_invited() -> None:
         assert one.pairing.peers.refused == {"uninvited": len(Kind) - 1}
         assert not one.take(0)
         assert isinstance(channel, Channel)
-
-
-# -- frozen --------------------------------------------------------------------------------------------------
-
-
-def _asked(end: Any) -> None:
-    """In a process of its own: offers, and says what came of it."""
-    member = Member(1, 1.0, LIMIT)
-    member.pairing.outbox.hide()
-    member.x[:] = 8.0
-    member.offer([])
-    end.send(member.pairing.peers.address)
-    end.recv()
-    end.send((member.take(2.0), member.x.tolist()))
-    member.pairing.close()
-
-
-@pytest.mark.parametrize("name", ["ASK", "SWAP", "COMMIT"])
-def test_the_one_who_is_asked_freezes_before_a_message(name: str) -> None:
-    # FAILS for COMMIT: a frozen process finds the message in its socket when it thaws, and takes it as in time.
-    ours, theirs = ranks._context.Pipe()
-    process = ranks._context.Process(target=_asked, args=(theirs,))
-    process.start()
-
-    def freeze(message: bytes) -> bytes:
-        os.kill(process.pid, signal.SIGSTOP)
-        return message
-
-    try:
-        with team([1], limit=LIMIT) as [one]:
-            proxy = Proxy(ours.recv(), Once(name, freeze))
-            one.pairing.peers.know({1: proxy.address})
-            time.sleep(0.3)  # it waits now
-            one.offer([1], ANY)
-            time.sleep(3.2 * LIMIT)
-            counted = one.take(0)
-            os.kill(process.pid, signal.SIGCONT)
-            time.sleep(0.5)
-            ours.send("now")
-            assert ours.poll(20)
-            there, x = ours.recv()
-            proxy.close()
-            assert counted == there
-            assert torch.equal(one.x + torch.tensor(x), torch.full((3,), 8.0, dtype=torch.float64))
-            assert TOKEN
-    finally:
-        process.kill()
-        process.join()

@@ -1,0 +1,63 @@
+"""A peer that freezes in the middle of an exchange: after it thaws both have counted it, or neither."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import homes
+import pytest
+import torch
+from test_gossip_cuts import LIMIT, Once
+from test_gossip_pairing import Member, Proxy, team
+
+from lightning_hetero.comm.gossip.pairing import ANY
+
+ranks = sys.modules["ranks"]
+assert homes.HERE
+
+
+def _asked(end: Any) -> None:
+    """In a process of its own: offers, and says what came of it."""
+    member = Member(1, 1.0, LIMIT)
+    member.pairing.outbox.hide()
+    member.x[:] = 8.0
+    member.offer([])
+    end.send(member.pairing.peers.address)
+    end.recv()
+    end.send((member.take(2.0), member.x.tolist()))
+    member.pairing.close()
+
+
+@pytest.mark.parametrize("name", ["ASK", "SWAP", "COMMIT"])
+def test_the_one_who_is_asked_freezes_before_a_message(name: str) -> None:
+    # FAILS for COMMIT: a frozen process finds the message in its socket when it thaws, and takes it as in time.
+    ours, theirs = ranks._context.Pipe()
+    process = ranks._context.Process(target=_asked, args=(theirs,))
+    process.start()
+
+    def freeze(message: bytes) -> bytes:
+        time.sleep(0.1)  # it waits for this message
+        os.kill(process.pid, signal.SIGSTOP)
+        return message
+
+    try:
+        with team([1], limit=LIMIT) as [one]:
+            proxy = Proxy(ours.recv(), Once(name, freeze))
+            one.pairing.peers.know({1: proxy.address})
+            time.sleep(0.3)  # it waits now
+            one.offer([1], ANY)
+            time.sleep(3.2 * LIMIT)
+            counted = one.take(0)
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.5)
+            ours.send("now")
+            assert ours.poll(20)
+            there, x = ours.recv()
+            proxy.close()
+            assert counted == there
+            assert torch.equal(one.x + torch.tensor(x), torch.full((3,), 8.0, dtype=torch.float64))
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,184 @@
+"""Four peers, each a process: one is killed, frozen, or cut off; the others' exchanges go on."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import homes
+import pytest
+import torch
+from test_gossip_pairing import Member, Proxy
+from test_gossip_pushing import Giver
+
+ranks = sys.modules["ranks"]
+assert homes.HERE
+COUNT, LIMIT, START = 4, 0.4, [0.0, 40.0, -80.0, 600.0]
+
+
+def counted(end: Any, index: int) -> None:
+    """Offers to all, again and again, until told to stop; says on demand whom it has met, and what it holds."""
+    member = Member(index, 1.0, LIMIT)
+    member.x[:] = START[index]
+    end.send((member.pairing.peers.address, member.path))
+    addresses, paths = end.recv()
+    member.pairing.peers.know(addresses)
+    member.pairing.know_boxes(paths)
+    end.send(None)
+    end.recv()
+    met, offered, others = dict.fromkeys(range(COUNT), 0), False, [i for i in range(COUNT) if i != index]
+    words, stepped = "", 0
+    while words != "stop":
+        words = end.recv() if end.poll() else ""
+        if not offered:
+            member.offer(others)
+            offered = True
+        swap = member.pairing.withdraw() if words == "stop" else member.pairing.result(0.02)
+        if swap is not None:
+            member.x += swap.weight / (swap.weight + member.weight) * (swap.vectors[0] - member.own)
+            met[swap.peer] += 1
+            offered = False
+            member.x += index  # a step, so that they differ
+            stepped += index
+        if words:
+            end.send((met, dict(member.pairing.misses), (member.x - stepped).tolist()))
+    end.recv()
+    member.pairing.close()
+
+
+def pushed(end: Any, index: int) -> None:
+    """Pushes half to somebody, again and again; takes what there is."""
+    giver = Giver(index, [START[index]], LIMIT)
+    end.send((giver.pushing.peers.address, giver.path))
+    addresses, paths = end.recv()
+    giver.pushing.peers.know(addresses)
+    giver.pushing.know_boxes(paths)
+    end.send(None)
+    end.recv()
+    met, turn, words, draw = dict.fromkeys(range(COUNT), 0), 0, "", random.Random(index)
+    while words != "stop":
+        turn += 1
+        peer = draw.choice([i for i in range(COUNT) if i != index])
+        met[peer] += giver.give([peer], turn) == [True]
+        giver.get(10**9, [], 0)
+        words = end.recv() if end.poll(0.005) else ""
+        if words:
+            end.send((met, dict(giver.pushing.misses), [*giver.x.tolist(), giver.w]))
+    end.recv()
+    giver.get(10**9, [], 0)
+    end.send([*giver.x.tolist(), giver.w])
+    giver.pushing.close()
+
+
+class Herd:
+    """The processes, and what passes between them."""
+
+    def __init__(self, body: Callable[[Any, int], None], boxes: bool, proxies: bool) -> None:
+        self.down, pipes = False, [ranks._context.Pipe() for _ in range(COUNT)]
+        self.ends = [ours for ours, _ in pipes]
+        self.processes = [ranks._context.Process(target=body, args=(pipes[i][1], i)) for i in range(COUNT)]
+        for process in self.processes:
+            process.start()
+        cards = [end.recv() for end in self.ends]
+        self.proxies: dict[int, dict[int, Proxy]] = {}
+        for i, end in enumerate(self.ends):
+            there = {j: address for j, (address, _) in enumerate(cards) if j != i}
+            if proxies:
+                self.proxies[i] = {j: Proxy(at, self._judge(3 in (i, j))) for j, at in there.items()}
+                there = {j: proxy.address for j, proxy in self.proxies[i].items()}
+            end.send((there, {j: path for j, (_, path) in enumerate(cards) if j != i} if boxes else {}))
+        assert [end.recv() for end in self.ends] == [None] * COUNT
+        for _, path in cards:
+            os.unlink(path)
+        for end in self.ends:
+            end.send("go")
+
+    def _judge(self, touches: bool) -> Callable[[str, bytes], bytes]:
+        def judge(name: str, message: bytes) -> bytes:
+            while touches and self.down:
+                time.sleep(0.02)
+            return message
+
+        return judge
+
+    def ask(self, words: str, peers: range = range(COUNT)) -> list[Any]:
+        for i in peers:
+            self.ends[i].send(words)
+        for i in peers:
+            assert self.ends[i].poll(20), f"peer {i} hangs"
+        return [self.ends[i].recv() for i in peers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for proxy in (proxy for row in self.proxies.values() for proxy in row.values()):
+            proxy.close()
+
+
+@contextmanager
+def herd(body: Callable[[Any, int], None], boxes: bool = False, proxies: bool = False) -> Iterator[Herd]:
+    found = Herd(body, boxes, proxies)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "body", "boxes"),
+    [
+        ("killed", counted, False),
+        ("killed", pushed, True),
+        ("frozen", counted, True),
+        ("frozen", pushed, False),
+        ("cut off", counted, False),
+        ("cut off", pushed, False),
+    ],
+)
+def test_the_others_go_on(how: str, body: Callable[[Any, int], None], boxes: bool) -> None:
+    others = range(3)
+    with herd(body, boxes, proxies=how == "cut off") as peers:
+        time.sleep(0.5)
+        before = peers.ask("how")
+        assert all(sum(met.values()) > 0 for met, *_ in before)
+        assert not any(misses for _, misses, _ in before)
+        peers.down = how == "cut off"
+        if how != "cut off":
+            os.kill(peers.processes[3].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        time.sleep(4 * LIMIT)
+        one = peers.ask("how", others)
+        time.sleep(6 * LIMIT)
+        two = peers.ask("how", others)
+        for i in others:
+            gained = {j: two[i][0][j] - one[i][0][j] for j in range(COUNT)}
+            assert sum(gained[j] for j in others) > 0, (i, gained)
+            assert gained[3] == 0
+            assert two[i][1][3] > 0
+
+
+@pytest.mark.parametrize("body", [counted, pushed])
+def test_a_peer_that_freezes_again_and_again_takes_nothing_along(body: Callable[[Any, int], None]) -> None:
+    with herd(body) as peers:
+        for i in range(6):
+            time.sleep(0.2 + 0.05 * i)
+            os.kill(peers.processes[i % 4].pid, signal.SIGSTOP)
+            time.sleep((0.3, 3)[i % 2] * LIMIT)
+            os.kill(peers.processes[i % 4].pid, signal.SIGCONT)
+        time.sleep(3 * LIMIT)
+        held = [x for *_, x in peers.ask("stop")]
+        if body is pushed:
+            held = peers.ask("what has come since")
+            assert sum(part[1] for part in held) == pytest.approx(COUNT, abs=1e-9)
+        else:
+            for end in peers.ends:
+                end.send("bye")
+        assert sum(part[0] for part in held) == pytest.approx(sum(START), abs=1e-9)
+        assert torch.tensor([part[0] for part in held]).isfinite().all()
+        for process in peers.processes:
+            process.join(10)
+            assert process.exitcode == 0

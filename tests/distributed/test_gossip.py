@@ -1,0 +1,288 @@
+"""Gossip comes to the weighted mean of where replicas began, by the matrices of its rounds, without a collective."""
+
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from center_tasks import SHARES as BY_WORLD
+from center_tasks import Line, StartAt, fit
+from lightning.pytorch.strategies import StrategyRegistry
+from ranks import run
+from test_daso_oracle import START, loader
+
+from lightning_hetero import (
+    GossipAsyncStrategy,
+    GossipPushSumStrategy,
+    GossipStrategy,
+    HeteroMonitor,
+    NodeAverageStrategy,
+)
+from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, Rule, matrix
+
+WORLD, APART = 4, [1, 1, 1, 1]
+STARTS, SHARES, EQUAL = [8.0, 0.0, -4.0, 1.0], [5.0, 1.0, 2.0, 4.0], [3.0, 3.0, 3.0, 3.0]  # shares of 12 samples
+BY_WORLD.setdefault(WORLD, EQUAL)
+Case = tuple[Any, dict[str, Any]]
+PAIRS: list[Case] = [(GossipStrategy, {"topology": name}) for name in MATCHINGS]
+SUMS: list[Case] = [(GossipPushSumStrategy, {"topology": name}) for name in DIRECTED]
+ASYNC: Case = (GossipAsyncStrategy, {})
+WEIGHTED: list[Case] = [*PAIRS, (GossipStrategy, {"overlap": False, "every_n_steps": 2}), *SUMS, ASYNC]
+PLAIN: list[Case] = [
+    (GossipStrategy, {"exchange": exchange, "topology": name})
+    for exchange, name in [("push", "one_peer_exponential"), ("pull", "one_peer_exponential"), ("push", "random"),
+                           ("pull", "exponential"), ("push", "ring"), ("pull", "hypercube")]
+]  # fmt: skip
+
+
+def weighted(starts: list[float], shares: list[float]) -> float:
+    return float(np.dot(starts, shares) / sum(shares))
+
+
+class Keep(pl.Callback):
+    """What the averager knows at the end, which is after replicas have become equal."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        averager = trainer.strategy.averager
+        self.known = {"pairings": averager.pairings, "met": dict(averager.met), "missed": dict(averager.missed)}
+        self.known["status"] = averager.status(trainer.global_step)
+
+
+class Pause(pl.Callback):
+    """A moment per step, so that those who meet by chance do."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.004)
+
+
+class Drift(Line):
+    """Its loss is linear, so each replica moves at a speed of its own, whatever the data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.w * (self.global_rank + 1)).sum()
+
+
+def each(cases: list[Case], make: Any, callbacks: Any = (), **common: Any) -> list[dict[str, Any]]:
+    """A fit of each case."""
+    results = []
+    for kind, options in cases:
+        keep = Keep()
+        more = [StartAt(STARTS), keep, *([Pause()] if kind is GossipAsyncStrategy else []), *(c() for c in callbacks)]
+        given = {"deadline": 10.0, **common, **options}
+        results.append({**fit(kind, make(), trainer={"callbacks": more}, **given), **keep.known})
+    return results
+
+
+def still() -> Line:
+    return Line(lr=0.0)
+
+
+# -- consensus -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cases", "shares"), [(WEIGHTED, SHARES), (PLAIN, EQUAL)], ids=["weighted", "plain"])
+def test_replicas_come_to_the_mean_of_where_they_began(cases: list[Case], shares: list[float]) -> None:
+    goal = START + weighted(STARTS, shares)
+    if shares is SHARES:
+        assert abs(weighted(STARTS, SHARES) - weighted(STARTS, EQUAL)) > 1
+    for results in run(each, WORLD, cases, still, balance=shares, epochs=4, nodes=APART, timeout=120):
+        for case, result in zip(cases, results, strict=True):
+            if case is not ASYNC:  # before the exact average at the end
+                assert abs(result["path"][-1] - torch.tensor(goal)).max() < 1e-6, case
+            assert abs(result["final"] - torch.tensor(goal)).max() < 1e-9, case
+            assert result["traffic"]["exchanges"] > 0
+            assert not result["missed"], case
+
+
+def test_async_replicas_come_near_before_the_end() -> None:
+    goal = torch.tensor(START + weighted(STARTS, SHARES))
+    for [result] in run(each, WORLD, [ASYNC], still, balance=SHARES, epochs=6, nodes=APART):
+        assert abs(result["path"][-1] - goal).max() < 1e-6
+        assert sum(result["met"].values()) > 10
+
+
+def test_pairings_are_symmetric() -> None:
+    cases = [*PAIRS, ASYNC]
+    for results in run(each, WORLD, cases, still, balance=SHARES, epochs=2, nodes=APART):
+        for case, result in zip(cases, results, strict=True):
+            table = np.array(result["pairings"])
+            assert table.shape == (WORLD, WORLD)
+            assert np.array_equal(table, table.T), case
+            assert not table.diagonal().any()
+            assert table.sum() > 0
+            if case is not ASYNC:
+                assert table.sum() == WORLD * 40
+
+
+# -- the matrices --------------------------------------------------------------------------------------------
+
+
+class OneHot(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.w.zero_()[trainer.global_rank] = 1.0
+
+
+def _one_hot(cases: list[Case]) -> list[torch.Tensor]:
+    return [
+        fit(kind, still(), trainer={"callbacks": [OneHot()], "max_steps": 5}, seed=3, **options)["path"]
+        for kind, options in cases
+    ]
+
+
+def by_weight(rule: Rule, n: int, turn: int, shares: list[float]) -> np.ndarray:
+    """The mixing of weighted pairs."""
+    mixing = np.eye(n)
+    for i, to in enumerate(rule(n, turn, 3)):
+        for j in to:
+            mixing[i, [i, j]] = shares[i] / (shares[i] + shares[j]), shares[j] / (shares[i] + shares[j])
+    return mixing
+
+
+@pytest.mark.parametrize("shares", [EQUAL, SHARES], ids=["equal", "weighted"])
+def test_the_matrices_that_are_executed(shares: list[float]) -> None:
+    cases = [(kind, {**options, "balance": shares}) for kind, options in [*PAIRS, *SUMS, *PLAIN]]
+    paths = [np.stack(of_ranks) for of_ranks in zip(*run(_one_hot, WORLD, cases, nodes=APART), strict=True)]
+    for (kind, options), path in zip(cases, paths, strict=True):
+        exchange = "sum" if kind is GossipPushSumStrategy else options.get("exchange", "pairwise")
+        rule = (MATCHINGS if exchange == "pairwise" else DIRECTED)[options["topology"]]
+        s = np.array(shares) / np.mean(shares)
+        x, w, z = np.diag(s), s.copy(), np.eye(WORLD)
+        for turn in range(1, 6):
+            mixing = matrix(rule, WORLD, turn, 3)
+            if exchange == "pairwise":
+                z = by_weight(rule, WORLD, turn, shares) @ z
+            elif exchange == "sum":
+                x, w = mixing @ x, mixing @ w
+                z = x / w[:, None]
+            else:
+                z = (mixing.T if exchange == "pull" else mixing) @ z
+            np.testing.assert_allclose(path[:, turn - 1, :WORLD], z, atol=1e-12, err_msg=f"{options} {turn}")
+            if shares is EQUAL:
+                np.testing.assert_allclose(path[:, turn - 1, :WORLD].sum(0), 1, atol=1e-12)
+            assert not path[:, turn - 1, WORLD:].any()
+
+
+# -- while they move -----------------------------------------------------------------------------------------
+
+MOVING: list[Case] = [
+    *((GossipStrategy, {"overlap": overlap, "wire": wire}) for overlap in (True, False) for wire in ("fp32", "bf16")),
+    (GossipStrategy, {"wire": "fp16", "topology": "ring"}),
+    *((GossipPushSumStrategy, {"wire": wire}) for wire in ("fp32", "bf16", "fp16")),
+    (GossipAsyncStrategy, {}),
+    (GossipAsyncStrategy, {"wire": "bf16", "every_n_steps": 2}),
+]
+
+
+def test_the_weighted_mean_moves_as_steps_say() -> None:
+    rate, steps = 0.01, 40
+    results = run(each, WORLD, MOVING, Drift, balance=SHARES, epochs=2, nodes=APART, timeout=120)
+    speed = weighted([1.0, 2.0, 3.0, 4.0], SHARES)
+    s = torch.tensor(SHARES).double() / sum(SHARES)
+    for i, (kind, options) in enumerate(MOVING):
+        goal = torch.tensor(START) + weighted(STARTS, SHARES) - rate * steps * speed
+        for rank in range(WORLD):
+            assert abs(results[rank][i]["final"] - goal).max() < 1e-9, (kind, options)
+            assert torch.equal(results[rank][i]["final"], results[0][i]["final"])
+        if kind is GossipStrategy:  # nobody waits for anybody, but all take the same steps
+            path = torch.stack([results[rank][i]["path"] for rank in range(WORLD)])
+            mean = torch.tensordot(s, path, 1)
+            moved = torch.tensor(START) + weighted(STARTS, SHARES)
+            moved = moved - rate * speed * torch.arange(1, steps + 1).double()[:, None]
+            assert abs(mean - moved).max() < 1e-9, options
+            assert (path - mean).abs()[:, -1].max() < 0.2  # near
+            assert (path - mean).abs()[:, 0].max() > 0.2
+
+
+# -- no collective -------------------------------------------------------------------------------------------
+
+
+class NoCollectives(pl.Callback):
+    """From the second batch of an epoch to its last but one nobody may wait for all."""
+
+    NAMES = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "all_gather_into_tensor", "barrier",
+             "gather", "gather_object", "reduce", "scatter", "reduce_scatter", "broadcast_object_list", "all_to_all",
+             "monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv")  # fmt: skip
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            broken = AssertionError("a collective in the middle of an epoch")
+            self.patches = [mock.patch.object(dist, name, side_effect=broken) for name in self.NAMES]
+            for patch in self.patches:
+                patch.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, out: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == trainer.num_training_batches - 2:
+            for patch in self.patches:
+                patch.stop()
+
+
+def test_no_collective_within_an_epoch() -> None:
+    cases = [PAIRS[0], (GossipStrategy, {"overlap": False}), PLAIN[0], PLAIN[1], SUMS[0], SUMS[2], ASYNC]
+    for results in run(each, 3, cases, Line, [NoCollectives, HeteroMonitor], epochs=2, nodes=[1, 1, 1]):
+        assert all(result["traffic"]["exchanges"] > 0 for result in results)
+
+
+def _meets_at_every_step() -> str:
+    try:
+        fit(NodeAverageStrategy, Line(), epochs=1, trainer={"callbacks": [NoCollectives()]}, every_n_steps=1)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_the_control_has_collectives() -> None:
+    for words in run(_meets_at_every_step, 2, nodes=[1, 1]):
+        assert "in the middle of an epoch" in words
+
+
+# -- nobody is waited for ------------------------------------------------------------------------------------
+
+
+class Sleeper(pl.Callback):
+    """Rank 2 sleeps in mid-epoch; all note when they have taken steps and exchanged."""
+
+    def __init__(self) -> None:
+        self.slept, self.times, self.met = (0.0, 0.0), [], []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.01)
+        if trainer.global_rank == 2 and batch_idx == 20:
+            began = time.monotonic()
+            time.sleep(2)
+            self.slept = began, time.monotonic()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.times.append(time.monotonic())
+        self.met.append(sum(trainer.strategy.averager.met[peer] for peer in (0, 1)))
+
+
+def _sleeping() -> Any:
+    sleeper = Sleeper()
+    fit(GossipAsyncStrategy, Line(), loader(1200), 1, {"callbacks": [sleeper]}, deadline=10.0)
+    return sleeper.slept, sleeper.times, sleeper.met
+
+
+def test_a_sleeper_holds_nobody_up() -> None:
+    results = run(_sleeping, 3, nodes=[1, 1, 1])
+    began, ended = results[2][0]
+    for _, times, met in results[:2]:
+        within = [count for at, count in zip(times, met, strict=True) if began < at < ended]
+        assert len(within) > 20
+        assert within[-1] - within[0] >= 5
+
+
+# -- by name -------------------------------------------------------------------------------------------------
+
+
+def test_strategy_strings() -> None:
+    for name, kind in (("hetero_gossip", GossipStrategy), ("hetero_gossip_push_sum", GossipPushSumStrategy),
+                       ("hetero_gossip_async", GossipAsyncStrategy)):  # fmt: skip
+        for suffix in ("", "_spawn", "_find_unused_parameters_true"):
+            assert type(StrategyRegistry.get(name + suffix)) is kind
+    assert os.environ.get("RANK") is None

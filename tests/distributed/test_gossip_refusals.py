@@ -1,0 +1,265 @@
+"""Gossip with values that are not finite, with bad options, alone, within nodes, and with late or dead peers."""
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import psutil
+import pytest
+import torch
+from center_tasks import Line, StartAt, fit
+from ranks import attempt, run
+from test_daso_oracle import START
+from test_gossip import Keep, Pause
+
+from lightning_hetero import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy, HeteroMonitor
+from lightning_hetero.errors import ConfigurationError, DisagreementError, NotFiniteError
+
+APART = [1, 1, 1]
+FORMS: list[tuple[Any, dict[str, Any]]] = [
+    (GossipStrategy, {}),
+    (GossipStrategy, {"overlap": False}),
+    (GossipStrategy, {"exchange": "push", "topology": "exponential"}),
+    (GossipPushSumStrategy, {}),
+    (GossipAsyncStrategy, {}),
+]
+
+
+# -- options -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (GossipStrategy, {"topology": "star"}, "topology='star' is unknown"),
+        (GossipStrategy, {"topology": "exponential"}, "cannot be used by exchange='pairwise'"),
+        (GossipPushSumStrategy, {"topology": "star"}, "topology='star' is unknown"),
+        (GossipStrategy, {"exchange": "both"}, "exchange='both' must be one of"),
+        (GossipStrategy, {"every_n_steps": 0}, "every_n_steps=0"),
+        (GossipStrategy, {"every_n_steps": True}, "every_n_steps=True"),
+        (GossipAsyncStrategy, {"every_n_steps": 1.5}, r"every_n_steps=1\.5"),
+        (GossipStrategy, {"deadline": 0}, "deadline=0"),
+        (GossipStrategy, {"deadline": float("inf")}, "deadline=inf"),
+        (GossipStrategy, {"deadline": "soon"}, "deadline='soon'"),
+        (GossipStrategy, {"seed": 1.0}, r"seed=1\.0"),
+        (GossipStrategy, {"wire": "int8"}, "wire='int8' must be one of"),
+        (GossipStrategy, {"replica": "socket"}, "replica='socket' must be one of"),
+        (GossipStrategy, {"on_nan": "ignore"}, "on_nan='ignore'"),
+        (GossipStrategy, {"topologie": "ring"}, "unknown option"),
+        # FAILS: any truth value is taken.
+        (GossipStrategy, {"overlap": "no"}, "overlap='no'"),
+        # FAILS: a bool is an int.
+        (GossipStrategy, {"deadline": True}, "deadline=True"),
+    ],
+)
+def test_options_that_cannot_be(kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        kind(**options)
+
+
+def _by_rank(kind: Any, name: str, values: list[Any]) -> None:
+    fit(kind, Line(), epochs=1, **{name: values[int(os.environ["RANK"])]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        (GossipStrategy, "topology", ["random", "ring"]),
+        (GossipStrategy, "exchange", ["pairwise", "push"]),
+        (GossipStrategy, "overlap", [True, False]),
+        (GossipPushSumStrategy, "seed", [0, 1]),
+        (GossipPushSumStrategy, "topology", ["ring", "random"]),
+        (GossipAsyncStrategy, "every_n_steps", [1, 2]),
+        (GossipAsyncStrategy, "deadline", [1.0, 2.0]),
+    ],
+)
+def test_ranks_that_disagree(kind: Any, name: str, values: list[Any]) -> None:
+    for outcome in attempt(_by_rank, 2, kind, name, values, nodes=[1, 1], timeout=45):
+        assert isinstance(outcome.error, DisagreementError), outcome.trace
+        assert f"{name}: rank 0: {values[0]}, rank 1: {values[1]}" in str(outcome.error)
+
+
+# -- alone, and within nodes ---------------------------------------------------------------------------------
+
+
+def _alone() -> Any:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+    results = [fit(kind, Line(), epochs=1, **options) for kind, options in FORMS]
+    return said, results
+
+
+def test_one_replica_trains_alone_and_says_so() -> None:
+    [(said, results)] = run(_alone, 1)
+    for kind in (GossipStrategy, GossipPushSumStrategy, GossipAsyncStrategy):
+        assert any(f"{kind.__name__}: there is one replica" in words for words in said)
+    for result in results:
+        assert torch.equal(result["path"], results[0]["path"])
+        assert torch.equal(result["final"], result["path"][-1])
+        assert result["traffic"]["exchanges"] == 0
+        assert abs(result["final"] - torch.tensor(START)).max() > 1e-3
+
+
+def _nodes() -> Any:
+    results = []
+    for kind, options in FORMS:
+        keep = Keep()
+        callbacks = [StartAt([6.0, 6.0, -3.0]), keep, Pause(), HeteroMonitor()]
+        given = {"replica": "node", **options}
+        found = fit(kind, Line(lr=0.0), epochs=3, trainer={"callbacks": callbacks}, **given)
+        results.append({**found, **keep.known})
+    return results
+
+
+def test_nodes_gossip_as_one() -> None:
+    # Nodes of two ranks and of one, with 8 and 4 of 12 samples.
+    results = run(_nodes, 3, nodes=[2, 1], timeout=120)
+    for i, (kind, options) in enumerate(FORMS):
+        goal = torch.tensor(START) + (1.5 if "exchange" in options else (8 * 6.0 - 4 * 3.0) / 12)
+        for rank in range(3):
+            assert torch.equal(results[rank][i]["path"], results[0 if rank < 2 else 2][i]["path"])
+            assert abs(results[rank][i]["path"][-1] - goal).max() < 1e-6, (kind, options)
+            assert np.shape(results[rank][i]["pairings"]) == (2, 2)
+
+
+# -- not finite ----------------------------------------------------------------------------------------------
+
+
+class Explodes(Line):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.global_rank == 1 and self.trainer.global_step == 5 else loss
+
+
+def _exploding(kind: Any, options: dict[str, Any]) -> Any:
+    warnings.filterwarnings("ignore", ".*was left out of the average")
+    return fit(kind, Explodes(), epochs=2, deadline=2.0, **options)
+
+
+@pytest.mark.parametrize(("kind", "options"), FORMS)
+def test_an_error_names_who_is_not_finite(kind: Any, options: dict[str, Any]) -> None:
+    outcomes = attempt(_exploding, 3, kind, {**options, "timeout": 15}, nodes=APART, timeout=70)
+    assert isinstance(outcomes[1].error, NotFiniteError), outcomes[1].trace
+    assert outcomes[1].error.replicas == [1]
+    for outcome in outcomes:
+        assert outcome.error is not None, outcome.trace
+
+
+@pytest.mark.parametrize(("kind", "options"), FORMS)
+def test_who_is_not_finite_begins_again(kind: Any, options: dict[str, Any]) -> None:
+    results = run(_exploding, 3, kind, {**options, "on_nan": "skip"}, nodes=APART)
+    for rank, result in enumerate(results):
+        assert result["final"].isfinite().all()
+        assert torch.equal(result["final"], results[0]["final"])
+        if rank != 1:
+            assert result["path"].isfinite().all()
+        assert result["path"][-1].isfinite().all()
+        assert result["traffic"]["skipped"] == ([1] if rank == 1 else [])
+
+
+# -- late and dead peers -------------------------------------------------------------------------------------
+
+
+class Naps(pl.Callback):
+    """Rank 2 is frozen for a while in mid-epoch: from outside, so that its threads are, too."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 2 and batch_idx == 4 and trainer.current_epoch == 0:
+            if os.fork() == 0:
+                os.kill(os.getppid(), signal.SIGSTOP)
+                time.sleep(self.seconds)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.wait()
+
+
+def _napping(kind: Any, options: dict[str, Any]) -> Any:
+    keep = Keep()
+    callbacks = [StartAt([8.0, 0.0, -4.0]), Naps(1.5), Pause(), keep]
+    found = fit(kind, Line(lr=0.0), epochs=2, deadline=0.4, trainer={"callbacks": callbacks}, **options)
+    return {**found, **keep.known}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [FORMS[0], FORMS[1], FORMS[3], (GossipPushSumStrategy, {"topology": "exponential"}), FORMS[4]]
+)
+def test_a_frozen_rank_is_missed_and_nothing_is_lost(kind: Any, options: dict[str, Any]) -> None:
+    results = run(_napping, 3, kind, options, nodes=APART)
+    goal = torch.tensor(START) + (6 * 8.0 - 4 * 4.0) / 12
+    for result in results:
+        assert abs(result["final"] - goal).max() < 1e-9
+    assert any(result["missed"].get(2, 0) > 0 for result in results[:2])
+    if kind is not GossipPushSumStrategy:
+        table = np.array(results[0]["pairings"])
+        assert np.array_equal(table, table.T)
+
+
+class Killed(pl.Callback):
+    """Rank 2 is gone after a few steps; the others note how long each step takes them."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.times.append(time.monotonic())
+        if trainer.global_rank == 2 and batch_idx == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed(kind: Any, options: dict[str, Any]) -> Any:
+    killed = Killed()
+    try:
+        fit(kind, Line(), epochs=1, deadline=0.5, timeout=5, trainer={"callbacks": [killed]}, **options)
+    except Exception:
+        return killed.times
+    return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        FORMS[0],
+        FORMS[1],
+        FORMS[4],
+        # FAILS: who should send is waited for in each round, until the deadline, though it is long dead: 14 of 15
+        # steps take half a second here, and half a minute by default.
+        FORMS[2],
+        FORMS[3],
+    ],
+)
+def test_a_dead_rank_is_not_waited_for_again_and_again(kind: Any, options: dict[str, Any]) -> None:
+    outcomes = attempt(_killed, 3, kind, options, nodes=APART, timeout=60)
+    for outcome in outcomes[:2]:
+        assert outcome.error is None
+        assert len(outcome.value) == 20  # to the end of the epoch; then they must know
+        steps = np.diff(outcome.value)
+        assert sum(steps > 0.4) <= 5, steps.round(2)
+
+
+def _left(kind: Any, options: dict[str, Any]) -> Any:
+    fit(kind, Line(), epochs=1, **options)
+    time.sleep(0.5)
+    gc.collect()
+    maps = [m.path for m in psutil.Process().memory_maps() if "lightning-hetero-" in m.path]
+    return [t.name for t in threading.enumerate() if t.name.startswith("hetero-gossip")] + maps
+
+
+@pytest.mark.parametrize(("kind", "options"), [FORMS[0], FORMS[3], FORMS[4]])
+def test_nothing_is_left(kind: Any, options: dict[str, Any]) -> None:
+    before = set(Path("/dev/shm").glob("lightning-hetero-*"))
+    for left in run(_left, 2, kind, options, nodes=[1, 1]):
+        assert not left
+    assert not set(Path("/dev/shm").glob("lightning-hetero-*")) - before
