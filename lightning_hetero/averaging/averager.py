@@ -46,7 +46,9 @@ class Averager(ABC):
     needs_others = True
     #: Whether replicas exchange at the same steps, so that all learn at once what one does.
     lockstep = True
-    #: What to tell the user about its settings, once it is set up.
+    #: With what a replica goes on that has been skipped.
+    fresh_start = "the mean of the others"
+    #: What to tell the user, if anything.
     warning: str | None = None
     #: Where replicas exchange one to one, at the end: of each, its completed exchanges with each.
     pairings: list[list[int]] | None = None

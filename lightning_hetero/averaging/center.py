@@ -1,5 +1,6 @@
 """What elastic, local and outer averaging have in common: one kernel."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -43,10 +44,12 @@ class CenterAverager(Averager):
     """
 
     needs_others = False
+    fresh_start = "the center"
 
     def __init__(self, tau: int, order: Order, wire: Wire, overlap: bool) -> None:
         self.tau, self.order, self.wire, self.overlap = tau, order, wire, overlap
         self._exchange: Callable[[], Average] | None = None
+        self._distance = math.nan  # RMS distance of the replicas from the center at the latest exchange
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -79,6 +82,7 @@ class CenterAverager(Averager):
             self._begin(planned)
         assert self._exchange is not None
         average, self._exchange = self._exchange(), None
+        self._distance = average.displacement
         own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
         self.move(own, average)
         if not average.healthy[self.links.index]:
@@ -120,11 +124,25 @@ class CenterAverager(Averager):
     @override
     def finish(self, planned: Sequence[int]) -> None:
         self.replica.unpack(self.consensus(planned))
+        if math.isnan(self._distance):
+            self.warning = not_moved(self.tau)
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {"center_distance": self._distance}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for own, saved in zip(self.reference, state["reference"], strict=True):
             own.copy_(saved)
+
+
+def not_moved(tau: int) -> str:
+    """What to say of a center that is what it was."""
+    return (
+        f"No replica has met the center in this fit, so that it is left with the values with which it began: tau={tau} "
+        "steps are more than there were, or alpha is 0. Lower tau, or train for longer."
+    )
 
 
 def mean_apart(averager: Averager, planned: Sequence[int]) -> list[Tensor]:
@@ -146,6 +164,6 @@ def check_patterns(apart: Sequence[str], names: Sequence[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise ConfigurationError(
-                f"exclude: {pattern!r} is the name of no parameter or buffer that replicas exchange: {shown}. Patterns "
-                "may be given, such as '*norm*'."
+                f"exclude: {pattern!r} is the name of no parameter or buffer that replicas exchange: {shown}. (Frozen "
+                "ones stay apart anyway, tied ones go by their first name.)"
             )

@@ -51,6 +51,11 @@ class Pull:
     def alpha(self, optimizers: Sequence[Optimizer], replicas: int) -> float:
         """Of the step that is to come, or has just been taken."""
         if self.rho is not None:
+            if not optimizers:
+                raise ConfigurationError(
+                    f"rho={self.rho!r} gives alpha = learning rate * rho, but configure_optimizers gave no optimizer. "
+                    "Give moving_rate instead."
+                )
             return float(optimizers[0].param_groups[0]["lr"]) * self.rho
         if self.moving_rate == "auto":
             return (0.9 if self.beta is None else self.beta) / replicas
@@ -87,8 +92,7 @@ class ElasticAverager(CenterAverager):
     ) -> None:
         super().__init__(tau, order, wire, overlap)
         self.pull = pull
-        self._alpha = 0.0  # of the latest exchange
-        self._distance = 0.0  # likewise: RMS distance of the replicas from the center
+        self._alpha = math.nan  # of the latest exchange
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -106,18 +110,13 @@ class ElasticAverager(CenterAverager):
 
     @override
     def move(self, own: list[Tensor], average: Average) -> None:
-        alpha, self._distance = average.notes[0], average.displacement
+        alpha = average.notes[0]
         beta = self.pull.of_center(alpha, self.links.count)
         if alpha != self._alpha:
-            stability(alpha, beta)
-            self._alpha = alpha
+            self.warning, self._alpha = stability(alpha, beta) if self._alpha < alpha else None, alpha
         self.replica.add(own, -alpha)
         for c, mean in zip(self.center, average.mean, strict=True):
             c.add_(mean, alpha=beta)
-
-    @override
-    def status(self, step: int) -> dict[str, float | str]:
-        return {"center_distance": self._distance}
 
 
 class EAMSGDAverager(ElasticAverager):

@@ -43,6 +43,7 @@ class GossipAverager(Averager):
     """
 
     lockstep = False
+    fresh_start = "the values with which all have begun"
 
     def __init__(self, every: int, wire: Wire, place: Place, skip: bool) -> None:
         self.every, self.wire, self._place, self._skip = every, wire, place, skip

@@ -13,6 +13,7 @@ from lightning_hetero.comm.lane import Average
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
+from lightning_hetero.errors import ConfigurationError
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -42,6 +43,12 @@ class OuterAverager(CenterAverager):
         views, self._buffers = replica.views(self.center)
         self._parameters = [nn.Parameter(view) for view in views]  # in the center's own memory
         self.outer = self._make(self._parameters)
+        taken = {id(p) for group in self.outer.param_groups for p in group["params"]}
+        if left := [tuple(p.shape) for p in self._parameters if id(p) not in taken]:
+            raise ConfigurationError(
+                f"outer: {type(self.outer).__name__} takes {len(taken)} of {len(self._parameters)} parameters, and "
+                f"leaves others as they were at first, such as one of shape {left[0]}. Let it take them all."
+            )
 
     @override
     def after_step(self, context: StepContext) -> None:

@@ -86,11 +86,12 @@ class FirstComeAverager(PairAverager):
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Exchange nothing meanwhile, so that all that one of a pair has counted the other has, too."""
+        """Exchange nothing meanwhile, so that all that one of a pair has counted the other has, too (collective)."""
         if self._pairing is not None:
             self._pairing.pause()
         try:
             yield
+            self.links.gather(None)  # all have seen what they have, before anything changes
         finally:
             if self._pairing is not None:
                 self._pairing.resume()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
-from lightning_hetero.averaging.center import Order, mean_apart
+from lightning_hetero.averaging.center import Order, mean_apart, not_moved
 from lightning_hetero.averaging.elastic import Pull, stability
 from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.centers.center import Center, Visit
@@ -87,6 +87,7 @@ class VisitingAverager(Averager):
     """
 
     needs_others = False
+    fresh_start = "the center"
     lockstep = False
 
     def __init__(
@@ -105,7 +106,7 @@ class VisitingAverager(Averager):
         self._center, self._skip, self._check, self._wants_stop = center, skip, check, wants_stop
         self.stops = False
         self._visit: Callable[[], Visit] | None = None
-        self._distance = 0.0  # of this replica from the center, at the latest visit
+        self._distance = math.nan  # of this replica from the center, at the latest visit
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -195,6 +196,8 @@ class VisitingAverager(Averager):
     def finish(self, planned: Sequence[int]) -> None:
         self.replica.unpack(self.consensus(planned))
         self._center.leave()
+        if math.isnan(self._distance):
+            self.warning = not_moved(self.tau)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

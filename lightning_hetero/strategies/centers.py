@@ -43,8 +43,11 @@ class CenterStrategy(ReplicaStrategy):
         if type(tau) is not int or tau < 1:
             raise ConfigurationError(f"tau={tau!r} must be a whole number of optimizer steps, at least 1.")
         one_of("replica", replica, ("rank", "node"))
-        if isinstance(exclude, str):
-            raise ConfigurationError(f"exclude={exclude!r}: give a list of names, such as [{exclude!r}].")
+        if not isinstance(exclude, (list, tuple)) or not all(isinstance(name, str) for name in exclude):
+            raise ConfigurationError(
+                f"exclude={exclude!r}: give a list of names, such as ['embedding.weight', '*norm*']."
+            )
+        one_of("packed", packed, (True, False))
         self.tau, self.replica, self.exclude, self.packed = tau, replica, tuple(exclude), packed
         super().__init__(**kwargs)
 
@@ -61,10 +64,12 @@ class CenterStrategy(ReplicaStrategy):
     def make_replica(self, module: torch.nn.Module) -> Replica:
         replica = Replica(module, self._settle, self.exclude, self.packed)
         check_patterns(self.exclude, replica.names)
+        if not replica.together:
+            raise ConfigurationError(f"exclude={list(self.exclude)!r} leaves nothing for replicas to exchange.")
         return replica
 
 
-def one_of(name: str, value: object, known: Sequence[str]) -> None:
+def one_of(name: str, value: object, known: Sequence[object]) -> None:
     """See that an option has one of some values.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class DiLoCoStrategy(CenterStrategy):
         **kwargs: Any,
     ) -> None:
         one_of("wire", wire, tuple(DTYPES))
-        numbers = all(isinstance(x, (int, float)) for x in (outer_lr, outer_momentum))
+        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (outer_lr, outer_momentum))
         if not numbers or not 0 < outer_lr < float("inf") or not 0 <= outer_momentum < 1:
             raise ConfigurationError(
                 f"outer_lr={outer_lr!r}, outer_momentum={outer_momentum!r}: the first must be above 0, the second at "
@@ -53,11 +54,16 @@ class DiLoCoStrategy(CenterStrategy):
         self.outer = outer or partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self.wire = wire
         try:
-            made = self.outer([torch.nn.Parameter(torch.zeros(1))])
+            made = self.outer([torch.nn.Parameter(torch.zeros(2, 2))])
         except Exception as error:
             raise ConfigurationError(f"outer={outer!r} does not make an optimizer of parameters: {error}") from error
         if not isinstance(made, Optimizer):
             raise ConfigurationError(f"outer={outer!r} made a {type(made).__name__}, not a torch.optim.Optimizer.")
+        if signature(made.step).parameters["closure"].default is Parameter.empty:
+            raise ConfigurationError(
+                f"outer={outer!r}: {type(made).__name__} must evaluate the loss anew, which an outer step cannot. Use "
+                "another optimizer."
+            )
         self._described = type(made).__name__, made.defaults
         super().__init__(tau=tau, **kwargs)
 

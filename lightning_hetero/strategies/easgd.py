@@ -19,7 +19,7 @@ class EASGDStrategy(CenterStrategy):
 
         x_i <- x_i - alpha D_i;  c <- c + beta sum_i w_i D_i
 
-    One packed all-reduce; every rank keeps the center. Deterministic: two runs are alike bit for bit.
+    One packed all-reduce; every rank keeps the center. With fixed shares two runs are alike bit for bit.
 
     Source: EASGD, Zhang et al. 2015; Sync EASGD, You, Buluc and Demmel 2017.
 

@@ -48,7 +48,8 @@ class EASGDVisitsStrategy(CenterStrategy):
         one_of("wire", wire, tuple(DTYPES))
         if wire != "fp32" and self.center not in ("auto", "thread"):
             raise ConfigurationError(
-                f"wire={wire!r} with center={self.center!r}: memory has no wire. Use center='thread', or wire='fp32'."
+                f"wire={wire!r}: a center in {self.center} has no wire. Use wire='fp32', or hetero_easgd_async with "
+                "center='thread'."
             )
         self.order, self.wire = order, wire
         super().__init__(tau=tau, **kwargs)
@@ -142,6 +143,7 @@ class EASGDAsyncStrategy(EASGDVisitsStrategy):
         **kwargs: Any,
     ) -> None:
         one_of("center", center, ("auto", "shared_memory", "thread", "mpi"))
+        one_of("debias", debias, (True, False))
         self.center, self.debias = center, debias
         super().__init__(tau, moving_rate, rho, beta, order, wire, **kwargs)
 
@@ -198,5 +200,6 @@ class EASGDHogwildStrategy(EASGDVisitsStrategy):
         debias: bool = True,
         **kwargs: Any,
     ) -> None:
+        one_of("debias", debias, (True, False))
         self.debias = debias
         super().__init__(tau, moving_rate, rho, beta, order, **kwargs)

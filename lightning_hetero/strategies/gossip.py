@@ -12,8 +12,8 @@ from lightning_hetero.averaging.gossip import GossipAverager
 from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, rule_of
 from lightning_hetero.averaging.pairwise import FirstComeAverager, MatchedAverager
 from lightning_hetero.averaging.push_sum import PushSumAverager
+from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.gossip.introduction import Place
-from lightning_hetero.comm.gossip.peers import interface_towards
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
@@ -52,7 +52,8 @@ class GossipBase(ReplicaStrategy):
     ) -> None:
         if type(every_n_steps) is not int or every_n_steps < 1:
             raise ConfigurationError(f"every_n_steps={every_n_steps!r} must be a whole number of at least 1.")
-        if not isinstance(deadline, (int, float)) or not 0 < deadline < float("inf"):
+        number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+        if not number or not 0 < deadline < float("inf"):
             raise ConfigurationError(f"deadline={deadline!r} must be a number of seconds above 0.")
         if type(seed) is not int:
             raise ConfigurationError(f"seed={seed!r} must be a whole number.")
@@ -122,6 +123,7 @@ class GossipStrategy(GossipBase):
         one_of("exchange", exchange, ("pairwise", "push", "pull"))
         pairwise = exchange == "pairwise"
         self.rule = rule_of(topology, MATCHINGS if pairwise else DIRECTED, f"exchange={exchange!r}")
+        one_of("overlap", overlap, (True, False))
         self.graph, self.exchange, self.overlap = topology, exchange, overlap
         super().__init__(every_n_steps, wire, **kwargs)
 

@@ -94,10 +94,16 @@ class ReplicaSteps(HeteroStrategy):
             assert self.lightning_module is not None
             together(complex_parameters(self.lightning_module), "the model")
             self._share_values(self.lightning_module)
+            self._window_open = False  # an earlier fit may have ended in one
             self.averager = self.make_averager()
             self.averager.setup(self.make_replica(self.lightning_module), self._links, lambda: self.optimizers)
-            if self.averager.warning is not None:
-                rank_zero_warn(self.averager.warning)
+            self._say()
+
+    def _say(self) -> None:
+        """Tell the user what the averager has to say."""
+        if self.averager is not None and self.averager.warning is not None:
+            rank_zero_warn(self.averager.warning)
+            self.averager.warning = None
 
     def make_replica(self, module: torch.nn.Module) -> Replica:
         """What replicas exchange."""
@@ -189,6 +195,7 @@ class ReplicaSteps(HeteroStrategy):
             met = self.averager.blocking and self.averager.due(context)
             with self._timer.waiting(), self._meeting():
                 self.averager.after_step(context)
+            self._say()
             if met:
                 self.share.listen()  # all are here now
                 if self._stop is not None and any(report.stop for report in self.share.reports):
@@ -209,10 +216,11 @@ class ReplicaSteps(HeteroStrategy):
                 seen = [mine if rank == self.global_rank else (None, None) for rank in range(self.world_size)]
             raise NotFiniteError(error.replicas, about(error.replicas, self._replicas, self._windows, seen)) from None
         for replica in self.traffic.skipped[skipped:]:
-            warn = rank_zero_warn if self.averager is None or self.averager.lockstep else warnings.warn
+            assert self.averager is not None
+            warn = rank_zero_warn if self.averager.lockstep else warnings.warn
             warn(
                 f"Replica {replica} (ranks {list(self._replicas[replica])}) was left out of the average after step "
-                f"{self._windows}: its values were not finite. It goes on with the mean of the others."
+                f"{self._windows}: its values were not finite. It goes on with {self.averager.fresh_start}."
             )
 
     def _epoch_ends(self) -> bool:

@@ -87,6 +87,7 @@ class ReplicaStrategy(ReplicaSteps):
             assert self.averager is not None
             with self._meeting():
                 self.averager.finish(self._planned())
+            self._say()
             assert self.lightning_module is not None
             self._share_values(self.lightning_module)  # also what does not travel
 

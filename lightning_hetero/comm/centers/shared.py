@@ -22,7 +22,7 @@ _LOCK, _ALIVE = 0, 1  # bytes of the file: locked by who uses the center; from h
 
 
 class SharedCenter(Center):
-    """A mapped file without a name, in ``/dev/shm`` where there is room.
+    """A mapped file without a name, in ``/dev/shm`` where there is one.
 
     The kernel lets go of a process's file locks when it dies, so that no dead visitor can block the others, and
     everybody can tell who lives.
@@ -51,7 +51,10 @@ class SharedCenter(Center):
             try:
                 path = _make(starts[-1])
             except OSError as error:
-                problem = ConfigurationError(f"no room for a center of {starts[-1]} bytes in shared memory: {error}")
+                problem = ConfigurationError(
+                    f"no room for a center of {starts[-1]} bytes in shared memory: {error}. Use center='thread', or "
+                    "make room: containers take --shm-size."
+                )
         together(problem, "the center in shared memory")
         path = gather(path, "the center's file")[self.job.host]
         problem = self._map(path, starts, sizes, values) if self.job.visits else None

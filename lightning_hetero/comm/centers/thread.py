@@ -1,23 +1,25 @@
 """A center that a thread of one rank keeps; the others send it their values and get back how far they are."""
 
 import math
+import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import closing, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.comm.address import interface_towards
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.centers.center import Center, Job, Visit, copied, differ, push_by
+from lightning_hetero.comm.centers.doorbell import Button, Doorbell
 from lightning_hetero.comm.centers.line import Line, NarrowLine
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import CommunicationError
 
-_FOREVER = timedelta(days=365)
 _VISIT, _LEAVE = 0.0, 1.0  # what visitors want
 
 
@@ -33,24 +35,32 @@ class ThreadCenter(Center):
     def __init__(self, job: Job, in_turn: bool = False, wire: Wire = "fp32") -> None:
         super().__init__(job)
         self._in_turn, self._wire = in_turn, wire
-        # The host waits for visitors as long as the training lasts; visitors wait for it no longer than they want.
-        limit = _FOREVER if job.rank == job.host else job.timeout
-        self._group = dist.new_group(list(job.leaders), timeout=limit, backend="gloo")
+        self._group = dist.new_group(list(job.leaders), timeout=job.timeout, backend="gloo")
+        self._doorbell: Doorbell | None = None  # the host's
+        self._button: Button | None = None  # a visitor's
         self._changed = threading.Condition()  # guards all that follows
         self._values: list[Tensor] = []
         self._counts = [0] * len(job.leaders)
         self._stop = False
         self._next = 0  # replica whose turn it is
-        self._host_left = False
+        self._host_left = self._closed = False
         self._error: BaseException | None = None
         self._lines: dict[int, Line] = {}  # by the rank at the other end
         self._server: threading.Thread | None = None
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
-        job = self.job
+        job, seconds = self.job, self.job.timeout.total_seconds()
+        if job.rank == job.host:
+            self._doorbell = Doorbell(interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+        address = gather(self._doorbell and self._doorbell.address, "the center's address")[job.host]
         if not job.visits:
             return
+        with self._in_time("reach"):
+            if self._doorbell is None:
+                self._button = Button(address, job.rank, seconds)
+            else:
+                self._doorbell.welcome(job.leaders[1:], seconds)
         self._lines = {rank: self._line(rank) for rank in (job.leaders[1:] if job.rank == job.host else [job.host])}
         self._values = [value.clone() for value in values] if job.rank == job.host else []
         self.write(values, self._counts)
@@ -67,8 +77,10 @@ class ThreadCenter(Center):
         if self.job.rank == self.job.host:
             return self._visit_here(values, push, stop)
         line, own = self._lines[self.job.host], list(values)
-        with deadline(f"visit the center, which lives with rank {self.job.host}"):
+        with self._in_time("visit"):
             well = line.fits(own)
+            assert self._button is not None
+            self._button.press()
             line.send(torch.tensor([_VISIT, push if well else 0.0, stop], dtype=torch.float64))
             line.tell(own)
             table = torch.empty(2 + len(self.job.leaders), dtype=torch.float64)
@@ -77,6 +89,17 @@ class ThreadCenter(Center):
         square, stopped, *counts = table.tolist()
         sent = 24 + line.bytes(own)
         return Visit(square if well else math.inf, [int(count) for count in counts], sent, bool(stopped))
+
+    @contextmanager
+    def _in_time(self, what: str) -> Iterator[None]:
+        try:
+            with deadline(f"{what} the center, which lives with rank {self.job.host}"):
+                yield
+        except OSError as error:
+            raise CommunicationError(
+                f"rank {self.job.rank} could not {what} the center, which lives with rank {self.job.host}: {error}. "
+                "Look for the first error among the other ranks."
+            ) from error
 
     @override
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
@@ -101,14 +124,22 @@ class ThreadCenter(Center):
             if self._server is not None:
                 self._server.join(self.job.timeout.total_seconds())  # or others might lose the connection too soon
         elif self.job.visits:
-            with deadline(f"leave the center, which lives with rank {self.job.host}"):
+            with self._in_time("leave"):
+                assert self._button is not None
+                self._button.press()
                 self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0, 0.0], dtype=torch.float64))
 
     @override
     def close(self) -> None:
         with self._changed:
-            self._host_left = True
+            self._host_left = self._closed = True
             self._changed.notify_all()
+        if self._button is not None:
+            self._button.close()
+        if self._doorbell is not None:
+            self._doorbell.end()
+            if self._server is not None:
+                self._server.join(self.job.timeout.total_seconds())  # at most the visit that it is at
         self._lines = {}
 
     # -- the host ----------------------------------------------------------------------------------
@@ -145,14 +176,19 @@ class ThreadCenter(Center):
     def _serve(self) -> None:
         """Serve all visitors until they have left; on a thread."""
         lines, difference = dict(self._lines), [torch.empty_like(value) for value in self._values]
-        present = set(lines)
-        with self._noting_errors():
+        present, doorbell = set(lines), self._doorbell
+        assert doorbell is not None
+        with self._noting_errors(), closing(doorbell):
             while present:
+                rank = doorbell.wait(self._expected())
+                if rank is None or self._closed:
+                    return
                 request = torch.empty(3, dtype=torch.float64)
-                rank = dist.recv(request, self._expected(), group=self._group)
+                lines[rank].receive(request)
                 index, (wish, push, stop) = self.job.leaders.index(rank), request.tolist()
                 if wish == _LEAVE:
                     present.remove(rank)
+                    doorbell.say_goodbye(rank)
                     with self._changed:
                         self._pass_on(index)
                     continue
@@ -165,13 +201,13 @@ class ThreadCenter(Center):
                 lines[rank].send(torch.tensor([square, visit.stop, *visit.counts], dtype=torch.float64))
                 lines[rank].answer(difference)
 
-    def _expected(self) -> int | None:
-        """The rank to be served next; ``None``: any."""
+    def _expected(self) -> list[int] | None:
+        """The ranks that may be served next; ``None``: any."""
         if not self._in_turn:
             return None
         with self._changed:
             self._changed.wait_for(lambda: self._next != 0 or self._host_left)
-            return self.job.leaders[self._next or 1]
+            return [] if self._closed else [self.job.leaders[self._next or 1]]
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from lightning_hetero.comm.gossip.message import TOKEN_BYTES
 from lightning_hetero.comm.gossip.pairing import Pairing
-from lightning_hetero.comm.gossip.peers import Job
+from lightning_hetero.comm.gossip.peers import Address, Job
 from lightning_hetero.comm.gossip.pushing import Pushing
 from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.errors import ConfigurationError, DisagreementError, HeteroError
 
 T = TypeVar("T", Pairing, Pushing)
 
@@ -42,15 +43,37 @@ def introduce(
 
     Returns:
         The transport, on leaders.
+
+    Raises:
+        HeteroError: on every rank: some cannot be reached, or have another model.
     """
     token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
     mine = kind(links.index, Job(token, 1, place.deadline), place.interface, like) if links.leads else None
     card = None if mine is None else (links.index, mine.peers.address, place.host, mine.outbox.path)
     cards = [card for card in links.gather(card) if card is not None]
-    if mine is not None:
+    problem = _unreachable([(host, address) for _, address, host, _ in cards])
+    if mine is not None and problem is None:
         mine.peers.know({peer: address for peer, address, *_ in cards})
-        mine.know_boxes({peer: path for peer, _, host, path in cards if host == place.host and peer != links.index})
-    links.gather(None)  # all have opened what they need
+        try:
+            mine.know_boxes({peer: path for peer, _, host, path in cards if host == place.host and peer != links.index})
+        except HeteroError as error:
+            problem = error
+    problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
     if mine is not None:
         mine.outbox.hide()
+    if any(problems):
+        if mine is not None:
+            mine.close()
+        raise problem or DisagreementError(next(text for text in problems if text))
     return mine
+
+
+def _unreachable(places: Sequence[tuple[str, Address]]) -> HeteroError | None:
+    """Why peers of several hosts could not reach each other, if it can be seen."""
+    inner = [f"{host} ({address[0]})" for host, address in places if address[0].startswith("127.")]
+    if len({host for host, _ in places}) == 1 or not inner:
+        return None
+    return ConfigurationError(
+        f"peers on {', '.join(inner)} would listen where other hosts cannot reach them: the job's main address is "
+        "their loopback. Give MASTER_ADDR as an IP address of the network between the hosts."
+    )

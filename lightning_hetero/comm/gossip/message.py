@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 TOKEN_BYTES = 16
-#: magic, token, epoch, kind, sender, serial number, how many numbers, bytes of vectors, checksum of all but the header
-_HEADER = struct.Struct(f"!4s{TOKEN_BYTES}sIIIQIQI")
+#: magic, token, epoch, kind, sender, serial number, how many numbers, bytes of vectors; then a checksum of all
+_HEADER = struct.Struct(f"!4s{TOKEN_BYTES}sIIIQIQ")
+_CHECKSUM = struct.Struct("!I")
 _MAGIC = b"lhg1"
 _MOST_NUMBERS = 64
 
@@ -30,7 +31,7 @@ class Kind(IntEnum):
     COMMIT = 5  # I have yours: let it count
     DONE = 6  # it counts
     PUSH = 7  # part of my values, which is yours now
-    BYE = 8
+    COUNTED = 8  # has my exchange of this number counted with you?
 
 
 class Message(NamedTuple):
@@ -81,18 +82,16 @@ class Channel:
             OSError: it could not be sent in time; the connection is of no more use.
         """
         parts: list[Any] = [struct.pack(f"!{len(numbers)}d", *numbers), *map(_bytes, vectors)]
-        checksum = 0
-        for part in parts:
-            checksum = zlib.crc32(part, checksum)
         self._sent += 1
         size = sum(len(part) for part in parts[1:])
-        header = _HEADER.pack(
-            _MAGIC, self._token, self._epoch, kind, self._me, self._sent, len(numbers), size, checksum
-        )
-        for part in (header, *parts):
+        header = _HEADER.pack(_MAGIC, self._token, self._epoch, kind, self._me, self._sent, len(numbers), size)
+        checksum = zlib.crc32(header)
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        for part in (header + _CHECKSUM.pack(checksum), *parts):
             self._limit(deadline)
             self._connection.sendall(part)
-        return len(header) + len(parts[0]) + size
+        return len(header) + _CHECKSUM.size + len(parts[0]) + size
 
     def receive(self, into: Callable[[Kind], Sequence[Tensor]], deadline: float | None) -> Message:
         """Receive a message.
@@ -105,9 +104,11 @@ class Channel:
             OSError: it did not come in time, or the connection has broken.
             RefusedError: it is not from this job, not of this membership, damaged, or has come before.
         """
-        header = memoryview(bytearray(_HEADER.size))
-        self._fill(header, deadline)
-        magic, token, epoch, kind, sender, serial, count, size, checksum = _HEADER.unpack(header)
+        head = memoryview(bytearray(_HEADER.size + _CHECKSUM.size))
+        self._fill(head, deadline)
+        header = head[: _HEADER.size]
+        magic, token, epoch, kind, sender, serial, count, size = _HEADER.unpack(header)
+        [checksum] = _CHECKSUM.unpack(head[_HEADER.size :])
         if magic != _MAGIC or not hmac.compare_digest(token, self._token):
             raise RefusedError("token")
         if epoch != self._epoch:
@@ -121,7 +122,7 @@ class Channel:
         if count > _MOST_NUMBERS or size != sum(map(len, places)):
             raise RefusedError("size")
         numbers = memoryview(bytearray(8 * count))
-        found = 0
+        found = zlib.crc32(header)
         for place in (numbers, *places):
             self._fill(place, deadline)
             found = zlib.crc32(place, found)
@@ -149,6 +150,11 @@ class Channel:
         with suppress(OSError):  # it is broken already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+def nowhere(kind: Kind) -> Sequence[Tensor]:
+    """A place for vectors where none are expected."""
+    raise RefusedError("uninvited")
 
 
 def _bytes(vector: Tensor) -> memoryview:

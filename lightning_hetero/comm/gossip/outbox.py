@@ -2,11 +2,13 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from lightning_hetero.errors import DisagreementError
 
 _ALIGNED = 64  # bytes; vectors begin at a cache line
 
@@ -18,6 +20,10 @@ class Outbox:
         like: vectors of the sizes and dtypes to come.
         path: another peer's, to read from. Default: makes one.
 
+    Raises:
+        OSError: the other's cannot be found, or there is no room for one.
+        ValueError: the other's is of another size.
+
     Attributes:
         path: under which others can open it, until :meth:`hide`.
         vectors: what lies in it.
@@ -28,14 +34,35 @@ class Outbox:
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
-        self.path = path or _make(max(starts[-1], _ALIGNED))
-        memory = torch.from_file(self.path, shared=True, size=max(starts[-1], _ALIGNED), dtype=torch.uint8)
+        size = max(starts[-1], _ALIGNED)
+        self.path = path or _make(size)
+        if (there := os.stat(self.path).st_size) != size:  # raises if there is none: mapping it would make it
+            raise ValueError(f"{self.path} has {there} bytes, not {size}")
+        memory = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
         parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         self.vectors = [part.view(value.dtype) for part, value in zip(parts, like, strict=True)]
 
     def hide(self) -> None:
         """Nobody else will open it: from now on it goes when the last process does."""
         os.unlink(self.path)
+
+
+def others_boxes(own: Outbox, paths: Mapping[int, str]) -> dict[int, Outbox]:
+    """Those of other peers, of the same model.
+
+    Raises:
+        DisagreementError: one is not there, or of another model.
+    """
+    boxes = {}
+    for peer, path in paths.items():
+        try:
+            boxes[peer] = Outbox(own.vectors, path)
+        except (OSError, ValueError) as error:
+            raise DisagreementError(
+                f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "
+                "elsewhere under the same host name: give hosts, or containers, names of their own."
+            ) from error
+    return boxes
 
 
 def _make(size: int) -> str:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError
-from lightning_hetero.comm.gossip.outbox import Outbox
+from lightning_hetero.comm.gossip.ledger import Ledger
+from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
+from lightning_hetero.comm.gossip.outbox import Outbox, others_boxes
 from lightning_hetero.comm.gossip.peers import Job, Peers
 
 ANY = -1.0  # round of those who exchange with whoever comes
@@ -48,9 +49,9 @@ class Pairing:
     """Offers values, and exchanges them with one peer at a time.
 
     An exchange takes six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``. The one who was asked counts it at
-    ``COMMIT``, if that comes in time; the one who asked at ``DONE``, for which it waits longer than the other would
-    have waited. So a peer that freezes in between makes neither count it, and only one that dies just then makes one
-    of them lose its half.
+    ``COMMIT``, if that comes in time; the one who asked at ``DONE``, and if that does not come, it connects anew and
+    asks whether it has counted. So both count it or neither does; only one that dies just then, or is frozen for
+    longer than that, may leave the other in the wrong.
 
     Peers of one host lay their values in shared memory; the messages are the same, without vectors.
 
@@ -70,7 +71,9 @@ class Pairing:
         self._inbox = [torch.empty_like(value) for value in like]
         self._boxes: dict[int, Outbox] = {}  # of the peers of this host
         self._changed = threading.Condition()  # guards all that follows
-        self._state, self._with = _State.CLOSED, -1
+        self._state, self._with, self._asking = _State.CLOSED, -1, False
+        self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
+        self._ledger = Ledger()
         self._paused = self._closed = False
         self._round, self._weight = ANY, 1.0
         self._whom: list[int] = []  # to ask
@@ -81,7 +84,7 @@ class Pairing:
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
         """Learn where peers of this host lay their values."""
-        self._boxes = {peer: Outbox(self.outbox.vectors, path) for peer, path in paths.items()}
+        self._boxes = others_boxes(self.outbox, paths)
 
     def offer(self, weight: float, whom: Sequence[int], turn: float = ANY) -> None:
         """Offer what lies in the outbox, until it is exchanged or withdrawn; returns at once.
@@ -90,12 +93,14 @@ class Pairing:
             weight: of this peer.
             whom: peers to ask.
             turn: only a peer that offers for the same round will do; the offer is closed if that one has gone on to a
-                later round or cannot be reached. Of such a pair, the first asks at once and the second gives it time.
+                later round or cannot be reached. Of such a pair, the first asks, and the second only if it is not asked
+                for long.
         """
         with self._changed:
             assert self._state is _State.CLOSED
             self._weight, self._whom, self._round, self._swap = weight, list(whom), turn, None
-            self._ask_at = time.monotonic() + (0.05 if turn != ANY and self.me > max(whom) else 0.0)
+            second = turn != ANY and self.me > max(whom, default=-1)
+            self._ask_at = time.monotonic() + (self._limit / 2 if second else 0.0)
             self._state = _State.OPEN
             self._changed.notify_all()
 
@@ -108,7 +113,9 @@ class Pairing:
     def withdraw(self) -> Swap | None:
         """Close the offer; if an exchange is under way, after its end, with what it has brought."""
         with self._changed:
-            self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 4 * self._limit)
+            self._changed.wait_for(
+                lambda: self._state is not _State.ENGAGED, 9 * self._limit
+            )  # all that an exchange may take
             self._state = _State.CLOSED
             return self._swap
 
@@ -116,7 +123,9 @@ class Pairing:
         """Exchange nothing more for now; waits for what is under way."""
         with self._changed:
             self._paused = True
-            self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 4 * self._limit)
+            self._changed.wait_for(
+                lambda: self._state is not _State.ENGAGED, 9 * self._limit
+            )  # all that an exchange may take
 
     def resume(self) -> None:
         """Go on."""
@@ -151,7 +160,7 @@ class Pairing:
                     self._changed.wait(early)
                     continue
                 peer = random.choice(self._whom)
-                self._state, self._with = _State.ENGAGED, peer
+                self._state, self._with, self._asking = _State.ENGAGED, peer, True
             swap, missed, in_vain = None, False, False
             try:
                 swap = self._exchange_with(peer)
@@ -163,7 +172,9 @@ class Pairing:
                 if isinstance(error, RefusedError):
                     self.peers.refused[str(error)] += 1
             with self._changed:
-                self._end(swap)
+                if self._asking:  # or it has been asked itself meanwhile, and said yes
+                    self._asking = False
+                    self._end(swap)
                 if missed:
                     self.misses[peer] += 1
                 if self._state is _State.OPEN and self._round != ANY and (missed or in_vain):
@@ -177,20 +188,30 @@ class Pairing:
 
     def _exchange_with(self, peer: int) -> Swap | None:
         """As the one who asks; ``None`` if the peer does not want to."""
-        channel, numbers = self.peers.channel(peer), (self._round, self._weight)
+        self._number += 1
+        channel, numbers = self.peers.channel(peer), (self._round, self._weight, self._number)
         sent = channel.send(Kind.ASK, numbers, (), self._soon())
-        reply = channel.receive(self._nowhere, self._soon())
+        reply = channel.receive(nowhere, self._soon())
         if reply.kind is not Kind.YES:
             if reply.numbers and self._round != ANY and reply.numbers[0] > self._round:
                 raise _GoneOnError
             return None
+        with self._changed:
+            if not self._asking:
+                raise RefusedError("uninvited")
         near = peer in self._boxes
         sent += channel.send(Kind.SWAP, numbers, () if near else self.outbox.vectors, self._soon())
         answer = channel.receive(lambda _: self._inbox, self._soon())
+        if answer.kind is not Kind.SWAP or len(answer.numbers) != 2:
+            raise RefusedError("uninvited")
         if near:
             self._take(peer)
-        sent += channel.send(Kind.COMMIT, (), (), self._soon())
-        if channel.receive(self._nowhere, self._soon(2)).kind is not Kind.DONE:
+        try:
+            sent += channel.send(Kind.COMMIT, (), (), self._soon())
+            done = channel.receive(nowhere, self._soon(2)).kind is Kind.DONE
+        except (OSError, RefusedError):
+            done = False
+        if not done and not self.peers.counted(peer, self._number):
             raise TimeoutError("too late")
         return Swap(peer, answer.numbers[1], self._inbox, sent)
 
@@ -198,16 +219,22 @@ class Pairing:
 
     def _attend(self, channel: Channel) -> None:
         """Talk with a peer who has connected, until it hangs up."""
+        first: float | None = self._soon()
         while True:
-            ask = channel.receive(self._nowhere, None)
-            if ask.kind is not Kind.ASK:
+            ask = channel.receive(nowhere, first)
+            first = None  # those who have said a word may be silent between two exchanges
+            if ask.kind is Kind.COUNTED and len(ask.numbers) == 1:
+                counted = self._ledger.settle(ask.sender, ask.numbers[0])
+                channel.send(Kind.YES if counted else Kind.NO, (), (), self._soon())
+                continue
+            if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
                 raise RefusedError("uninvited")
             if not self._engage(ask):
                 channel.send(Kind.NO, (self._round,), (), self._soon())
                 continue
             swap = None
             try:
-                swap = self._answer(channel, ask.sender)
+                swap = self._answer(channel, ask.sender, ask.numbers[2])
             finally:
                 with self._changed:
                     self._end(swap)
@@ -217,22 +244,27 @@ class Pairing:
 
     def _engage(self, ask: Message) -> bool:
         with self._changed:
-            willing = self._state is _State.OPEN and not self._paused and len(ask.numbers) == 2
+            # Two who ask each other: the question of the first counts.
+            crossing = self._asking and self._with == ask.sender and ask.sender < self.me
+            willing = (self._state is _State.OPEN or crossing) and not self._paused
             if willing and ask.numbers[0] == self._round:
-                self._state, self._with = _State.ENGAGED, ask.sender
+                self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
                 return True
             return False
 
-    def _answer(self, channel: Channel, peer: int) -> Swap:
+    def _answer(self, channel: Channel, peer: int, number: float) -> Swap:
         near, sent = peer in self._boxes, channel.send(Kind.YES, (), (), self._soon())
         theirs = channel.receive(lambda _: self._inbox, self._soon())
         if near:
             self._take(peer)
         numbers = self._round, self._weight
         sent += channel.send(Kind.SWAP, numbers, () if near else self.outbox.vectors, self._soon())
-        commit = channel.receive(self._nowhere, self._soon())
-        if (theirs.kind, commit.kind) != (Kind.SWAP, Kind.COMMIT):
+        until = self._soon()
+        commit = channel.receive(nowhere, until)
+        if (theirs.kind, commit.kind, len(theirs.numbers)) != (Kind.SWAP, Kind.COMMIT, 3):
             raise RefusedError("uninvited")
+        if time.monotonic() > until or not self._ledger.count(peer, number):
+            raise TimeoutError("too late")  # this process was frozen, perhaps
         return Swap(peer, theirs.numbers[1], self._inbox, sent)
 
     # -- both --------------------------------------------------------------------------------------
@@ -250,7 +282,3 @@ class Pairing:
 
     def _soon(self, times: float = 1.0) -> float:
         return time.monotonic() + times * self._limit
-
-    @staticmethod
-    def _nowhere(kind: Kind) -> Sequence[Tensor]:
-        raise RefusedError("uninvited")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, RefusedError
+from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, Kind, RefusedError, nowhere
 
 Address = tuple[str, int]
 
@@ -86,6 +86,21 @@ class Peers:
             self._out[peer] = self._channel(connection, drawn)
         return self._out[peer]
 
+    def counted(self, peer: int, number: float) -> bool:
+        """Whether this peer's exchange of a number has counted with another; asks until it answers or seems dead."""
+        until = time.monotonic() + 3 * self.job.deadline
+        while time.monotonic() < until and not self._closed:
+            self.drop(peer)
+            try:
+                channel = self.channel(peer)
+                channel.send(Kind.COUNTED, (number,), (), time.monotonic() + self.job.deadline)
+                return channel.receive(nowhere, time.monotonic() + self.job.deadline).kind is Kind.YES
+            except ConnectionRefusedError:
+                return False  # nobody is there any more
+            except (OSError, RefusedError):
+                time.sleep(0.02)
+        return False
+
     def drop(self, peer: int) -> None:
         """Hang up on a peer; the next call connects anew."""
         if channel := self._out.pop(peer, None):
@@ -100,7 +115,11 @@ class Peers:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(0.1)  # too many open files, say
+                continue
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             threading.Thread(target=self._welcome, args=(connection,), name="hetero-gossip", daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:
@@ -135,11 +154,3 @@ class Peers:
         self._listener.close()
         for channel in channels:
             channel.close()
-
-
-def interface_towards(address: str) -> str:
-    """This machine's own address on the network over which another is reached; asks the kernel, sends nothing."""
-    family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]

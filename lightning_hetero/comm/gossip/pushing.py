@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip.message import Channel, Kind, RefusedError
-from lightning_hetero.comm.gossip.outbox import Outbox
+from lightning_hetero.comm.gossip.ledger import Ledger
+from lightning_hetero.comm.gossip.message import Channel, Kind, RefusedError, nowhere
+from lightning_hetero.comm.gossip.outbox import Outbox, others_boxes
 from lightning_hetero.comm.gossip.peers import Job, Peers
 
 
@@ -34,7 +35,8 @@ class Pushing:
     """Sends values to peers and collects what comes from them.
 
     A push takes four messages: ``PUSH, YES; COMMIT, DONE``. The receiver counts it at ``COMMIT``, if that comes in
-    time; the sender counts it as gone at ``DONE``, for which it waits longer. What has not gone remains the sender's.
+    time; the sender counts it as gone at ``DONE``, and if that does not come, it connects anew and asks whether it has
+    counted. What has not gone remains the sender's.
 
     Args:
         me: this peer.
@@ -55,23 +57,31 @@ class Pushing:
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Push] = []
         self._free: list[list[Tensor]] = []
+        self._absent: set[int] = set()  # from whom nothing has come when it was waited for
+        self._number = float(time.time_ns() // 1000)  # of this peer's pushes
+        self._ledger = Ledger()
         self.peers = Peers(me, job, interface, self._attend)
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
         """Learn where peers of this host lay their values."""
-        self._boxes = {peer: Outbox(self.outbox.vectors, path) for peer, path in paths.items()}
+        self._boxes = others_boxes(self.outbox, paths)
 
     def push(self, peer: int, turn: int, weight: float) -> int | None:
         """Give a peer what lies in the outbox; blocks. The bytes sent over the network; ``None``: it has not gone."""
         try:
             channel, near = self.peers.channel(peer), peer in self._boxes
             vectors = () if near else self.outbox.vectors
-            sent = channel.send(Kind.PUSH, (turn, weight), vectors, self._soon())
-            if channel.receive(_nowhere, self._soon()).kind is not Kind.YES:
+            self._number += 1
+            sent = channel.send(Kind.PUSH, (turn, weight, self._number), vectors, self._soon())
+            if channel.receive(nowhere, self._soon()).kind is not Kind.YES:
                 raise RefusedError("uninvited")
-            sent += channel.send(Kind.COMMIT, (), (), self._soon())
-            if channel.receive(_nowhere, self._soon(2)).kind is not Kind.DONE:
-                raise RefusedError("uninvited")
+            try:
+                sent += channel.send(Kind.COMMIT, (), (), self._soon())
+                done = channel.receive(nowhere, self._soon(2)).kind is Kind.DONE
+            except (OSError, RefusedError):
+                done = False
+            if not done and not self.peers.counted(peer, self._number):
+                raise TimeoutError("too late")
             return sent
         except (OSError, RefusedError) as error:
             self.peers.drop(peer)
@@ -81,17 +91,22 @@ class Pushing:
             return None
 
     def collect(self, turn: int, sources: Sequence[int], wait: float) -> list[Push]:
-        """Take all that has come; waits for a round's pushes from some peers for at most so many seconds."""
+        """Take all that has come, in the order of rounds and peers.
 
-        def all_here() -> bool:
-            return set(sources) <= {push.peer for push in self._arrived if push.turn >= turn}
+        Waits for a round's pushes from some peers for at most so many seconds; for who has been waited for in vain, not
+        again until something has come from it.
+        """
+
+        def here() -> set[int]:
+            return {push.peer for push in self._arrived if push.turn >= turn}
 
         with self._changed:
-            self._changed.wait_for(all_here, wait)
-            taken, self._arrived = self._arrived, []
+            self._changed.wait_for(lambda: set(sources) - self._absent <= here(), wait)
+            self._absent |= set(sources) - here()
             # A fast peer may already be a round ahead: what it has sent then stays for then.
-            self._arrived = [push for push in taken if push.turn > turn]
-            return [push for push in taken if push.turn <= turn]
+            taken = sorted((push for push in self._arrived if push.turn <= turn), key=lambda push: push[:2][::-1])
+            self._arrived = [push for push in self._arrived if push.turn > turn]
+            return taken
 
     def waiting(self) -> list[Push]:
         """What has come and has not been taken."""
@@ -114,27 +129,43 @@ class Pushing:
 
     def _attend(self, channel: Channel) -> None:
         """Take what a peer sends, until it hangs up."""
+        first: float | None = self._soon()
         while True:
-            with self._changed:
-                vectors = self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
-            push = channel.receive(lambda _: vectors, None)  # noqa: B023 - used in this turn of the loop only
-            if push.kind is not Kind.PUSH or len(push.numbers) != 2:
+            taken: list[list[Tensor]] = []
+            push = channel.receive(lambda kind, taken=taken: self._place(kind, taken), first)  # type: ignore[misc]
+            first = None  # those who have said a word may be silent between two pushes
+            if push.kind is Kind.COUNTED and len(push.numbers) == 1:
+                counted = self._ledger.settle(push.sender, push.numbers[0])
+                channel.send(Kind.YES if counted else Kind.NO, (), (), self._soon())
+                continue
+            if push.kind is not Kind.PUSH or len(push.numbers) != 3:
                 raise RefusedError("uninvited")
+            [vectors] = taken or [self._memory()]
             if push.sender in self._boxes:
                 for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
                     own.copy_(value)
             channel.send(Kind.YES, (), (), self._soon())
-            if channel.receive(_nowhere, self._soon()).kind is not Kind.COMMIT:
+            until = self._soon()
+            if channel.receive(nowhere, until).kind is not Kind.COMMIT:
                 raise RefusedError("uninvited")
-            turn, weight = push.numbers
+            turn, weight, number = push.numbers
+            if time.monotonic() > until or not self._ledger.count(push.sender, number):
+                raise TimeoutError("too late")  # this process was frozen, perhaps
             with self._changed:
+                self._absent.discard(push.sender)
                 self._arrived.append(Push(push.sender, int(turn), weight, vectors))
                 self._changed.notify_all()
             channel.send(Kind.DONE, (), (), self._soon())
 
+    def _place(self, kind: Kind, taken: list[list[Tensor]]) -> Sequence[Tensor]:
+        if kind is not Kind.PUSH:
+            return nowhere(kind)
+        taken.append(self._memory())
+        return taken[0]
+
+    def _memory(self) -> list[Tensor]:
+        with self._changed:
+            return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
+
     def _soon(self, times: float = 1.0) -> float:
         return time.monotonic() + times * self._limit
-
-
-def _nowhere(kind: Kind) -> Sequence[Tensor]:
-    raise RefusedError("uninvited")

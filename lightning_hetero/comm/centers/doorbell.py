@@ -1,0 +1,101 @@
+"""How a center's host learns that somebody wants to visit: a wait that can be ended, unlike one of gloo's."""
+
+import select
+import socket
+from collections.abc import Iterable
+
+_RANK = 4  # bytes
+
+
+class Doorbell:
+    """The host's end: a connection from each visitor, on which every byte is a visit to come.
+
+    Args:
+        interface: address to listen on.
+
+    Attributes:
+        address: where visitors connect to.
+    """
+
+    def __init__(self, interface: str) -> None:
+        self._listener = socket.create_server((interface, 0), backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._visitors: dict[int, socket.socket] = {}
+        self._wake, self._woken = socket.socketpair()
+
+    def welcome(self, ranks: Iterable[int], seconds: float) -> None:
+        """Let visitors connect; who else does is sent away.
+
+        Raises:
+            OSError: they do not within so many seconds.
+        """
+        self._listener.settimeout(seconds)
+        missing = set(ranks)
+        while missing:
+            connection, _ = self._listener.accept()
+            connection.settimeout(seconds)
+            rank = int.from_bytes(connection.recv(_RANK, socket.MSG_WAITALL), "big")
+            if rank in missing:
+                missing.remove(rank)
+                self._visitors[rank] = connection
+            else:
+                connection.close()
+        self._listener.close()
+
+    def wait(self, ranks: Iterable[int] | None = None) -> int | None:
+        """Wait until one of some ranks rings, by default of all that are there; ``None``: the wait has been ended.
+
+        Raises:
+            ConnectionError: one has ended.
+        """
+        there = self._visitors if ranks is None else {rank: self._visitors[rank] for rank in ranks}
+        sockets = {connection: rank for rank, connection in there.items()}
+        ready, _, _ = select.select([self._wake, *sockets], [], [])
+        if self._wake in ready:
+            return None
+        rank = sockets[ready[0]]
+        if not ready[0].recv(1):
+            raise ConnectionError(f"rank {rank} has ended")
+        return rank
+
+    def say_goodbye(self, rank: int) -> None:
+        """A visitor comes no more."""
+        self._visitors.pop(rank).close()
+
+    def end(self) -> None:
+        """End a wait, from another thread; idempotent."""
+        if self._woken.fileno() >= 0:
+            self._woken.close()
+
+    def close(self) -> None:
+        """Close all connections; by the thread that waits."""
+        for connection in (self._listener, self._wake, *self._visitors.values()):
+            connection.close()
+
+
+class Button:
+    """A visitor's end.
+
+    Args:
+        address: of the doorbell.
+        rank: this one's.
+        seconds: longest wait for the host.
+    """
+
+    def __init__(self, address: tuple[str, int], rank: int, seconds: float) -> None:
+        self._connection = socket.create_connection(address, seconds)
+        self._connection.sendall(rank.to_bytes(_RANK, "big"))
+
+    def press(self) -> None:
+        """Announce a visit.
+
+        Raises:
+            OSError: the host has ended, or serves no more.
+        """
+        if select.select([self._connection], [], [], 0)[0]:  # it never says anything
+            raise ConnectionError("its host has ended")
+        self._connection.sendall(b"!")
+
+    def close(self) -> None:
+        """Leave; idempotent."""
+        self._connection.close()
