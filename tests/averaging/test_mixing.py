@@ -60,7 +60,7 @@ def executed(to: Sends) -> np.ndarray:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", ALL)
 def test_rows_and_columns_sum_to_one(name: str, n: int) -> None:
-    for turn in range(40):
+    for turn in range(20):
         mixing = matrix(ALL[name], n, turn, 3)
         assert np.array_equal(mixing, executed(ALL[name](n, turn, 3)))
         np.testing.assert_allclose(mixing.sum(0), 1, atol=1e-14)
@@ -82,7 +82,7 @@ def is_matching(to: Sends) -> bool:
     return all(len(others) <= 1 and all(j != i and to[j] == (i,) for j in others) for i, others in enumerate(to))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(sorted(MATCHINGS)), st.integers(1, 40), st.integers(0, 10**6), st.integers(-5, 10**9))
 def test_matchings_are_matchings(name: str, n: int, turn: int, seed: int) -> None:
     to = MATCHINGS[name](n, turn, seed)
@@ -93,7 +93,7 @@ def test_matchings_are_matchings(name: str, n: int, turn: int, seed: int) -> Non
     assert not is_matching([(1,), (2,), (0,)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(sorted(DIRECTED)), st.integers(1, 40), st.integers(0, 10**6))
 def test_nobody_sends_to_itself_or_twice(name: str, n: int, turn: int) -> None:
     for i, others in enumerate(DIRECTED[name](n, turn, 0)):
@@ -102,7 +102,7 @@ def test_nobody_sends_to_itself_or_twice(name: str, n: int, turn: int) -> None:
         assert all(0 <= j < n for j in others)
 
 
-@pytest.mark.parametrize("n", SIZES[1:])
+@pytest.mark.parametrize("n", SIZES[1:-1])
 @pytest.mark.parametrize("name", ALL)
 def test_all_come_to_the_mean(name: str, n: int) -> None:
     np.testing.assert_allclose(product(ALL[name], n, 1200), 1 / n, atol=1e-6)
@@ -111,7 +111,7 @@ def test_all_come_to_the_mean(name: str, n: int) -> None:
 # -- the same everywhere -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(ALL)), st.lists(st.integers(0, 999), min_size=1, max_size=12, unique=True),
     st.integers(0, 999), st.integers(0, 99),
@@ -146,7 +146,7 @@ def test_seeds_and_rounds_differ() -> None:
 # -- the odd one ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [3, 5, 7, 17])
+@pytest.mark.parametrize("n", [3, 5, 7])
 def test_an_odd_one_is_idle_uniformly(n: int) -> None:
     rounds = 400 * n
     idle = Counter(random_matching(n, turn, 1).index(()) for turn in range(rounds))

@@ -71,11 +71,11 @@ def test_messages_arrive_bitwise() -> None:
     [message] = delivered(PUSH)
     assert (message.kind, message.sender, message.numbers) == (Kind.PUSH, 2, (3.0, 0.25))
     assert all(torch.equal(a, b) for a, b in zip(message.vectors, VECTORS, strict=True))
-    several = recorded((Kind.ASK, (1.0,), ()), (Kind.SWAP, (), VECTORS), (Kind.BYE, (), ()))
-    assert [m.kind for m in delivered(several, 3)] == [Kind.ASK, Kind.SWAP, Kind.BYE]
+    several = recorded((Kind.ASK, (1.0,), ()), (Kind.SWAP, (), VECTORS), (Kind.NO, (), ()))
+    assert [m.kind for m in delivered(several, 3)] == [Kind.ASK, Kind.SWAP, Kind.NO]
 
 
-@pytest.mark.parametrize("at", [*range(HEADER.size, len(PUSH), 5), len(PUSH) - 1])
+@pytest.mark.parametrize("at", [*range(HEADER.size, len(PUSH), 9), len(PUSH) - 1])
 def test_a_flipped_byte_of_the_payload(at: int) -> None:
     for mask in (1, 0x80):
         with pytest.raises(RefusedError, match="damaged"):
@@ -101,8 +101,6 @@ def test_a_flipped_byte_of_a_length(field: str) -> None:
 
 @pytest.mark.parametrize("field", ["kind", "sender"])
 def test_a_flipped_byte_of_what_the_header_says(field: str) -> None:
-    # FAILS: the checksum leaves the header out. Another sender is believed: with shared memory another's values are
-    # taken; and another kind is, if there is one of that number.
     for at, bit in itertools.product(range(AT[field], AT[field] + FIELDS[field]), range(8)):
         with pytest.raises(RefusedError):
             delivered(flipped(PUSH, at, 1 << bit))
@@ -117,10 +115,10 @@ def test_unknown_kinds() -> None:
 
 def test_another_job_or_membership() -> None:
     with pytest.raises(RefusedError, match="token"):
-        delivered(recorded((Kind.BYE, (), ()), token=bytes(16)))
+        delivered(recorded((Kind.NO, (), ()), token=bytes(16)))
     for epoch in (0, 2):
         with pytest.raises(RefusedError, match="epoch"):
-            delivered(recorded((Kind.BYE, (), ()), epoch=epoch))
+            delivered(recorded((Kind.NO, (), ()), epoch=epoch))
 
 
 def test_replays_gaps_and_swaps() -> None:

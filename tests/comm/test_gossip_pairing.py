@@ -17,11 +17,15 @@ import torch
 from test_gossip_channel import HEADER
 
 from lightning_hetero.averaging.mixing import random_matching
+from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.gossip.pairing import ANY, Pairing
-from lightning_hetero.comm.gossip.peers import Job, interface_towards
+from lightning_hetero.comm.gossip.peers import Job
 
 TOKEN = bytes(range(16))
-NAMES = {"asks": {1: "ASK", 4: "SWAP", 5: "COMMIT", 7: "PUSH"}, "answers": {2: "YES", 3: "NO", 4: "BACK", 6: "DONE"}}
+NAMES = {
+    "asks": {1: "ASK", 4: "SWAP", 5: "COMMIT", 7: "PUSH", 8: "COUNTED"},
+    "answers": {2: "YES", 3: "NO", 4: "BACK", 6: "DONE"},
+}
 Judge = Callable[[str, bytes], "bytes | None"]
 
 
@@ -150,7 +154,7 @@ def meet(one: Member, other: Member, turn: float = 1.0, wait: float = 10.0) -> t
 
 
 @pytest.mark.parametrize("boxes", [False, True])
-@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (2, 6), (0, 4)])
+@pytest.mark.parametrize("weights", [(2, 6), (0, 4)])
 def test_a_pair_meets_by_weight_and_keeps_its_sum(weights: tuple[float, float], boxes: bool) -> None:
     with team(weights, boxes=boxes) as (one, other):
         one.x[:], other.x[:] = torch.tensor([0.0, 8.0, -4.0]), torch.tensor([4.0, 0.0, 12.0])
@@ -218,7 +222,7 @@ def test_pausing() -> None:
         assert other.take(10)
 
 
-# -- 500 schedules -------------------------------------------------------------------------------------------
+# -- 100 schedules -------------------------------------------------------------------------------------------
 
 
 def schedule(members: list[Member], draw: random.Random, weather: dict[str, Any]) -> int:
@@ -246,24 +250,23 @@ def schedule(members: list[Member], draw: random.Random, weather: dict[str, Any]
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("seed", range(10))
-def test_500_random_schedules_keep_the_sum(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_100_random_schedules_keep_the_sum(seed: int) -> None:
     draw, weather = random.Random(seed), {"cut": 0.0, "late": 0.0}
 
     def judge(name: str, message: bytes) -> bytes | None:
         time.sleep(random.uniform(0, weather["late"]))
-        # DONE is another matter: see test_gossip_cuts.
-        return None if name != "DONE" and random.random() < weather["cut"] else message
+        return None if random.random() < weather["cut"] else message
 
     met = 0
     with team([draw.choice([1, 3]) for _ in range(draw.randrange(2, 6))], boxes=seed % 2 == 1, proxy=judge) as members:
-        for _ in range(50):
+        for _ in range(20):
             met += schedule(members, draw, weather)
         weather["cut"] = 0.0
         # What was cut off ends soon, and then there is nothing between them.
         assert any(meet(members[0], members[1], 2000 + i, 5) == (True, True) for i in range(5))
     assert met % 2 == 0
-    assert met > 10
+    assert met > 4
 
 
 # -- the network, and what is left ---------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from center_tasks import SHARES as BY_WORLD
@@ -31,12 +30,11 @@ BY_WORLD.setdefault(WORLD, EQUAL)
 Case = tuple[Any, dict[str, Any]]
 PAIRS: list[Case] = [(GossipStrategy, {"topology": name}) for name in MATCHINGS]
 SUMS: list[Case] = [(GossipPushSumStrategy, {"topology": name}) for name in DIRECTED]
-ASYNC: Case = (GossipAsyncStrategy, {})
-WEIGHTED: list[Case] = [*PAIRS, (GossipStrategy, {"overlap": False, "every_n_steps": 2}), *SUMS, ASYNC]
+ASYNC: Case = (GossipAsyncStrategy, {"epochs": 4})
+WEIGHTED: list[Case] = [PAIRS[0], (GossipStrategy, {"overlap": False}), SUMS[0], ASYNC]
 PLAIN: list[Case] = [
     (GossipStrategy, {"exchange": exchange, "topology": name})
-    for exchange, name in [("push", "one_peer_exponential"), ("pull", "one_peer_exponential"), ("push", "random"),
-                           ("pull", "exponential"), ("push", "ring"), ("pull", "hypercube")]
+    for exchange, name in [("push", "one_peer_exponential"), ("pull", "exponential"), ("push", "random")]
 ]  # fmt: skip
 
 
@@ -85,38 +83,22 @@ def still() -> Line:
 # -- consensus -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cases", "shares"), [(WEIGHTED, SHARES), (PLAIN, EQUAL)], ids=["weighted", "plain"])
-def test_replicas_come_to_the_mean_of_where_they_began(cases: list[Case], shares: list[float]) -> None:
-    goal = START + weighted(STARTS, shares)
-    if shares is SHARES:
-        assert abs(weighted(STARTS, SHARES) - weighted(STARTS, EQUAL)) > 1
-    for results in run(each, WORLD, cases, still, balance=shares, epochs=4, nodes=APART, timeout=120):
-        for case, result in zip(cases, results, strict=True):
-            if case is not ASYNC:  # before the exact average at the end
-                assert abs(result["path"][-1] - torch.tensor(goal)).max() < 1e-6, case
-            assert abs(result["final"] - torch.tensor(goal)).max() < 1e-9, case
+def test_replicas_come_to_the_mean_of_where_they_began() -> None:
+    assert abs(weighted(STARTS, SHARES) - weighted(STARTS, EQUAL)) > 1
+    cases = [*((kind, {"balance": SHARES, **options}) for kind, options in WEIGHTED), PLAIN[0]]
+    for results in run(each, WORLD, cases, still, balance=EQUAL, epochs=2, nodes=APART, timeout=240):
+        for (kind, options), result in zip(cases, results, strict=True):
+            goal = torch.tensor(START + weighted(STARTS, options.get("balance", EQUAL)))
+            assert abs(result["path"][-1] - goal).max() < 1e-6, options  # before the exact average at the end
+            assert abs(result["final"] - goal).max() < 1e-9, options
             assert result["traffic"]["exchanges"] > 0
-            assert not result["missed"], case
-
-
-def test_async_replicas_come_near_before_the_end() -> None:
-    goal = torch.tensor(START + weighted(STARTS, SHARES))
-    for [result] in run(each, WORLD, [ASYNC], still, balance=SHARES, epochs=6, nodes=APART):
-        assert abs(result["path"][-1] - goal).max() < 1e-6
-        assert sum(result["met"].values()) > 10
-
-
-def test_pairings_are_symmetric() -> None:
-    cases = [*PAIRS, ASYNC]
-    for results in run(each, WORLD, cases, still, balance=SHARES, epochs=2, nodes=APART):
-        for case, result in zip(cases, results, strict=True):
-            table = np.array(result["pairings"])
-            assert table.shape == (WORLD, WORLD)
-            assert np.array_equal(table, table.T), case
-            assert not table.diagonal().any()
-            assert table.sum() > 0
-            if case is not ASYNC:
-                assert table.sum() == WORLD * 40
+            assert not result["missed"], options
+            if kind in (GossipStrategy, GossipAsyncStrategy) and "exchange" not in options:
+                table = np.array(result["pairings"])
+                assert table.shape == (WORLD, WORLD)
+                assert np.array_equal(table, table.T), options
+                assert not table.diagonal().any()
+                assert table.sum() > 40 if kind is GossipAsyncStrategy else table.sum() == WORLD * 40
 
 
 # -- the matrices --------------------------------------------------------------------------------------------
@@ -144,9 +126,9 @@ def by_weight(rule: Rule, n: int, turn: int, shares: list[float]) -> np.ndarray:
     return mixing
 
 
-@pytest.mark.parametrize("shares", [EQUAL, SHARES], ids=["equal", "weighted"])
-def test_the_matrices_that_are_executed(shares: list[float]) -> None:
-    cases = [(kind, {**options, "balance": shares}) for kind, options in [*PAIRS, *SUMS, *PLAIN]]
+def test_the_matrices_that_are_executed() -> None:
+    shares, forms = SHARES, [*PAIRS, *SUMS, *PLAIN]
+    cases = [(kind, {**options, "balance": shares}) for kind, options in forms]
     paths = [np.stack(of_ranks) for of_ranks in zip(*run(_one_hot, WORLD, cases, nodes=APART), strict=True)]
     for (kind, options), path in zip(cases, paths, strict=True):
         exchange = "sum" if kind is GossipPushSumStrategy else options.get("exchange", "pairwise")
@@ -163,18 +145,16 @@ def test_the_matrices_that_are_executed(shares: list[float]) -> None:
             else:
                 z = (mixing.T if exchange == "pull" else mixing) @ z
             np.testing.assert_allclose(path[:, turn - 1, :WORLD], z, atol=1e-12, err_msg=f"{options} {turn}")
-            if shares is EQUAL:
-                np.testing.assert_allclose(path[:, turn - 1, :WORLD].sum(0), 1, atol=1e-12)
             assert not path[:, turn - 1, WORLD:].any()
 
 
 # -- while they move -----------------------------------------------------------------------------------------
 
 MOVING: list[Case] = [
-    *((GossipStrategy, {"overlap": overlap, "wire": wire}) for overlap in (True, False) for wire in ("fp32", "bf16")),
-    (GossipStrategy, {"wire": "fp16", "topology": "ring"}),
-    *((GossipPushSumStrategy, {"wire": wire}) for wire in ("fp32", "bf16", "fp16")),
-    (GossipAsyncStrategy, {}),
+    (GossipStrategy, {"wire": "bf16"}),
+    (GossipStrategy, {"overlap": False}),
+    (GossipPushSumStrategy, {}),
+    (GossipPushSumStrategy, {"wire": "fp16"}),
     (GossipAsyncStrategy, {"wire": "bf16", "every_n_steps": 2}),
 ]
 
@@ -223,7 +203,7 @@ class NoCollectives(pl.Callback):
 
 
 def test_no_collective_within_an_epoch() -> None:
-    cases = [PAIRS[0], (GossipStrategy, {"overlap": False}), PLAIN[0], PLAIN[1], SUMS[0], SUMS[2], ASYNC]
+    cases = [PAIRS[0], PLAIN[0], SUMS[0], ASYNC]
     for results in run(each, 3, cases, Line, [NoCollectives, HeteroMonitor], epochs=2, nodes=[1, 1, 1]):
         assert all(result["traffic"]["exchanges"] > 0 for result in results)
 
@@ -273,7 +253,7 @@ def test_a_sleeper_holds_nobody_up() -> None:
     began, ended = results[2][0]
     for _, times, met in results[:2]:
         within = [count for at, count in zip(times, met, strict=True) if began < at < ended]
-        assert len(within) > 20
+        assert len(within) >= 8
         assert within[-1] - within[0] >= 5
 
 

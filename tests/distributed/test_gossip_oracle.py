@@ -142,31 +142,26 @@ def check(results: list[Any], truths: list[np.ndarray], nodes: list[int]) -> Non
 
 
 PAIRS = [
-    ("random", 1, True), ("random", 1, False), ("ring", 1, True), ("random", 3, True), ("hypercube", 2, False)
+    ("random", 1, True), ("random", 1, False), ("ring", 3, True)
 ]  # fmt: skip
-SUMS = [("one_peer_exponential", 1), ("exponential", 3), ("ring", 1), ("random", 2)]
+SUMS = [("one_peer_exponential", 1), ("exponential", 3)]
 
 
 @pytest.mark.parametrize("nodes", [[1, 1, 1], [2, 1]])
-def test_pairs(nodes: list[int]) -> None:
+def test_pairs_and_push_sum(nodes: list[int]) -> None:
     more = {"replica": "node"} if len(nodes) == 2 else {}
-    cases = [
+    of_pairs, of_sums = (PAIRS[:2], SUMS[:1]) if more else (PAIRS, SUMS)
+    cases: list[Any] = [
         (GossipStrategy, {"topology": name, "every_n_steps": every, "overlap": overlap, **more})
-        for name, every, overlap in PAIRS
+        for name, every, overlap in of_pairs
     ]
-    truths = [pairs(MATCHINGS[name], every, overlap, nodes) for name, every, overlap in PAIRS]
-    assert len(truths[0]) == 40
-    check(run(_fits, WORLD, cases, nodes=nodes), truths, nodes)
-
-
-@pytest.mark.parametrize("nodes", [[1, 1, 1], [2, 1]])
-def test_push_sum(nodes: list[int]) -> None:
-    more = {"replica": "node"} if len(nodes) == 2 else {}
-    cases = [(GossipPushSumStrategy, {"topology": name, "every_n_steps": every, **more}) for name, every in SUMS]
-    truths = [push_sum(DIRECTED[name], every, nodes) for name, every in SUMS]
-    if len(nodes) == 3:
+    cases += [(GossipPushSumStrategy, {"topology": name, "every_n_steps": every, **more}) for name, every in of_sums]
+    truths = [pairs(MATCHINGS[name], every, overlap, nodes) for name, every, overlap in of_pairs]
+    truths += [push_sum(DIRECTED[name], every, nodes) for name, every in of_sums]
+    if not more:
         cases, truths = [*cases, (Irregular, {})], [*truths, push_sum(irregular, 1, nodes)]
-    check(run(_fits, WORLD, cases, nodes=nodes), truths, nodes)
+    assert len(truths[0]) == 40
+    check(run(_fits, WORLD, cases, nodes=nodes, timeout=120), truths, nodes)
 
 
 def test_push_sum_is_exact_on_an_irregular_graph() -> None:

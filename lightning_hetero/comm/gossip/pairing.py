@@ -72,6 +72,8 @@ class Pairing:
         self._boxes: dict[int, Outbox] = {}  # of the peers of this host
         self._changed = threading.Condition()  # guards all that follows
         self._state, self._with, self._asking = _State.CLOSED, -1, False
+        self._agreed = False  # the peer that is asked has said yes
+        self._shunned: dict[int, float] = {}  # until when a peer that was missed is not asked again
         self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
         self._ledger = Ledger()
         self._paused = self._closed = False
@@ -159,8 +161,8 @@ class Pairing:
                 if (early := self._ask_at - time.monotonic()) > 0:
                     self._changed.wait(early)
                     continue
-                peer = random.choice(self._whom)
-                self._state, self._with, self._asking = _State.ENGAGED, peer, True
+                peer = self._choose()
+                self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
             swap, missed, in_vain = None, False, False
             try:
                 swap = self._exchange_with(peer)
@@ -177,11 +179,17 @@ class Pairing:
                     self._end(swap)
                 if missed:
                     self.misses[peer] += 1
+                    self._shunned[peer] = time.monotonic() + 4 * self._limit
                 if self._state is _State.OPEN and self._round != ANY and (missed or in_vain):
                     self._state = _State.CLOSED
                     self._changed.notify_all()
             if swap is None:
                 time.sleep(random.uniform(0.2, 1.0) * (0.05 if missed else 0.003))
+
+    def _choose(self) -> int:
+        """A peer to ask, rather not one that was missed lately."""
+        now = time.monotonic()
+        return random.choice([peer for peer in self._whom if self._shunned.get(peer, 0.0) <= now] or self._whom)
 
     def _may_ask(self) -> bool:
         return self._closed or (self._state is _State.OPEN and bool(self._whom) and not self._paused)
@@ -199,6 +207,7 @@ class Pairing:
         with self._changed:
             if not self._asking:
                 raise RefusedError("uninvited")
+            self._agreed = True
         near = peer in self._boxes
         sent += channel.send(Kind.SWAP, numbers, () if near else self.outbox.vectors, self._soon())
         answer = channel.receive(lambda _: self._inbox, self._soon())
@@ -245,7 +254,7 @@ class Pairing:
     def _engage(self, ask: Message) -> bool:
         with self._changed:
             # Two who ask each other: the question of the first counts.
-            crossing = self._asking and self._with == ask.sender and ask.sender < self.me
+            crossing = self._asking and not self._agreed and self._with == ask.sender and ask.sender < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
             if willing and ask.numbers[0] == self._round:
                 self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
