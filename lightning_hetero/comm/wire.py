@@ -1,5 +1,6 @@
 """How numbers look on the wire between replicas. Parameters themselves are never rounded; sums are taken in fp32."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -37,12 +38,28 @@ def sum_over(group: dist.ProcessGroup | None, own: Tensor, scratch: Scratch) -> 
     total, term = (scratch.vector(name, length, torch.float32) for name in ("summed", "term"))
     part = scratch.vector("part", length, narrow)
     sent[: own.numel()] = own
-    dist.all_to_all_single(received, sent, group=group)
+    _swap_parts(group, sent.split(length), received.split(length))
     total.zero_()
     for other in received.view(members, length):
         total += term.copy_(other)  # adding another dtype directly would take new memory
     _all_gather(sent, part.copy_(total), group=group)
     return sent[: own.numel()]
+
+
+def _swap_parts(group: dist.ProcessGroup | None, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    """Give each member its part: one at a time, since flows that share a slow link lose packets to each other."""
+    members, me = len(sent), dist.get_rank(group)
+    ranks = dist.get_process_group_ranks(group)
+    received[me].copy_(sent[me])
+    for step in range(1, members):
+        to, source = (me + step) % members, (me - step) % members
+        works = (
+            dist.isend(sent[to], ranks[to], group=group),
+            dist.irecv(received[source], ranks[source], group=group),
+        )
+        for work in works:
+            assert work is not None  # both take part
+            work.wait()
 
 
 def bytes_sent(elements: int, size: int, wire: Wire, members: int) -> int:
