@@ -41,15 +41,17 @@ def _fit(emulated: EmulatedSpeed, module: pl.LightningModule | None = None, **op
 @pytest.mark.parametrize("module", [Net, GanLike], ids=lambda module: module.__name__)
 def test_a_step_takes_as_long_as_the_emulated_device(module: type[pl.LightningModule]) -> None:
     clock = _fit(EmulatedSpeed([(0.03, 0.002)]), module())  # the second backward pass of a step is not slowed again
-    assert 0.045 < median(clock.steps) < 0.065
-    assert median(clock.cpu) < 0.02
+    spent = median(clock.cpu)  # on what is no emulation, such as the optimizer: more on a busy machine
+    assert 0.045 < median(clock.steps) < 0.055 + 2 * spent
+    assert spent < 0.7 * 0.05
 
 
 def test_costs_change_at_a_batch() -> None:
     clock = _fit(EmulatedSpeed([(0.01, 0.0)], change_at={4: [(0.06, 0.0)], 8: [(0.02, 0.001)]}))
-    assert median(clock.steps[:4]) < 0.03
-    assert 0.055 < median(clock.steps[4:8]) < 0.075
-    assert 0.028 < median(clock.steps[8:]) < 0.045
+    spent = median(clock.cpu)
+    assert median(clock.steps[:4]) < 0.02 + 2 * spent
+    assert 0.055 < median(clock.steps[4:8]) < 0.065 + 2 * spent
+    assert 0.028 < median(clock.steps[8:]) < 0.035 + 2 * spent
 
 
 def test_validation_is_not_slowed() -> None:

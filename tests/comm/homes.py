@@ -88,11 +88,15 @@ def per_body(home: str, cases: Sequence[Case], world: int = WORLD, timeout: floa
     return [list(of_ranks) for of_ranks in zip(*values, strict=True)]
 
 
+#: Beside this Python, as `pip install mpich` puts it, whether or not that is on the path; else any.
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+
+
 @functools.cache
 def no_mpi() -> str:
     """Why there are no tests of MPI here, if there are none."""
     problem = mpi_missing(1)
-    return f"{problem}" if problem else "" if shutil.which("mpiexec") else "no mpiexec"
+    return f"{problem}" if problem else "" if MPIEXEC else "no mpiexec: pip install mpich"
 
 
 def run_mpi(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -117,7 +121,7 @@ def attempt_mpi(
         began, status = time.monotonic(), None
         with open(folder / "output", "w") as output:
             process = subprocess.Popen(
-                ["mpiexec", "-n", str(world), sys.executable, __file__, name],
+                [str(MPIEXEC), "-n", str(world), sys.executable, __file__, name],
                 env=env, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
             try:
