@@ -42,6 +42,8 @@ class OuterAverager(CenterAverager):
         super().setup(replica, links, optimizers)
         views, self._buffers = replica.views(self.center)
         self._parameters = [nn.Parameter(view) for view in views]  # in the center's own memory
+        if not self._parameters:
+            raise ConfigurationError("exclude leaves no parameter for the outer optimizer.")
         self.outer = self._make(self._parameters)
         taken = {id(p) for group in self.outer.param_groups for p in group["params"]}
         if left := [tuple(p.shape) for p in self._parameters if id(p) not in taken]:

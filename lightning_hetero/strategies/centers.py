@@ -64,8 +64,6 @@ class CenterStrategy(ReplicaStrategy):
     def make_replica(self, module: torch.nn.Module) -> Replica:
         replica = Replica(module, self._settle, self.exclude, self.packed)
         check_patterns(self.exclude, replica.names)
-        if not replica.together:
-            raise ConfigurationError(f"exclude={list(self.exclude)!r} leaves nothing for replicas to exchange.")
         return replica
 
 
