@@ -160,7 +160,7 @@ class VisitingAverager(Averager):
 
     def _go(self, planned: Sequence[int]) -> None:
         self._alpha, beta = self._strength()
-        stability(self._alpha, beta)
+        stability(self._alpha, beta)  # raises if the learning rate has made it unstable
         self._snapshot = self.replica.pack(self._snapshot)
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)

@@ -56,7 +56,9 @@ class Pairing:
     Peers of one host lay their values in shared memory; the messages are the same, without vectors.
 
     Args:
-        peers: connections; made by this class.
+        me: this peer.
+        job: what all share.
+        interface: address to listen on.
         like: vectors of the sizes and dtypes to come, on the CPU.
 
     Attributes:
@@ -115,9 +117,8 @@ class Pairing:
     def withdraw(self) -> Swap | None:
         """Close the offer; if an exchange is under way, after its end, with what it has brought."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._state is not _State.ENGAGED, 9 * self._limit
-            )  # all that an exchange may take
+            # As long as all messages of an exchange may take together.
+            self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self._limit)
             self._state = _State.CLOSED
             return self._swap
 
@@ -125,9 +126,8 @@ class Pairing:
         """Exchange nothing more for now; waits for what is under way."""
         with self._changed:
             self._paused = True
-            self._changed.wait_for(
-                lambda: self._state is not _State.ENGAGED, 9 * self._limit
-            )  # all that an exchange may take
+            # As long as all messages of an exchange may take together.
+            self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self._limit)
 
     def resume(self) -> None:
         """Go on."""
