@@ -48,6 +48,10 @@ class Averager(ABC):
     lockstep = True
     #: With what a replica goes on that has been skipped.
     fresh_start = "the mean of the others"
+    #: Whether this rank has been asked to stop, for replicas that meet one by one and tell each other.
+    wants_stop: Callable[[], bool] = staticmethod(lambda: False)
+    #: Whether some rank has, as far as this replica has heard.
+    stops = False
     #: What to tell the user, if anything.
     warning: str | None = None
     #: Where replicas exchange one to one, at the end: of each, its completed exchanges with each.
@@ -110,6 +114,10 @@ class Averager(ABC):
     def status(self, step: int) -> dict[str, float | str]:
         """What people may want to see of the algorithm's course, by name."""
         return {}
+
+    def lost(self) -> int | None:
+        """A rank that has ended, as far as this one can see it; local."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """This replica's own state; tensors and builtins only."""

@@ -17,6 +17,7 @@ from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.gossip.introduction import Place, introduce
 from lightning_hetero.comm.gossip.pairing import Pairing, Swap
+from lightning_hetero.comm.gossip.peers import Peers
 from lightning_hetero.comm.gossip.pushing import Push, Pushing
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
@@ -56,6 +57,28 @@ class GossipAverager(Averager):
         narrow = DTYPES[self.wire]
         like = [old if narrow is None else torch.empty(old.numel(), dtype=narrow) for old in self.reference]
         self.open(like)
+
+    @property
+    @abstractmethod
+    def peers(self) -> Peers | None:
+        """The transport's connections, on leaders."""
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        self.exchange(context)
+        if context.step % self.every == 0:
+            self._pass_on_stop()
+
+    @abstractmethod
+    def exchange(self, context: StepContext) -> None:
+        """After the optimizer's step, whether it is one for an exchange or not."""
+
+    def _pass_on_stop(self) -> None:
+        """Tell all if this rank has been asked to stop; hear of others (collective over the replica)."""
+        if self.peers is not None and self.wants_stop():
+            self.peers.tell_stop()
+        [stops] = self.tell([float(self.peers is not None and self.peers.stop)], ())
+        self.stops |= bool(stops)
 
     @abstractmethod
     def open(self, like: Sequence[Tensor]) -> None:
@@ -110,17 +133,20 @@ class GossipAverager(Averager):
 class PushAverager(GossipAverager):
     """Sends to some peers in each round, and takes what has come from others."""
 
+    @property
+    @override
+    def peers(self) -> Peers | None:
+        return None if self._pushing is None else self._pushing.peers
+
     @override
     def open(self, like: Sequence[Tensor]) -> None:
-        self._sent = [torch.empty_like(value) for value in like]
         self._pushing: Pushing | None = introduce(Pushing, self._place, self.links, like)
+        self._sent = _laid_out(self._pushing, like)
 
     def send(self, peer: int, turn: int, weight: float) -> bool:
-        """Send what lies in ``_sent``; whether it has gone (collective over the replica)."""
+        """Send what lies in ``_sent``, which is the outbox; whether it has gone (collective over the replica)."""
         began, sent = time.perf_counter(), None
         if self._pushing is not None:
-            for place, own in zip(self._pushing.outbox.vectors, self._sent, strict=True):
-                place.copy_(own)
             sent = self._pushing.push(peer, turn, weight)
         gone, bytes_sent = self.tell([sent is not None, sent or 0], ())
         self._waited(began)
@@ -169,11 +195,16 @@ class PairAverager(GossipAverager):
 
     _offered = False  # something that has not been exchanged, as far as all ranks of the replica know
 
+    @property
+    @override
+    def peers(self) -> Peers | None:
+        return None if self._pairing is None else self._pairing.peers
+
     @override
     def open(self, like: Sequence[Tensor]) -> None:
-        self._own = [torch.empty_like(value) for value in like]  # what has been offered
-        self._theirs = [torch.empty_like(value) for value in like]
         self._pairing: Pairing | None = introduce(Pairing, self._place, self.links, like)
+        self._own = _laid_out(self._pairing, like)  # what has been offered
+        self._theirs = [torch.empty_like(value) for value in like]
 
     def offer(self, planned: Sequence[int], whom: Sequence[int], turn: float) -> None:
         """Offer this replica's values to some peers."""
@@ -190,8 +221,6 @@ class PairAverager(GossipAverager):
             time.perf_counter(),
         )
         if self._pairing is not None:
-            for place, own in zip(self._pairing.outbox.vectors, self._own, strict=True):
-                place.copy_(own)
             self._pairing.offer(self._weight, whom, turn)
 
     def found(self, wait: float, withdraw: bool) -> Swap | None:
@@ -237,3 +266,8 @@ class PairAverager(GossipAverager):
     def close(self) -> None:
         if self._pairing is not None:
             self._pairing.close()
+
+
+def _laid_out(transport: Pairing | Pushing | None, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Where a replica lays what it sends: its leader, who sends it, straight into the outbox."""
+    return [torch.empty_like(value) for value in like] if transport is None else transport.outbox.vectors

@@ -80,10 +80,6 @@ class VisitingAverager(Averager):
         debias: whether what a replica adds is divided by how often it comes.
         skip: whether a replica that is not finite takes over the center, instead of raising an error.
         check: of the optimizers, before all begins.
-        wants_stop: whether this rank wants all to stop.
-
-    Attributes:
-        stops: whether somebody wants all to stop.
     """
 
     needs_others = False
@@ -100,11 +96,9 @@ class VisitingAverager(Averager):
         debias: bool = True,
         skip: bool = False,
         check: Callable[[Sequence[Optimizer]], None] = lambda _: None,
-        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pull, self.tau, self.order, self.overlap, self.debias = pull, tau, order, overlap, debias
-        self._center, self._skip, self._check, self._wants_stop = center, skip, check, wants_stop
-        self.stops = False
+        self._center, self._skip, self._check = center, skip, check
         self._visit: Callable[[], Visit] | None = None
         self._distance = math.nan  # of this replica from the center, at the latest visit
 
@@ -174,7 +168,7 @@ class VisitingAverager(Averager):
                 difference.zero_()  # of which the visit will make 0 - c
         # Past the center it would swing: a replica that comes very rarely cannot make up for all of it at once.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
-        self._visit = self._visitor.visit(self._difference, push, self._wants_stop())
+        self._visit = self._visitor.visit(self._difference, push, self.wants_stop())
         if not self.overlap:
             visit = self._visit()
             self._visit = lambda: visit
@@ -214,6 +208,10 @@ class VisitingAverager(Averager):
         for own, saved in zip(self.reference, state["reference"], strict=True):
             own.copy_(saved)
         self._visitor.write(self._known, state["counts"])
+
+    @override
+    def lost(self) -> int | None:
+        return self._center.lost()
 
     @override
     def close(self) -> None:

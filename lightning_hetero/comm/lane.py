@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.scratch import Scratch
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
@@ -61,9 +62,9 @@ class Lane:
         self.count, self._size = len(replicas), len(replicas[self.index])
         self._members = [[ranks[turn % len(ranks)] for ranks in replicas] for turn in range(turns)]
         # Every process takes part in the making of every group.
-        self._across = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in self._members]
+        self._across = [new_group(self, ranks, timeout) for ranks in self._members]
         self._leader = replicas[self.index][0]
-        inner = [dist.new_group(list(ranks), timeout=timeout, backend="gloo") for ranks in replicas]
+        inner = [new_group(self, ranks, timeout) for ranks in replicas]
         self._inner = inner[self.index]
         self._scratch = Scratch()
 

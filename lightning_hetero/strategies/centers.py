@@ -9,7 +9,6 @@ from typing_extensions import override
 from lightning_hetero.averaging.center import check_patterns
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.comm.wire import DTYPES
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.replicas import ReplicaStrategy
 
@@ -75,8 +74,3 @@ def one_of(name: str, value: object, known: Sequence[object]) -> None:
     """
     if value not in known:
         raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(map(repr, known))}.")
-
-
-def check_wire(wire: object) -> None:
-    """See that it is a number format of the wire."""
-    one_of("wire", wire, tuple(DTYPES))

@@ -24,9 +24,9 @@ class DiLoCoStrategy(CenterStrategy):
 
     Args:
         tau: optimizer steps from one outer step to the next (H in the paper, where it is 500).
-        outer_lr: learning rate of the outer optimizer, which is SGD with Nesterov's momentum.
-        outer_momentum: its momentum.
-        outer: makes any other outer optimizer, given parameters; instead of these two.
+        outer_lr: learning rate of the outer optimizer, which is SGD with Nesterov's momentum. Default: 0.7.
+        outer_momentum: its momentum. Default: 0.9.
+        outer: instead of these two: makes any other outer optimizer, given parameters.
         wire: number format of differences: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
         **kwargs: as for :class:`~lightning_hetero.strategies.centers.CenterStrategy`, such as ``replica``.
 
@@ -37,13 +37,22 @@ class DiLoCoStrategy(CenterStrategy):
     def __init__(
         self,
         tau: int = 50,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
         outer: Callable[[Iterable], Optimizer] | None = None,
         wire: Wire = "fp32",
         **kwargs: Any,
     ) -> None:
         one_of("wire", wire, tuple(DTYPES))
+        if outer is not None and (outer_lr, outer_momentum) != (None, None):
+            raise ConfigurationError(
+                f"outer={outer!r} brings options of its own: outer_lr={outer_lr!r}, outer_momentum={outer_momentum!r} "
+                "would have no effect. Leave them out, or outer."
+            )
+        outer_lr, outer_momentum = (
+            0.7 if outer_lr is None else outer_lr,
+            0.9 if outer_momentum is None else outer_momentum,
+        )
         numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (outer_lr, outer_momentum))
         if not numbers or not 0 < outer_lr < float("inf") or not 0 <= outer_momentum < 1:
             raise ConfigurationError(

@@ -1,30 +1,25 @@
 """`hetero_easgd_async` and its kin: replicas visit a center one by one."""
 
-from typing import Any, Literal
+from typing import Any
 
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager
-from lightning_hetero.averaging.center import Order
-from lightning_hetero.averaging.elastic import Pull, check_momentum
+from lightning_hetero.averaging.elastic import check_momentum
 from lightning_hetero.averaging.visits import VisitingAverager
 from lightning_hetero.comm.centers import Center, Home, job_of, open_center
-from lightning_hetero.comm.wire import DTYPES, Wire
+from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.centers import CenterStrategy, one_of
+from lightning_hetero.strategies.centers import one_of
+from lightning_hetero.strategies.elastic import ElasticStrategy
 
 
-class EASGDVisitsStrategy(CenterStrategy):
+class EASGDVisitsStrategy(ElasticStrategy):
     """Base of strategies whose replicas visit a center one by one.
 
     Args:
-        tau: optimizer steps of its own from one visit of a replica to the next.
-        moving_rate: as for :class:`~lightning_hetero.strategies.easgd.EASGDStrategy`.
-        rho: likewise.
-        beta: likewise.
-        order: likewise.
         wire: number format of what visitors send and get, where the center is a thread's.
-        **kwargs: as for :class:`~lightning_hetero.strategies.centers.CenterStrategy`.
+        **kwargs: as for :class:`~lightning_hetero.strategies.elastic.ElasticStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -33,31 +28,17 @@ class EASGDVisitsStrategy(CenterStrategy):
     overlap, debias, locked, in_turn = True, False, True, False
     center: Home = "auto"
 
-    def __init__(
-        self,
-        tau: int = 10,
-        moving_rate: float | Literal["auto"] | None = None,
-        rho: float | None = None,
-        beta: float | None = None,
-        order: Order = "jacobi",
-        wire: Wire = "fp32",
-        **kwargs: Any,
-    ) -> None:
-        self.pull = Pull(moving_rate, rho, beta)
-        one_of("order", order, ("jacobi", "gauss_seidel"))
-        one_of("wire", wire, tuple(DTYPES))
+    def __init__(self, *, wire: Wire = "fp32", **kwargs: Any) -> None:
         if wire != "fp32" and self.center not in ("auto", "thread"):
             raise ConfigurationError(
                 f"wire={wire!r}: a center in {self.center} has no wire. Use wire='fp32', or hetero_easgd_async with "
                 "center='thread'."
             )
-        self.order, self.wire = order, wire
-        super().__init__(tau=tau, **kwargs)
+        super().__init__(wire=wire, **kwargs)
 
     @override
     def algorithm_options(self) -> dict[str, Any]:
-        names = ("pull", "order", "wire", "center", "debias")
-        return {**super().algorithm_options(), **{name: getattr(self, name) for name in names}}
+        return {**super().algorithm_options(), "center": self.center, "debias": self.debias}
 
     @override
     def make_averager(self) -> Averager:
@@ -73,16 +54,7 @@ class EASGDVisitsStrategy(CenterStrategy):
             self.debias,
             skip=self.on_nan == "skip",
             check=self.check_optimizers,
-            wants_stop=self._stop_requested,
         )
-
-    @override
-    def _after_window(self) -> None:
-        super()._after_window()
-        assert isinstance(self.averager, VisitingAverager)
-        if self.averager.stops and self._stop is not None:
-            self.share.report_now()  # who waits at the end of the epoch must know; and all wait for those who do not
-            self._stop.heed()
 
     @staticmethod
     def check_optimizers(optimizers: Any) -> None:
@@ -113,39 +85,22 @@ class EASGDAsyncStrategy(EASGDVisitsStrategy):
     Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; You, Buluc and Demmel 2017.
 
     Args:
-        tau: as for :class:`EASGDVisitsStrategy`.
-        moving_rate: likewise.
-        rho: likewise.
-        beta: likewise.
-        order: likewise.
-        wire: likewise.
         center: where it lives: ``"shared_memory"`` of one host, a ``"thread"`` of the first replica, which serves
             any, or a window of ``"mpi"``. ``"auto"``: shared memory if it can.
         debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
             fast or slow (this package's own; otherwise the center leans to the fast ones).
-        **kwargs: likewise.
+        **kwargs: as for :class:`EASGDVisitsStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
         UnsupportedError: when the ranks have met: the center cannot live there.
     """
 
-    def __init__(
-        self,
-        tau: int = 10,
-        moving_rate: float | Literal["auto"] | None = None,
-        rho: float | None = None,
-        beta: float | None = None,
-        order: Order = "jacobi",
-        wire: Wire = "fp32",
-        center: Home = "auto",
-        debias: bool = True,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, center: Home = "auto", debias: bool = True, **kwargs: Any) -> None:
         one_of("center", center, ("auto", "shared_memory", "thread", "mpi"))
         one_of("debias", debias, (True, False))
         self.center, self.debias = center, debias
-        super().__init__(tau, moving_rate, rho, beta, order, wire, **kwargs)
+        super().__init__(**kwargs)
 
 
 class MEASGDAsyncStrategy(EASGDAsyncStrategy):
@@ -175,13 +130,8 @@ class EASGDHogwildStrategy(EASGDVisitsStrategy):
     Source: Hogwild EASGD, You, Buluc and Demmel 2017.
 
     Args:
-        tau: as for :class:`EASGDVisitsStrategy`.
-        moving_rate: likewise.
-        rho: likewise.
-        beta: likewise.
-        order: likewise.
         debias: as for :class:`EASGDAsyncStrategy`.
-        **kwargs: likewise.
+        **kwargs: as for :class:`EASGDVisitsStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -190,16 +140,7 @@ class EASGDHogwildStrategy(EASGDVisitsStrategy):
 
     locked, center = False, "shared_memory"
 
-    def __init__(
-        self,
-        tau: int = 10,
-        moving_rate: float | Literal["auto"] | None = None,
-        rho: float | None = None,
-        beta: float | None = None,
-        order: Order = "jacobi",
-        debias: bool = True,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, debias: bool = True, **kwargs: Any) -> None:
         one_of("debias", debias, (True, False))
         self.debias = debias
-        super().__init__(tau, moving_rate, rho, beta, order, **kwargs)
+        super().__init__(**kwargs)

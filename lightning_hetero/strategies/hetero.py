@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
@@ -19,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.strategies.checkpoint import add_plan, readable, restore_plan
@@ -122,15 +122,13 @@ class HeteroStrategy(Data):
 
     @override
     def _join(self, topology: Topology) -> None:
-        new_group = dist.new_group
         for ranks in self.replicas(topology):  # every process takes part in the making of every group
             groups = [
-                new_group(list(ranks), timeout=self._timeout, backend=backend)
-                for backend in (topology.backend(ranks), "gloo")
+                new_group(self, ranks, self.options.timeout, backend) for backend in (topology.backend(ranks), "gloo")
             ]
             if topology.rank in ranks:
                 replica, (self._data_group, small) = ranks, groups
-        pulse = Pulse(new_group(timeout=self._timeout, backend="gloo"))
+        pulse = Pulse(new_group(self, None, self.options.timeout))
         planner = self.options.planner(topology.world)
         exchange = exchanger(small, self._timer.waiting)
         loaders = Loaders(

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_hetero.comm.agreement import agree
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.groups import end_unused
 from lightning_hetero.comm.topology import Place, Topology, device_identity, discover
 from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
@@ -56,6 +57,7 @@ class Membership(Collectives):
             host = hostname()
             place = Place(host, self.node_rank, self.local_rank, device_identity(self.root_device, host))
             self.topology = discover(place, self.options.ranks_per_node)
+            end_unused()
             agree("the strategy's options", {**asdict(self.options), **self.algorithm_options()})
             self._join(self.topology)
 

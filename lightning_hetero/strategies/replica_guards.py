@@ -1,11 +1,14 @@
 """What goes wrong with replicas that differ, in words."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from lightning.pytorch.callbacks import Callback, Timer
 
 from lightning_hetero.errors import HeteroError, UnsupportedError
+
+_SEEN_WITHIN = 0.5  # seconds in which the kernel lets go of all that a dead process held
 
 
 def about(
@@ -38,6 +41,19 @@ def about(
         "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with the "
         "mean of the others."
     )
+
+
+def about_lost(message: str, lost: Callable[[], int | None]) -> str:
+    """Add to an error whose end was its cause: a wait at the end of an epoch does not tell, the averager may.
+
+    Args:
+        message: of the error.
+        lost: see :meth:`~lightning_hetero.averaging.averager.Averager.lost`.
+    """
+    until = time.monotonic() + _SEEN_WITHIN
+    while (rank := lost()) is None and time.monotonic() < until:
+        time.sleep(0.02)
+    return message if rank is None or f"rank {rank}" in message else f"{message} It was rank {rank} that ended."
 
 
 def unsupported(callbacks: list[Callback]) -> HeteroError | None:

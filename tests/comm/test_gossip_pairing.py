@@ -97,9 +97,11 @@ def hang_up(*connections: socket.socket) -> None:
 class Member:
     """Values, and what moves them."""
 
-    def __init__(self, index: int, weight: float, limit: float, size: int = 3, token: bytes = TOKEN) -> None:
+    def __init__(
+        self, index: int, weight: float, limit: float, size: int = 3, token: bytes = TOKEN, interface: str = "127.0.0.1"
+    ) -> None:
         self.x, self.weight, self.met = torch.zeros(size, dtype=torch.float64), weight, 0
-        self.pairing = Pairing(index, Job(token, 1, limit), "127.0.0.1", [self.x])
+        self.pairing = Pairing(index, Job(token, 1, limit), interface, [self.x])
         self.path = self.pairing.outbox.path
 
     def offer(self, whom: Sequence[int], turn: float = ANY) -> None:

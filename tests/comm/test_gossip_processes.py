@@ -6,23 +6,27 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import homes
+import namespaces
 import pytest
 import torch
+from namespaces import Link, linked
 from test_gossip_pairing import Member, Proxy
 from test_gossip_pushing import Giver
 
 ranks = sys.modules["ranks"]
 assert homes.HERE
 COUNT, LIMIT, START = 4, 0.4, [0.0, 40.0, -80.0, 600.0]
+Body = Callable[[Any, int, str], None]
+needs_namespaces = pytest.mark.skipif(namespaces.missing, reason="needs root and iproute2, for a network namespace")
 
 
-def counted(end: Any, index: int) -> None:
+def counted(end: Any, index: int, interface: str) -> None:
     """Offers to all, again and again, until told to stop; says on demand whom it has met, and what it holds."""
-    member = Member(index, 1.0, LIMIT)
+    member = Member(index, 1.0, LIMIT, interface=interface)
     member.x[:] = START[index]
     end.send((member.pairing.peers.address, member.path))
     addresses, paths = end.recv()
@@ -50,9 +54,9 @@ def counted(end: Any, index: int) -> None:
     member.pairing.close()
 
 
-def pushed(end: Any, index: int) -> None:
+def pushed(end: Any, index: int, interface: str) -> None:
     """Pushes half to somebody, again and again; takes what there is."""
-    giver = Giver(index, [START[index]], LIMIT)
+    giver = Giver(index, [START[index]], LIMIT, interface=interface)
     end.send((giver.pushing.peers.address, giver.path))
     addresses, paths = end.recv()
     giver.pushing.peers.know(addresses)
@@ -74,13 +78,23 @@ def pushed(end: Any, index: int) -> None:
     giver.pushing.close()
 
 
+def beyond(link: Link, body: Body, end: Any, index: int) -> None:
+    """At the other end of a link."""
+    link.enter()
+    body(end, index, link.there)
+
+
 class Herd:
     """The processes, and what passes between them."""
 
-    def __init__(self, body: Callable[[Any, int], None], boxes: bool, proxies: bool) -> None:
+    def __init__(self, body: Body, boxes: bool, proxies: bool, link: Link | None) -> None:
         self.down, pipes = False, [ranks._context.Pipe() for _ in range(COUNT)]
         self.ends = [ours for ours, _ in pipes]
-        self.processes = [ranks._context.Process(target=body, args=(pipes[i][1], i)) for i in range(COUNT)]
+        interface = link.here if link else "127.0.0.1"
+        bodies = [(body, (pipes[i][1], i, interface)) for i in range(COUNT)]
+        if link:
+            bodies[3] = beyond, (link, body, pipes[3][1], 3)
+        self.processes = [ranks._context.Process(target=target, args=args) for target, args in bodies]
         for process in self.processes:
             process.start()
         cards = [end.recv() for end in self.ends]
@@ -121,8 +135,8 @@ class Herd:
 
 
 @contextmanager
-def herd(body: Callable[[Any, int], None], boxes: bool = False, proxies: bool = False) -> Iterator[Herd]:
-    found = Herd(body, boxes, proxies)
+def herd(body: Body, boxes: bool = False, proxies: bool = False, link: Link | None = None) -> Iterator[Herd]:
+    found = Herd(body, boxes, proxies, link)
     try:
         yield found
     finally:
@@ -135,16 +149,22 @@ def herd(body: Callable[[Any, int], None], boxes: bool = False, proxies: bool = 
         ("killed", counted, True),
         ("frozen", pushed, False),
         ("cut off", pushed, False),
+        pytest.param("link down", counted, False, marks=needs_namespaces),
     ],
 )
-def test_the_others_go_on(how: str, body: Callable[[Any, int], None], boxes: bool) -> None:
+def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
     others = range(3)
-    with herd(body, boxes, proxies=how == "cut off") as peers:
+    with (
+        linked() if how == "link down" else nullcontext() as link,
+        herd(body, boxes, proxies=how == "cut off", link=link) as peers,
+    ):
         time.sleep(0.5)
         before = peers.ask("how")
         assert all(sum(met.values()) > 0 for met, *_ in before)
         peers.down = how == "cut off"
-        if how != "cut off":
+        if link:
+            link.go_down()
+        elif how != "cut off":
             os.kill(peers.processes[3].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         time.sleep(4 * LIMIT)
         one = peers.ask("how", others)

@@ -25,9 +25,11 @@ MESSAGES = ["PUSH", "YES", "COMMIT", "DONE"]
 class Giver:
     """``x`` and ``w``, parts of which it gives away."""
 
-    def __init__(self, index: int, x: Sequence[float], limit: float, token: bytes = TOKEN) -> None:
+    def __init__(
+        self, index: int, x: Sequence[float], limit: float, token: bytes = TOKEN, interface: str = "127.0.0.1"
+    ) -> None:
         self.x, self.w = torch.tensor(x, dtype=torch.float64), 1.0
-        self.pushing = Pushing(index, Job(token, 1, limit), "127.0.0.1", [self.x])
+        self.pushing = Pushing(index, Job(token, 1, limit), interface, [self.x])
         self.path = self.pushing.outbox.path
 
     def give(self, to: Sequence[int], turn: int) -> list[bool]:

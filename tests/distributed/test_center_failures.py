@@ -152,6 +152,29 @@ def test_nothing_hangs_when_a_rank_fails(name: str, options: dict[str, Any], ran
             assert isinstance(outcome.error, CommunicationError), outcome.trace
 
 
+class Dies(Line):
+    """The center's host, while the others wait for it at the end of the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 0 and batch_idx == 9:
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def _dies(options: dict[str, Any]) -> None:
+    fit("async", Dies(), epochs=1, **{**options, "timeout": 15})
+
+
+@pytest.mark.parametrize(("name", "options"), HOMES[3:5])
+def test_who_waits_at_the_epochs_end_hears_that_the_host_has_died(name: str, options: dict[str, Any]) -> None:
+    outcomes = attempt(_dies, 3, options, nodes=APART, timeout=60)
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, CommunicationError), outcome.trace
+        assert "rank 0" in str(outcome.error)
+
+
 class Terminate(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 9 and trainer.global_rank == 1:

@@ -75,6 +75,7 @@ def test_options_that_cannot_be(name: str, options: dict[str, Any], words: str) 
         ("diloco", {"outer_momentum": -0.1}, "outer_momentum=-0.1"),
         ("diloco", {"outer": lambda parameters: list(parameters)}, "made a list, not a torch.optim.Optimizer"),
         ("diloco", {"outer": partial(SGD, lr=-1.0)}, "does not make an optimizer"),
+        ("diloco", {"outer": partial(SGD, lr=1.0), "outer_lr": 0.5}, "would have no effect"),
         ("diloco", {"outer": "sgd"}, "outer='sgd' does not make an optimizer"),
     ],
 )
@@ -83,7 +84,7 @@ def test_options_of_one_that_cannot_be(name: str, options: dict[str, Any], words
         STRATEGIES[name](**options)
 
 
-@pytest.mark.parametrize("options", [{"outer_lr": "fast"}, {"outer_momentum": None}])
+@pytest.mark.parametrize("options", [{"outer_lr": "fast"}, {"outer_momentum": "much"}])
 def test_words_for_the_numbers_of_diloco(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="outer_lr="):
         STRATEGIES["diloco"](**options)

@@ -1,5 +1,7 @@
 """Saving, resuming and validating lose nothing; the sync forms go on as if they never had been stopped."""
 
+import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -193,3 +195,28 @@ def test_validating_changes_nothing() -> None:
                 held = sum(part / 12 * results[r][2 * i][0][1] for r, part in enumerate((6, 2, 4)))
                 first = next(v for v in seen[1:] if not torch.equal(v, torch.tensor(START)))
                 assert min(abs(v - held).max() for v in (first, *seen)) < 1e-12
+
+
+# -- SIGTERM -------------------------------------------------------------------------------------------------
+
+
+class Terminate(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _terminated(kind: Any) -> tuple[str, int]:
+    module = Line()
+    try:
+        fit(kind, module, epochs=200, trainer={"callbacks": [Terminate(), Pause()]}, every_n_steps=2)
+    except BaseException as stopped:
+        return type(stopped).__name__, module.trainer.global_step
+    return "not at all", 0
+
+
+@pytest.mark.parametrize("kind", [GossipStrategy, GossipPushSumStrategy, GossipAsyncStrategy])
+def test_sigterm_to_one_replica_stops_all_within_the_epoch(kind: Any) -> None:
+    results = run(_terminated, 3, kind, nodes=APART)
+    assert [how for how, _ in results] == ["SIGTERMException"] * 3
+    assert 4 < min(step for _, step in results) <= max(step for _, step in results) < 20  # the epoch's end

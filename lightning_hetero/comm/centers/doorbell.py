@@ -92,9 +92,15 @@ class Button:
         Raises:
             OSError: the host has ended, or serves no more.
         """
-        if select.select([self._connection], [], [], 0)[0]:  # it never says anything
+        if self.host_ended:
             raise ConnectionError("its host has ended")
         self._connection.sendall(b"!")
+
+    @property
+    def host_ended(self) -> bool:
+        """Whether the host has ended, or serves no more."""
+        # It never says anything: what could be read is the end.
+        return self._connection.fileno() >= 0 and bool(select.select([self._connection], [], [], 0)[0])
 
     def close(self) -> None:
         """Leave; idempotent."""

@@ -2,11 +2,9 @@
 
 import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,9 +13,9 @@ from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, together
 from lightning_hetero.comm.centers.center import Center, Job, Visit, copied, differ, push_by
+from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
 
-_ALIGNED = 64  # bytes; vectors begin at a cache line
 _LOCK, _ALIVE = 0, 1  # bytes of the file: locked by who uses the center; from here on, by each leader while it lives
 
 
@@ -41,45 +39,37 @@ class SharedCenter(Center):
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
-        sizes = [8 * (len(self.job.leaders) + 1), *(value.numel() * value.element_size() for value in values)]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
-        path = ""
+        like = [torch.zeros(len(self.job.leaders) + 1, dtype=torch.float64), *values]
+        memory: Mapped | None = None
         problem: HeteroError | None = None
         if self.job.rank == self.job.host:
             try:
-                path = _make(starts[-1])
+                memory = Mapped(like)
             except OSError as error:
+                size = sum(value.numel() * value.element_size() for value in like)
                 problem = ConfigurationError(
-                    f"no room for a center of {starts[-1]} bytes in shared memory: {error}. Use center='thread', or "
-                    "make room: containers take --shm-size."
+                    f"no room for a center of {size} bytes in shared memory: {error}. Use center='thread', or make "
+                    "room: containers take --shm-size."
                 )
         together(problem, "the center in shared memory")
-        path = gather(path, "the center's file")[self.job.host]
-        problem = self._map(path, starts, sizes, values) if self.job.visits else None
+        path = gather(memory.path if memory else "", "the center's file")[self.job.host]
+        if self.job.visits:
+            try:
+                self._table, *self._values = (memory or Mapped(like, path)).vectors
+                self._file = os.open(path, os.O_RDWR)  # after mapping, which closes it: that would end all its locks
+            except (OSError, RuntimeError, ValueError) as error:
+                problem = ConfigurationError(
+                    f"cannot open the center's file in shared memory; use center='thread': {error}"
+                )
         dist.barrier()  # all have opened it
-        if self.job.rank == self.job.host:
-            os.unlink(path)  # from now on it goes when the last process does
+        if memory:
+            memory.hide()
         together(problem, "the center in shared memory")
         if self.job.visits:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE + self.job.replica)
         if self.job.rank == self.job.host:
             self.write(values, [0] * len(self.job.leaders))
         dist.barrier()
-
-    def _map(
-        self, path: str, starts: Sequence[int], sizes: Sequence[int], values: Sequence[Tensor]
-    ) -> HeteroError | None:
-        try:
-            memory = torch.from_file(path, shared=True, size=starts[-1], dtype=torch.uint8)
-            self._file = os.open(path, os.O_RDWR)  # after from_file, which closes it: that would end all its locks
-        except (OSError, RuntimeError) as error:
-            return ConfigurationError(f"cannot open the center's file in shared memory; use center='thread': {error}")
-        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        self._table = parts[0].view(torch.float64)
-        self._values = [part.view(value.dtype) for part, value in zip(parts[1:], values, strict=True)]
-        return None
 
     @override
     def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
@@ -128,14 +118,19 @@ class SharedCenter(Center):
         """See that nobody has ended, who would be waited for in vain at the end of the epoch."""
         if self._table[-1]:  # all stop, some sooner
             return
-        for replica, rank in enumerate(self.job.leaders):
-            if replica != self.job.replica and _try(self._file, fcntl.LOCK_SH, _ALIVE + replica):
+        if (rank := self.lost()) is not None:
+            host = ", with which it lives," if rank == self.job.host else ""
+            raise CommunicationError(
+                f"rank {self.job.rank} cannot visit the center: rank {rank}{host} has ended. Look for its error first."
+            )
+
+    @override
+    def lost(self) -> int | None:
+        for replica, rank in enumerate(self.job.leaders):  # the first is the host
+            if self._file >= 0 and replica != self.job.replica and _try(self._file, fcntl.LOCK_SH, _ALIVE + replica):
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _ALIVE + replica)
-                host = ", with which it lives," if rank == self.job.host else ""
-                raise CommunicationError(
-                    f"rank {self.job.rank} cannot visit the center: rank {rank}{host} has ended. Look for its error "
-                    "first."
-                )
+                return rank
+        return None
 
     @override
     def close(self) -> None:
@@ -143,19 +138,6 @@ class SharedCenter(Center):
             os.close(self._file)  # gives up its locks
             self._file = -1
         self._table, self._values = torch.zeros(0), [torch.zeros(0)]
-
-
-def _make(size: int) -> str:
-    shared = Path("/dev/shm")
-    file, path = tempfile.mkstemp(prefix="lightning-hetero-", dir=shared if shared.is_dir() else None)
-    try:
-        os.posix_fallocate(file, 0, size)  # now rather than a bus error later
-    except OSError:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(file)
-    return path
 
 
 def _try(file: int, kind: int, byte: int) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from lightning_hetero.comm.centers.center import Center, Job, Visit, copied, dif
 from lightning_hetero.comm.centers.doorbell import Button, Doorbell
 from lightning_hetero.comm.centers.line import Line, NarrowLine
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import CommunicationError
 
@@ -35,7 +35,7 @@ class ThreadCenter(Center):
     def __init__(self, job: Job, in_turn: bool = False, wire: Wire = "fp32") -> None:
         super().__init__(job)
         self._in_turn, self._wire = in_turn, wire
-        self._group = dist.new_group(list(job.leaders), timeout=job.timeout, backend="gloo")
+        self._group = new_group(self, job.leaders, job.timeout)
         self._doorbell: Doorbell | None = None  # the host's
         self._button: Button | None = None  # a visitor's
         self._changed = threading.Condition()  # guards all that follows
@@ -128,6 +128,10 @@ class ThreadCenter(Center):
                 assert self._button is not None
                 self._button.press()
                 self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0, 0.0], dtype=torch.float64))
+
+    @override
+    def lost(self) -> int | None:
+        return self.job.host if self._button is not None and self._button.host_ended else None
 
     @override
     def close(self) -> None:

@@ -1,53 +1,12 @@
 """Where a peer lays its values for others of the same host, who read them from there instead of the wire."""
 
-import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-
+from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import DisagreementError
 
-_ALIGNED = 64  # bytes; vectors begin at a cache line
 
-
-class Outbox:
-    """Vectors in a mapped file, which has no name any more once all have opened it.
-
-    Args:
-        like: vectors of the sizes and dtypes to come.
-        path: another peer's, to read from. Default: makes one.
-
-    Raises:
-        OSError: the other's cannot be found, or there is no room for one.
-        ValueError: the other's is of another size.
-
-    Attributes:
-        path: under which others can open it, until :meth:`hide`.
-        vectors: what lies in it.
-    """
-
-    def __init__(self, like: Sequence[Tensor], path: str | None = None) -> None:
-        sizes = [value.numel() * value.element_size() for value in like]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
-        size = max(starts[-1], _ALIGNED)
-        self.path = path or _make(size)
-        if (there := os.stat(self.path).st_size) != size:  # raises if there is none: mapping it would make it
-            raise ValueError(f"{self.path} has {there} bytes, not {size}")
-        memory = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
-        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        self.vectors = [part.view(value.dtype) for part, value in zip(parts, like, strict=True)]
-
-    def hide(self) -> None:
-        """Nobody else will open it: from now on it goes when the last process does."""
-        os.unlink(self.path)
-
-
-def others_boxes(own: Outbox, paths: Mapping[int, str]) -> dict[int, Outbox]:
+def others_boxes(own: Mapped, paths: Mapping[int, str]) -> dict[int, Mapped]:
     """Those of other peers, of the same model.
 
     Raises:
@@ -56,23 +15,10 @@ def others_boxes(own: Outbox, paths: Mapping[int, str]) -> dict[int, Outbox]:
     boxes = {}
     for peer, path in paths.items():
         try:
-            boxes[peer] = Outbox(own.vectors, path)
+            boxes[peer] = Mapped(own.vectors, path)
         except (OSError, ValueError) as error:
             raise DisagreementError(
                 f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "
                 "elsewhere under the same host name: give hosts, or containers, names of their own."
             ) from error
     return boxes
-
-
-def _make(size: int) -> str:
-    shared = Path("/dev/shm")
-    file, path = tempfile.mkstemp(prefix="lightning-hetero-", dir=shared if shared.is_dir() else None)
-    try:
-        os.posix_fallocate(file, 0, size)  # now rather than a bus error later
-    except OSError:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(file)
-    return path

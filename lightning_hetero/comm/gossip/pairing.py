@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip.ledger import Ledger
 from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
-from lightning_hetero.comm.gossip.outbox import Outbox, others_boxes
+from lightning_hetero.comm.gossip.outbox import others_boxes
 from lightning_hetero.comm.gossip.peers import Job, Peers
+from lightning_hetero.comm.mapped import Mapped
 
 ANY = -1.0  # round of those who exchange with whoever comes
 
@@ -69,15 +69,14 @@ class Pairing:
     def __init__(self, me: int, job: Job, interface: str, like: Sequence[Tensor]) -> None:
         self.me, self._limit = me, job.deadline
         self.misses = Counter[int]()
-        self.outbox = Outbox(like)
+        self.outbox = Mapped(like)
         self._inbox = [torch.empty_like(value) for value in like]
-        self._boxes: dict[int, Outbox] = {}  # of the peers of this host
+        self._boxes: dict[int, Mapped] = {}  # of the peers of this host
         self._changed = threading.Condition()  # guards all that follows
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that is asked has said yes
         self._shunned: dict[int, float] = {}  # until when a peer that was missed is not asked again
         self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
-        self._ledger = Ledger()
         self._paused = self._closed = False
         self._round, self._weight = ANY, 1.0
         self._whom: list[int] = []  # to ask
@@ -226,30 +225,22 @@ class Pairing:
 
     # -- who is asked ------------------------------------------------------------------------------
 
-    def _attend(self, channel: Channel) -> None:
-        """Talk with a peer who has connected, until it hangs up."""
-        first: float | None = self._soon()
-        while True:
-            ask = channel.receive(nowhere, first)
-            first = None  # those who have said a word may be silent between two exchanges
-            if ask.kind is Kind.COUNTED and len(ask.numbers) == 1:
-                counted = self._ledger.settle(ask.sender, ask.numbers[0])
-                channel.send(Kind.YES if counted else Kind.NO, (), (), self._soon())
-                continue
-            if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
-                raise RefusedError("uninvited")
-            if not self._engage(ask):
-                channel.send(Kind.NO, (self._round,), (), self._soon())
-                continue
-            swap = None
-            try:
-                swap = self._answer(channel, ask.sender, ask.numbers[2])
-            finally:
-                with self._changed:
-                    self._end(swap)
-                    if swap is None:
-                        self.misses[ask.sender] += 1
-            channel.send(Kind.DONE, (), (), self._soon())
+    def _attend(self, channel: Channel, ask: Message) -> None:
+        """Exchange with a peer who asks for it, if something is on offer."""
+        if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
+            raise RefusedError("uninvited")
+        if not self._engage(ask):
+            channel.send(Kind.NO, (self._round,), (), self._soon())
+            return
+        swap = None
+        try:
+            swap = self._answer(channel, ask.sender, ask.numbers[2])
+        finally:
+            with self._changed:
+                self._end(swap)
+                if swap is None:
+                    self.misses[ask.sender] += 1
+        channel.send(Kind.DONE, (), (), self._soon())
 
     def _engage(self, ask: Message) -> bool:
         with self._changed:
@@ -272,7 +263,7 @@ class Pairing:
         commit = channel.receive(nowhere, until)
         if (theirs.kind, commit.kind, len(theirs.numbers)) != (Kind.SWAP, Kind.COMMIT, 3):
             raise RefusedError("uninvited")
-        if time.monotonic() > until or not self._ledger.count(peer, number):
+        if time.monotonic() > until or not self.peers.ledger.count(peer, number):
             raise TimeoutError("too late")  # this process was frozen, perhaps
         return Swap(peer, theirs.numbers[1], self._inbox, sent)
 

@@ -7,11 +7,14 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, Kind, RefusedError, nowhere
+from torch import Tensor
+
+from lightning_hetero.comm.gossip.ledger import Ledger
+from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, Kind, Message, RefusedError, nowhere
 
 Address = tuple[str, int]
 
@@ -40,16 +43,27 @@ class Peers:
         me: this peer.
         job: what all share.
         interface: address to listen on, of the network between the peers.
-        attend: talks with a peer who has connected, until one of them hangs up; on a thread of its own.
+        attend: goes on from a peer's first message to the end of an exchange; on a thread of its own.
+        into: gives the place for the vectors of a first message.
 
     Attributes:
         address: where others reach this peer.
         refused: messages that were not believed, by reason.
+        ledger: exchanges that have counted here.
+        stop: whether somebody wants all to stop.
     """
 
-    def __init__(self, me: int, job: Job, interface: str, attend: Callable[[Channel], None]) -> None:
+    def __init__(
+        self,
+        me: int,
+        job: Job,
+        interface: str,
+        attend: Callable[[Channel, Message], None],
+        into: Callable[[Kind], Sequence[Tensor]] = nowhere,
+    ) -> None:
         self.me, self.job, self.refused = me, job, Counter[str]()
-        self._attend = attend
+        self.ledger, self.stop = Ledger(), False
+        self._attend, self._into = attend, into
         self._addresses: dict[int, Address] = {}
         self._listener = socket.create_server((interface, 0), backlog=128)
         self.address: Address = self._listener.getsockname()[:2]
@@ -70,21 +84,24 @@ class Peers:
             OSError: the peer cannot be reached in time.
         """
         if peer not in self._out:
-            deadline = time.monotonic() + self.job.deadline
-            connection = socket.create_connection(self._addresses[peer], self.job.deadline)
-            try:
-                drawn = b""
-                while len(drawn) < TOKEN_BYTES:
-                    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-                    part = connection.recv(TOKEN_BYTES - len(drawn))
-                    if not part:
-                        raise ConnectionError("the other end has closed the connection")
-                    drawn += part
-            except OSError:
-                connection.close()
-                raise
-            self._out[peer] = self._channel(connection, drawn)
+            self._out[peer] = self._connect(peer)
         return self._out[peer]
+
+    def _connect(self, peer: int) -> Channel:
+        deadline = time.monotonic() + self.job.deadline
+        connection = socket.create_connection(self._addresses[peer], self.job.deadline)
+        try:
+            drawn = b""
+            while len(drawn) < TOKEN_BYTES:
+                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                part = connection.recv(TOKEN_BYTES - len(drawn))
+                if not part:
+                    raise ConnectionError("the other end has closed the connection")
+                drawn += part
+        except OSError:
+            connection.close()
+            raise
+        return self._channel(connection, drawn)
 
     def counted(self, peer: int, number: float) -> bool:
         """Whether this peer's exchange of a number has counted with another; asks until it answers or seems dead."""
@@ -100,6 +117,19 @@ class Peers:
             except (OSError, RefusedError):
                 time.sleep(0.02)
         return False
+
+    def tell_stop(self) -> None:
+        """Tell everybody, once and in the background, that all are to stop."""
+        if not self.stop:
+            self.stop = True
+            for peer in self._addresses.keys() - {self.me}:
+                threading.Thread(target=self._tell_stop, args=(peer,), daemon=True).start()
+
+    def _tell_stop(self, peer: int) -> None:
+        with suppress(OSError):  # it hears of it from another, or at the end of the epoch
+            channel = self._connect(peer)  # of its own: exchanges go on over the other
+            channel.send(Kind.STOP, (), (), time.monotonic() + self.job.deadline)
+            channel.close()
 
     def drop(self, peer: int) -> None:
         """Hang up on a peer; the next call connects anew."""
@@ -133,7 +163,7 @@ class Peers:
         try:
             connection.settimeout(self.job.deadline)
             connection.sendall(drawn)
-            self._attend(channel)
+            self._converse(channel)
         except OSError:
             pass  # it has hung up, or was too late
         except RefusedError as error:
@@ -142,6 +172,20 @@ class Peers:
             with self._lock:
                 self._in.discard(channel)
             channel.close()
+
+    def _converse(self, channel: Channel) -> None:
+        """Answer what a peer begins, until it hangs up."""
+        first: float | None = time.monotonic() + self.job.deadline
+        while True:
+            message = channel.receive(self._into, first)
+            first = None  # those who have said a word may be silent between two exchanges
+            if message.kind is Kind.COUNTED and len(message.numbers) == 1:
+                counted = self.ledger.settle(message.sender, message.numbers[0])
+                channel.send(Kind.YES if counted else Kind.NO, (), (), time.monotonic() + self.job.deadline)
+            elif message.kind is Kind.STOP:
+                self.stop = True
+            else:
+                self._attend(channel, message)
 
     def close(self) -> None:
         """Hang up on everybody; idempotent."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip.ledger import Ledger
-from lightning_hetero.comm.gossip.message import Channel, Kind, RefusedError, nowhere
-from lightning_hetero.comm.gossip.outbox import Outbox, others_boxes
+from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
+from lightning_hetero.comm.gossip.outbox import others_boxes
 from lightning_hetero.comm.gossip.peers import Job, Peers
+from lightning_hetero.comm.mapped import Mapped
 
 
 class Push(NamedTuple):
@@ -52,15 +52,14 @@ class Pushing:
     def __init__(self, me: int, job: Job, interface: str, like: Sequence[Tensor]) -> None:
         self.me, self._limit = me, job.deadline
         self.misses = Counter[int]()
-        self.outbox = Outbox(like)
-        self._boxes: dict[int, Outbox] = {}
+        self.outbox = Mapped(like)
+        self._boxes: dict[int, Mapped] = {}
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Push] = []
         self._free: list[list[Tensor]] = []
         self._absent: set[int] = set()  # from whom nothing has come when it was waited for
         self._number = float(time.time_ns() // 1000)  # of this peer's pushes
-        self._ledger = Ledger()
-        self.peers = Peers(me, job, interface, self._attend)
+        self.peers = Peers(me, job, interface, self._attend, self._place)
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
         """Learn where peers of this host lay their values."""
@@ -127,41 +126,29 @@ class Pushing:
         """Hang up; idempotent."""
         self.peers.close()
 
-    def _attend(self, channel: Channel) -> None:
-        """Take what a peer sends, until it hangs up."""
-        first: float | None = self._soon()
-        while True:
-            taken: list[list[Tensor]] = []
-            push = channel.receive(lambda kind, taken=taken: self._place(kind, taken), first)  # type: ignore[misc]
-            first = None  # those who have said a word may be silent between two pushes
-            if push.kind is Kind.COUNTED and len(push.numbers) == 1:
-                counted = self._ledger.settle(push.sender, push.numbers[0])
-                channel.send(Kind.YES if counted else Kind.NO, (), (), self._soon())
-                continue
-            if push.kind is not Kind.PUSH or len(push.numbers) != 3:
-                raise RefusedError("uninvited")
-            [vectors] = taken or [self._memory()]
-            if push.sender in self._boxes:
-                for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
-                    own.copy_(value)
-            channel.send(Kind.YES, (), (), self._soon())
-            until = self._soon()
-            if channel.receive(nowhere, until).kind is not Kind.COMMIT:
-                raise RefusedError("uninvited")
-            turn, weight, number = push.numbers
-            if time.monotonic() > until or not self._ledger.count(push.sender, number):
-                raise TimeoutError("too late")  # this process was frozen, perhaps
-            with self._changed:
-                self._absent.discard(push.sender)
-                self._arrived.append(Push(push.sender, int(turn), weight, vectors))
-                self._changed.notify_all()
-            channel.send(Kind.DONE, (), (), self._soon())
+    def _attend(self, channel: Channel, push: Message) -> None:
+        """Take what a peer sends."""
+        if push.kind is not Kind.PUSH or len(push.numbers) != 3:
+            raise RefusedError("uninvited")
+        vectors = list(push.vectors) or self._memory()
+        if push.sender in self._boxes:
+            for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
+                own.copy_(value)
+        channel.send(Kind.YES, (), (), self._soon())
+        until = self._soon()
+        if channel.receive(nowhere, until).kind is not Kind.COMMIT:
+            raise RefusedError("uninvited")
+        turn, weight, number = push.numbers
+        if time.monotonic() > until or not self.peers.ledger.count(push.sender, number):
+            raise TimeoutError("too late")  # this process was frozen, perhaps
+        with self._changed:
+            self._absent.discard(push.sender)
+            self._arrived.append(Push(push.sender, int(turn), weight, vectors))
+            self._changed.notify_all()
+        channel.send(Kind.DONE, (), (), self._soon())
 
-    def _place(self, kind: Kind, taken: list[list[Tensor]]) -> Sequence[Tensor]:
-        if kind is not Kind.PUSH:
-            return nowhere(kind)
-        taken.append(self._memory())
-        return taken[0]
+    def _place(self, kind: Kind) -> Sequence[Tensor]:
+        return self._memory() if kind is Kind.PUSH else nowhere(kind)
 
     def _memory(self) -> list[Tensor]:
         with self._changed:
