@@ -1,0 +1,33 @@
+"""How Sphinx makes a site of these pages: `make docs`."""
+
+import importlib.metadata
+import re
+
+project = "lightning-hetero"
+author = "The lightning-hetero developers"
+copyright = author
+release = importlib.metadata.version(project)
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"{project} {release}"
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3  # links to headings, named as on GitHub
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_class_signature = "separated"
+napoleon_numpy_docstring = False
+
+
+def _without_links_to_folders(app, page, source):
+    # On GitHub links lead to folders, and to texts outside of docs/, too; here these have no page.
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(?:[\w-]+/)*(?:[\w-]*|[\w-]+\.md)\)", r"\1", source[0])
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("source-read", _without_links_to_folders)
