@@ -19,8 +19,8 @@ myst_heading_anchors = 3  # links to headings, named as on GitHub
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_class_signature = "separated"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 
 
 def _without_links_to_folders(app, page, source):
