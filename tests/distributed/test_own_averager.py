@@ -5,6 +5,7 @@ import io
 import math
 import re
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def _resumed(folder: str) -> list[Any]:
     options = {"tau": 7, "model": {"schedule": rise_and_fall, "momentum": 0.9}}
     keep = {"callbacks": [ModelCheckpoint(folder, every_n_train_steps=31, save_top_k=-1, filename="{step}")]}
     whole = line(SlowMoStrategy, trainer={**keep, "enable_checkpointing": True}, **options)
+    warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
     return [whole, line(SlowMoStrategy, resume=f"{folder}/step=31.ckpt", **options)]
 
 
