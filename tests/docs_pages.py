@@ -46,12 +46,13 @@ def blocks(*languages: str) -> list[Block]:
 
 def inline_commands() -> list[Block]:
     """Commands in the middle of a text."""
-    pattern = re.compile(r"`((?:python|bash|mpiexec|torchrun|make|pip install) [^`]+)`")
+    pattern = re.compile(r"`((?:python|bash|mpiexec|torchrun|make|pip install|lightning-hetero) [^`]+)`")
     return [
         Block(page, text[: found.start()].count("\n") + 1, "bash", found.group(1).replace("\n", " "), "")
         for page in PAGES
         for text in [prose(page)]
         for found in pattern.finditer(text)
+        if "..." not in found.group()
     ]
 
 

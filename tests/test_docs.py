@@ -38,6 +38,7 @@ from ranks import run
 
 ON_RANKS = "runs on 2 ranks"
 OWN = {"train.py"}  # scripts of the reader's
+OF_LIGHTNING_CLI = {"fit", "validate", "test", "predict"}
 #: Programs of the system, whose options are not ours to know.
 OTHERS = {"cat", "cd", "hostname", "kill", "ls", "sbatch", "scancel", "scp", "squeue", "srun", "ssh", "tail"}
 
@@ -147,9 +148,9 @@ def _check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             for name in extra.split(","):
                 assert re.search(rf"^{name} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), name
     elif program in ("mpiexec", "mpirun"):
-        assert rest[0] == "-n"
-        assert rest[1].isdigit()
-        _check(rest[2:], monkeypatch)
+        first = rest.index("-n")
+        assert rest[first + 1].isdigit()
+        _check(rest[first + 2 :], monkeypatch)
     elif program == "torchrun" or rest[:2] == ["-m", "torch.distributed.run"]:
         _check_torchrun(rest if program == "torchrun" else rest[2:], monkeypatch)
     elif program == "lightning-hetero":
@@ -179,7 +180,9 @@ def _check_torchrun(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> No
 
 def _check_module(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.util.find_spec(name) is not None, name
-    if name == "lightning_hetero" and arguments[0] not in ("fit", "validate", "test", "predict"):
+    if name == "lightning_hetero" and arguments and arguments[0].endswith(".py"):
+        _check_script(arguments[0], arguments[1:], monkeypatch)
+    elif name == "lightning_hetero" and arguments and arguments[0] not in OF_LIGHTNING_CLI:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         with pytest.raises(Read):
             runpy.run_module(name, run_name="__main__")

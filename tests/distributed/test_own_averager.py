@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import os
 import re
 import sys
 import warnings
@@ -87,14 +88,15 @@ def test_resuming_between_two_exchanges_is_as_if_never_stopped(tmp_path: Path) -
         assert torch.equal(second["final"], whole["final"])
 
 
-def _example(*arguments: str) -> str:
+def _example(folder: str, *arguments: str) -> str:
+    os.chdir(folder)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         own_averager.main(list(arguments))
     return output.getvalue()
 
 
-def test_the_example_learns_and_ends_with_equal_replicas() -> None:
-    printed, _ = run(_example, 2, "--epochs", "3")
+def test_the_example_learns_and_ends_with_equal_replicas(tmp_path: Path) -> None:
+    printed, _ = run(_example, 2, str(tmp_path), "--epochs", "3")
     assert float(re.search(r"test accuracy: ([\d.]+)%", printed).group(1)) > 85
     assert float(re.search(r"when they last met: ([\d.e-]+)", printed).group(1)) > 0
     assert float(re.search(r"final weights: ([\d.e-]+)", printed).group(1)) == 0
