@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
 class Block(NamedTuple):
@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 def blocks(*languages: str) -> list[Block]:

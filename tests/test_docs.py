@@ -1,4 +1,4 @@
-"""What the README and the pages in docs/ say runs, resolves and exists."""
+"""What the READMEs and the pages in docs/ say runs, resolves and exists."""
 
 import argparse
 import contextlib
@@ -208,7 +208,7 @@ def _check_script(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPat
 # -- links ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_resolve(page: Path) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -230,7 +230,7 @@ def test_the_index_leads_to_every_page() -> None:
 # -- tests that pages name -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_named_tests_exist(page: Path) -> None:
     text = prose(page)
     for name, function in named_tests(text):
