@@ -35,7 +35,9 @@ lint: setup
 
 test: lint
 	@echo "== Testing"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not clock"
+	@echo "== Testing what goes by the clock, alone"
+	@$(BIN)/python -m pytest -m clock
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -17,6 +17,7 @@ from lightning_hetero.demo.result import DEVICES, Result, Step
 DEMO = [sys.executable, "-m", "lightning_hetero", "demo"]
 
 
+@pytest.mark.clock
 def test_demo(tmp_path: Path) -> None:
     command = [*DEMO, "--epochs", "3", "--out", str(tmp_path)]
     with watched() as running:

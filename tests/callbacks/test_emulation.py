@@ -15,6 +15,8 @@ from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
 from lightning_hetero.errors import ConfigurationError
 
+pytestmark = pytest.mark.clock
+
 
 class Clock(pl.Callback):
     """Seconds from a batch's start to the end of its backward pass, and of this process's CPU in it."""

@@ -7,6 +7,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from center_tasks import SHARES as BY_WORLD
@@ -248,6 +249,7 @@ def _sleeping() -> Any:
     return sleeper.slept, sleeper.times, sleeper.met
 
 
+@pytest.mark.clock
 def test_a_sleeper_holds_nobody_up() -> None:
     results = run(_sleeping, 3, nodes=[1, 1, 1])
     began, ended = results[2][0]
