@@ -202,11 +202,16 @@ class View(NamedTuple):
     exchanges: list[Exchanged]
 
     @property
-    def settled(self) -> Stretch:
-        """The second half of its steps, when shares have settled, as one stretch."""
+    def late(self) -> list[Stretch]:
+        """The second half of its steps, when shares have settled."""
         whole = together(self.stretches)
         half = whole.first + whole.steps / 2
-        return together([s for s in self.stretches if s.first >= half] or self.stretches)
+        return [s for s in self.stretches if s.first >= half] or self.stretches
+
+    @property
+    def settled(self) -> Stretch:
+        """The second half of its steps as one stretch."""
+        return together(self.late)
 
     @property
     def latest(self) -> Exchanged:

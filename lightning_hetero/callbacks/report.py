@@ -21,7 +21,6 @@ from lightning_hetero.callbacks.verdict import Totals, Verdict, judge
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.replicas import ReplicaStrategy
 
-PARTS = ("data", "compute", "wait", "exchange")
 Row = Sequence[object]
 
 
@@ -64,7 +63,7 @@ def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str 
 
 def verdict_of(fit: Fit) -> Verdict:
     """The verdict on the second half of the steps, when shares have settled."""
-    return judge([_totals(fit, view) for view in fit.views], fit.lockstep, fit.automatic)
+    return judge(totals(fit), fit.lockstep, fit.automatic)
 
 
 def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
@@ -81,10 +80,11 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
                 },
                 "exchanges": [exchanged._asdict() for exchanged in view.exchanges],
                 "settled": view.settled._asdict(),
-                "samples_per_s": _totals(fit, view).speed,
-                "pace": _totals(fit, view).pace,
+                "samples_per_s": own.speed,
+                "pace": own.pace,
+                "network": own.network,
             }
-            for view in fit.views
+            for view, own in zip(fit.views, totals(fit), strict=True)
         ],
     }
 
@@ -146,7 +146,7 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
         headline=escape(verdict.headline),
         sentences=ended + rest,
         pictures=pictures,
-        ranks=_table(_HEAD, [_row(fit, view) for view in fit.views]),
+        ranks=_table(_HEAD, [_row(fit, *both) for both in zip(fit.views, totals(fit), strict=True)]),
         exchanges=_exchanges(fit),
         pairings=pairings,
         facts=_table((), facts.items()),
@@ -159,15 +159,14 @@ _HEAD = (
 )  # fmt: skip
 
 
-def _row(fit: Fit, view: View) -> Row:
-    own, totals = view.settled, _totals(fit, view)
+def _row(fit: Fit, view: View, own: Totals) -> Row:
     times = [f"{1e3 * getattr(own, part) / own.steps:.2f}" for part in ("compute", "data", "wait", "exchange")]
     return (
         view.rank,
-        totals.replica,
+        _replica(fit, view),
         *fit.places[view.rank],
         f"{own.samples / own.steps:.1f}",
-        f"{totals.speed:,.0f}",
+        f"{own.speed:,.0f}",
         *times,
     )
 
@@ -190,10 +189,30 @@ def _table(head: Sequence[str], rows: Iterable[Row]) -> str:
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if top else ''}<tbody>\n{body}\n</tbody></table>"
 
 
-def _totals(fit: Fit, view: View) -> Totals:
-    own = view.settled
-    replica = next(i for i, ranks in enumerate(fit.replicas) if view.rank in ranks)
-    return Totals(view.rank, replica, own.steps, own.samples, *(getattr(own, part) for part in PARTS))
+def totals(fit: Fit) -> list[Totals]:
+    """Sums over the second half of each rank's steps.
+
+    What communication itself takes of a step is what even the rank waits that waits least: all others also wait for a
+    slower one. Stretches cover the same steps on all ranks, and up to 512 steps are stretches of their own.
+    """
+    late = {view.rank: view.late for view in fit.views}
+
+    def least(ranks: Iterable[int], part: str) -> float:
+        columns = zip(*(late[rank] for rank in ranks if rank in late), strict=False)
+        return sum(min(getattr(stretch, part) for stretch in column) for column in columns)
+
+    found = []
+    for view in fit.views:
+        own = view.settled
+        exchange = least(late, "exchange") if fit.lockstep else own.exchange
+        network = least(fit.replicas[_replica(fit, view)], "wait") + exchange
+        times = own.data, own.compute, own.wait, own.exchange
+        found.append(Totals(view.rank, own.steps, own.samples, *times, network))
+    return found
+
+
+def _replica(fit: Fit, view: View) -> int:
+    return next(i for i, ranks in enumerate(fit.replicas) if view.rank in ranks)
 
 
 def _count(number: int, name: str) -> str:

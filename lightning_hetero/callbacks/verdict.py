@@ -18,23 +18,23 @@ class Totals(NamedTuple):
 
     Attributes:
         rank: which.
-        replica: which replica it belongs to.
         steps: how many.
         samples: that it processed.
         data: seconds in which it loaded data.
         compute: seconds of the rest of its own work.
         wait: seconds in which it waited for the other ranks of its replica.
         exchange: seconds that exchanges between replicas took from training.
+        network: of the last two, seconds in which it waited for no slower rank: what communication itself took.
     """
 
     rank: int
-    replica: int
     steps: int
     samples: float
     data: float
     compute: float
     wait: float
     exchange: float
+    network: float
 
     @property
     def speed(self) -> float:
@@ -75,16 +75,15 @@ def judge(ranks: Sequence[Totals], lockstep: bool, automatic: bool) -> Verdict:
 
     The time of a rank's sample has three parts: compute, data, and what exchanges between replicas take from training.
     The slowest rank is the one with the greatest sum; the cause is the part by which it exceeds the median of the
-    others most. Waiting is not a part of it: that is what the others do for the slowest. Where ranks meet all at once,
-    those that come early wait as well, so that only the least wait among them counts as the network's.
+    others most. Waiting for it is what the others do, and no part. Where replicas exchange all at once, an exchange
+    takes the same from all and tells none of them apart.
 
     Args:
         ranks: one per rank.
         lockstep: whether replicas exchange all at once.
         automatic: whether batches are split by measured speed.
     """
-    networks = _networks(ranks, lockstep)
-    spent = _spent(ranks, networks)
+    spent = _spent(ranks)
     efficiency = sum(r.pace for r in ranks) / sum(r.speed for r in ranks)
     parts = [_per_sample(r, 0.0 if lockstep else r.exchange) for r in ranks]
     sentences = [_job(ranks, efficiency), _where(spent)]
@@ -105,14 +104,14 @@ def judge(ranks: Sequence[Totals], lockstep: bool, automatic: bool) -> Verdict:
         return Verdict(rank, None, times, headline, (*sentences, *_advice(None, spent, automatic)), efficiency, spent)
     cause = max(parts[at], key=lambda name: parts[at][name] - usual[name])
     headline = (
-        f"Rank {rank} is the slowest, because of {NAMES[cause]}: {1e3 * parts[at][cause]:.3g} ms per sample "
-        f"{DOES[cause]}, where the others take {1e3 * usual[cause]:.3g} ms (median). In all, its samples take "
-        f"{times:.1f} times as long."
+        f"Rank {rank} is the slowest, because of {NAMES[cause]}: it spends {1e3 * parts[at][cause]:.3g} ms per sample "
+        f"{DOES[cause]}, the others {1e3 * usual[cause]:.3g} ms (median)."
     )
+    sentences.insert(0, f"In all, its samples take {times:.1f} times as long as the others'.")
     if automatic and spent["waiting"] < WORTH_A_WORD:
         mine, everyone = (sum(r.samples / r.steps for r in group) for group in ([ranks[at]], ranks))
         sentences.insert(
-            0, f"The others hardly wait for it: it was given {mine:.3g} of {everyone:.4g} samples per step."
+            1, f"The others hardly wait for it: it was given {mine:.3g} of {everyone:.4g} samples per step."
         )
     return Verdict(rank, cause, times, headline, (*sentences, *_advice(cause, spent, automatic)), efficiency, spent)
 
@@ -122,16 +121,8 @@ def _per_sample(rank: Totals, network: float) -> dict[Cause, float]:
     return {"compute": rank.compute / samples, "data": rank.data / samples, "network": network / samples}
 
 
-def _networks(ranks: Sequence[Totals], lockstep: bool) -> list[float]:
-    """Seconds of each rank's communication that are no waiting for slower ranks."""
-    everyone = min(r.exchange for r in ranks)
-    exchanges = [everyone if lockstep else r.exchange for r in ranks]
-    gradients = {r.replica: min(other.wait for other in ranks if other.replica == r.replica) for r in ranks}
-    return [exchange + gradients[r.replica] for r, exchange in zip(ranks, exchanges, strict=True)]
-
-
-def _spent(ranks: Sequence[Totals], networks: Sequence[float]) -> dict[str, float]:
-    network, data, compute = sum(networks), sum(r.data for r in ranks), sum(r.compute for r in ranks)
+def _spent(ranks: Sequence[Totals]) -> dict[str, float]:
+    network, data, compute = (sum(getattr(r, name) for r in ranks) for name in ("network", "data", "compute"))
     waiting = max(sum(r.wait + r.exchange for r in ranks) - network, 0.0)
     spent = {"compute": compute, "data": data, "waiting": waiting, "network": network}
     total = max(sum(spent.values()), 1e-12)

@@ -33,7 +33,7 @@ def train(strategy: str, epochs: int, path: Path) -> None:
     stopwatch = Stopwatch()
     callbacks = [EmulatedSpeed(DEVICES), stopwatch, Bar(strategy)]
     if strategy.startswith("hetero"):
-        callbacks.insert(0, HeteroMonitor())
+        callbacks.insert(0, HeteroMonitor(path.with_suffix("")))  # its report lies beside the result
     trainer = Trainer(
         strategy=DASOStrategy(ranks_per_node=2) if strategy == "hetero_daso" else strategy,
         accelerator="cpu",

@@ -286,3 +286,35 @@ def test_restarting_forgets_what_the_device_did(device, clock):
     device.now += 2
     device.reached = device.now
     assert lap(timer, 8) == [(8, pytest.approx(2), 0)]
+
+
+def test_fetching_is_work_but_for_what_is_waited_meanwhile(timer, clock):
+    clock.spend(1)
+    timer.fetching()
+    clock.spend(5)
+    with timer.waiting():
+        clock.spend(30)
+    timer.fetched()
+    clock.spend(2)
+    [known] = timer.lap(8)
+    assert (known.work, known.wait, known.data, known.exchange) == (8, 30, 5, 0)
+    assert known.began == 100
+
+
+def test_fetching_that_began_before_a_restart_does_not_count(timer, clock):
+    timer.fetching()
+    clock.spend(5)
+    timer.restart()
+    timer.fetched()
+    clock.spend(2)
+    [known] = timer.lap(8)
+    assert (known.work, known.data, known.began) == (2, 0, 105)
+
+
+def test_an_exchange_is_waiting_of_its_own_kind(timer, clock):
+    with timer.waiting():
+        clock.spend(1)
+    with timer.waiting(exchange=True), timer.waiting():
+        clock.spend(10)
+    [known] = timer.lap(8)
+    assert (known.work, known.wait, known.exchange) == (0, 11, 10)
