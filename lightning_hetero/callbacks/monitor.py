@@ -26,8 +26,7 @@ class HeteroMonitor(Callback):
     """Logs how a strategy of this package splits batches and brings replicas together, and what comes of it.
 
     Whenever the ranks have exchanged their measurements (``rebalance_every_n_steps``; where there are several replicas,
-    when they meet) the Trainer's loggers get, of
-    each rank ``i``::
+    when they meet) the Trainer's loggers get, of each rank ``i``::
 
         hetero/share/rank{i}          samples per step
         hetero/samples_per_s/rank{i}  its own speed while it works

@@ -83,9 +83,9 @@ def _window(ranks: Sequence[Sequence[Stretch]], at_the_end: bool) -> tuple[float
     length = SHOWN * max((end - began) / len(steps) for (began, end), steps in zip(covered, ranks, strict=True))
     if at_the_end:
         last = max(end for _, end in covered)
-        return max(last - length, min(began for began, _ in covered)), last
+        return max(last - length, max(began for began, _ in covered)), last
     first = min(began for began, _ in covered)
-    return first, min(first + length, max(end for _, end in covered))
+    return first, min(first + length, min(end for _, end in covered))
 
 
 def _spans(steps: Sequence[Stretch]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
