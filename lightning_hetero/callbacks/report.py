@@ -205,7 +205,8 @@ def totals(fit: Fit) -> list[Totals]:
     for view in fit.views:
         own = view.settled
         exchange = least(late, "exchange") if fit.lockstep else own.exchange
-        network = least(fit.replicas[_replica(fit, view)], "wait") + exchange
+        replica = fit.replicas[_replica(fit, view)]
+        network = least(replica if len(replica) > 1 else late, "wait") + exchange  # alone it waits for no gradients
         times = own.data, own.compute, own.wait, own.exchange
         found.append(Totals(view.rank, own.steps, own.samples, *times, network))
     return found
