@@ -66,6 +66,7 @@ def _fits(root: Path) -> dict[str, Any]:
     _fit(root / "fast", HeteroDDPStrategy(timeout=60), HeteroMonitor(), fast_dev_run=True)
     (root / "a_file").touch()
     with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         _fit(root, HeteroDDPStrategy(timeout=60), HeteroMonitor("a_file/report"), max_epochs=1)
     words = [str(warning.message) for warning in said if "HeteroMonitor" in str(warning.message)]
     return {"said": words, "values": sum(p.numel() for p in Net().parameters()), "history": len(none.history)}

@@ -125,8 +125,9 @@ def test_laps_follow_each_other(timer, clock):
         clock.spend(work)
         with timer.waiting():
             clock.spend(wait)
-        laps += lap(timer, n)
-    assert laps == [(0, 1, 10), (1, 2, 20), (2, 4, 0)]
+        laps += timer.lap(n)
+    assert [lap[:3] for lap in laps] == [(0, 1, 10), (1, 2, 20), (2, 4, 0)]
+    assert [lap.began for lap in laps] == [100, 111, 133]
     assert clock.now == 100 + sum(lap.work + lap.wait for lap in laps)  # no time is lost, none counted twice
 
 
@@ -272,7 +273,7 @@ def test_laps_come_when_the_device_has_got_there_oldest_first(device, clock):
         clock.spend(1)
         device.now += 10  # far behind the host
         device.reached = device.now - 15  # one and a half steps behind
-        known.append(lap(timer, n))
+        known.append(timer.lap(n))
     assert [[lap.samples for lap in laps] for laps in known] == [[], [], [0], [1]]
     assert [lap.work for laps in known for lap in laps] == pytest.approx([10, 10])
 
