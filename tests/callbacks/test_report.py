@@ -124,9 +124,9 @@ def test_what_an_exchange_costs(reports: Any) -> None:
     found = figures(folder)
     last = found["views"][0]["exchanges"][-1]
     # 24 steps: two of the warm-up and two of the cool-down block; of those between, every fourth begins an exchange.
-    # Between two replicas an all-reduce sends a vector once: in float64 while blocking, in fp32 in the background.
+    # Between two replicas an all-reduce sends a vector once: these parameters, which are float64, as they are.
     assert last["exchanges"] == 9
-    assert last["bytes"] == (4 * 8 + 5 * 4) * result["values"]
+    assert last["bytes"] == 9 * 8 * result["values"]
     assert last["status"]["phase"] == "cool-down"
     assert sum(s["exchange"] for s in found["views"][0]["stretches"]) >= 0.9 * last["exposed"] > 0
     assert {picture.stem for picture in folder.glob("*.png")} == {
