@@ -1,4 +1,4 @@
-"""What `HeteroMonitor` costs a step: at most 1% of it is promised.
+"""What `HeteroMonitor` costs a step: at most 1% of it is the goal.
 
 Two measures: the time spent inside the monitor's own code over the time of the steps, which is sharp; and the ratio of
 the time per step with the monitor to that without, of alternating runs, which also sees what comes of it indirectly.
