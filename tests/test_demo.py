@@ -36,6 +36,9 @@ def test_demo(tmp_path: Path) -> None:
     assert "Emulated" in text
     assert f"{tmp_path}/demo.png" in text.replace("\n", "")
 
+    for name in ("hetero_ddp", "hetero_daso"):
+        assert "Rank 3 is the slowest, because of its compute" in (tmp_path / name / "report.html").read_text()
+
     picture = imread(tmp_path / "demo.png")
     assert min(picture.shape[:2]) > 600
     assert len({tuple(pixel) for pixel in picture[::7, ::7].reshape(-1, picture.shape[2]).tolist()}) > 20
