@@ -9,8 +9,12 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_hetero.errors import HeteroError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
 
 _TRAINER = {
     "fit": "train what a YAML file describes: -c config.yaml",
@@ -32,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if given and given[0] in _TRAINER:
-            _run_trainer(arguments)
+            lightning_cli(arguments)
         elif given and given[0].endswith(".py"):
             from lightning_hetero.launch.script import run_script
 
@@ -45,8 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
 
-def _run_trainer(arguments: Sequence[str] | None) -> None:
-    """A LightningCLI in which the strategies are registered, and model and data are named by the YAML."""
+def lightning_cli(arguments: Sequence[str] | None = None) -> "LightningCLI":
+    """Run a LightningCLI in which the strategies are registered; the YAML names model and data by ``class_path``.
+
+    Args:
+        arguments: such as ``["fit", "-c", "config.yaml"]``. Default: this process's.
+    """
     if find_spec("jsonargparse") is None:
         sys.exit("error: YAML files need jsonargparse: pip install 'lightning-hetero[cli]'")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -54,7 +62,7 @@ def _run_trainer(arguments: Sequence[str] | None) -> None:
     from lightning.pytorch.cli import LightningCLI
 
     args = None if arguments is None else list(arguments)
-    LightningCLI(args=args, parser_kwargs={"prog": "lightning-hetero"})
+    return LightningCLI(args=args, parser_kwargs={"prog": "lightning-hetero"})
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -65,9 +73,9 @@ def _run(options: argparse.Namespace) -> None:
 
         Console().print(strategies_table())
     elif options.command == "doctor":
-        from lightning_hetero.doctor import examine
+        from lightning_hetero.doctor.examination import examine
 
-        examine(options)
+        examine(**{name: value for name, value in vars(options).items() if name != "command"})
     else:
         from lightning_hetero.demo.compare import demo
 
@@ -82,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-hetero",
         description="Train on machines that are not alike and links that are slow.",
-        epilog="lightning-hetero SCRIPT.py ARGUMENTS: run a script of yours, unchanged, with the strategies registered.",
+        epilog="lightning-hetero SCRIPT.py ARGUMENTS: run a script of yours, unchanged, with the strategies' names known.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, text in _TRAINER.items():
