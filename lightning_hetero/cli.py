@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-hetero",
         description="Train on machines that are not alike and links that are slow.",
-        epilog="lightning-hetero SCRIPT.py ARGUMENTS: run a script of yours, unchanged, with the strategies' names known.",
+        epilog="lightning-hetero SCRIPT.py ARGUMENTS: run your script, unchanged, with the strategies registered.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, text in _TRAINER.items():
