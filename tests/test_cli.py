@@ -117,6 +117,6 @@ def test_a_missing_package_is_named(command, monkeypatch) -> None:
 def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """What a command prints before it ends."""
     monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
-    with pytest.raises(SystemExit, match="^(0|None)$"):
+    with pytest.raises(SystemExit, match=r"^(0|None)$"):
         main(arguments)
     return " ".join(capsys.readouterr().out.split())

@@ -42,7 +42,7 @@ def show(
 
 def _ranks(topology: Topology, work: Work, costs: Sequence[Cost]) -> Table:
     table = Table(
-        title=f"{topology.world} ranks on {len(topology.nodes)} nodes; {escape(work.name)}, {work.size / 1e6:.2f} MB "
+        title=f"{_count(topology.world, 'rank')} on {_count(len(topology.nodes), 'node')}; {escape(work.name)}, {work.size / 1e6:.2f} MB "
         "of parameters, all ranks at once, no exchange",
         title_justify="left",
     )
@@ -78,3 +78,7 @@ def _strategies(rows: Iterable[tuple[str, str]]) -> Table:
     for name, missing in rows:
         table.add_row(escape(name), escape(missing) or "[green]available[/green]")
     return table
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -18,7 +18,7 @@ no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 
 def test_on_one_machine_with_a_model_of_ones_own() -> None:
     text = said([*DOCTOR, "--devices", "2", "-c", "daso.yaml"])
-    assert "2 ranks on 1 nodes; DigitReader, 0.01 MB of parameters" in " ".join(text.split())
+    assert "2 ranks on 1 node; DigitReader, 0.01 MB of parameters" in " ".join(text.split())
     assert re.search(r"within a node\s+│ 0 - 1\s+│ [\d.]+ ms\s+│ [\d.]+ MB/s", text)
     assert re.search(r"hetero_easgd\s+│ available", text)
     assert re.search(r"hetero_daso\s+│ more than one node needed: with one it trains as hetero_ddp", text)

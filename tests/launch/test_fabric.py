@@ -6,13 +6,7 @@ from lightning.fabric import Fabric
 from lightning_hetero import HeteroDDPStrategy
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        ("hetero_ddp", r"You selected an invalid strategy name: `strategy='hetero_ddp'`"),
-        (HeteroDDPStrategy(), "invalid"),
-    ],
-)
-def test_fabric_refuses(strategy, message) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("strategy", ["hetero_ddp", HeteroDDPStrategy()], ids=["string", "object"])
+def test_fabric_refuses(strategy) -> None:
+    with pytest.raises(ValueError, match="You selected an invalid strategy name"):
         Fabric(strategy=strategy, accelerator="cpu", devices=2)
