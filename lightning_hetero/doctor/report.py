@@ -41,11 +41,11 @@ def show(
 
 
 def _ranks(topology: Topology, work: Work, costs: Sequence[Cost]) -> Table:
-    table = Table(
-        title=f"{_count(topology.world, 'rank')} on {_count(len(topology.nodes), 'node')}; {escape(work.name)}, {work.size / 1e6:.2f} MB "
-        "of parameters, all ranks at once, no exchange",
-        title_justify="left",
+    title = (
+        f"{_count(topology.world, 'rank')} on {_count(len(topology.nodes), 'node')}; {escape(work.name)}, "
+        f"{work.size / 1e6:.2f} MB of parameters, all ranks at once, no exchange"
     )
+    table = Table(title=title, title_justify="left")
     for heading in ("rank", "node", "host", "device", "per step", "per sample", f"{work.samples} samples"):
         table.add_column(heading, justify="right" if heading in ("per step", "per sample") else "left")
     for rank, (place, cost) in enumerate(zip(topology.places, costs, strict=True)):
