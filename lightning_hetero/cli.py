@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             _run(_parser().parse_args(given))
     except HeteroError as error:
-        if given and (given[0] in _TRAINER or given[0].endswith(".py")):
-            raise  # from the user's own code: the traceback says where
+        if given[0] in _TRAINER or (given[0].endswith(".py") and Path(given[0]).is_file()):
+            raise  # from a training: the traceback says where
         sys.exit(f"error: {error}")
 
 

@@ -1,5 +1,6 @@
 """The commands: options are explained, YAML and scripts are run, and what is missing is said."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,12 +86,14 @@ def test_options_are_explained(entry, monkeypatch, capsys) -> None:
     expected = ["splits every global batch by measured speed", "longest wait for other ranks", "default: auto"]
     if entry.replica != "world":
         expected.append("leaves the replica out")
-    if entry.replica == "rank":
+    if entry.replica == "rank":  # by default
         expected.append("whose ranks then average gradients at every step")
     if "easgd" in entry.name:
         expected += ["how fast the center moves", 'alpha; ``"auto"``: beta / p']
     for words in expected:
         assert words.lower() in text.lower(), words
+    assert not re.search(r"(?<!, )likewise\. \(type", text)  # refers to what cannot be seen here
+    assert "as for :class:" not in text
 
 
 def test_what_is_in_force_is_printed(monkeypatch, capsys) -> None:

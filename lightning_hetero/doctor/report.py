@@ -28,9 +28,10 @@ def show(
     """Print all of it."""
     console = Console(highlight=False)
     console.print(_ranks(topology, work, costs))
-    groups = {"all ranks": range(topology.world), **{f"node {i}": node for i, node in enumerate(topology.nodes)}}
-    backends = ", ".join(f"{name}: {topology.backend(ranks)}" for name, ranks in groups.items())
-    console.print(f"Gradients travel by {backends}.\n", soft_wrap=True)
+    groups: dict[str, Sequence[int]] = {"between all ranks": range(topology.world)}
+    groups |= {f"within node {i}": node for i, node in enumerate(topology.nodes)}
+    backends = ", ".join(f"{topology.backend(ranks)} {where}" for where, ranks in groups.items())
+    console.print(f"Backends for gradients: {backends}.\n", soft_wrap=True)
     if within or between:
         console.print(_links(within, between))
     console.print(_strategies(strategies))

@@ -19,10 +19,11 @@ class EASGDVisitsStrategy(CenterStrategy):
 
     Args:
         tau: optimizer steps of its own from one visit of a replica to the next.
-        moving_rate: as for :class:`~lightning_hetero.strategies.easgd.EASGDStrategy`.
-        rho: likewise.
-        beta: likewise.
-        order: likewise.
+        moving_rate: alpha; ``"auto"``: beta / p, with beta = 0.9 if it is not given.
+        rho: instead: alpha = learning rate * rho, of the first parameter group of the first optimizer.
+        beta: how fast the center moves. Default: p alpha.
+        order: ``"jacobi"``: differences from before the replica's own step, as in the paper; ``"gauss_seidel"``: from
+            after it.
         wire: number format of what visitors send and get, where the center is a thread's.
         **kwargs: as for :class:`~lightning_hetero.strategies.centers.CenterStrategy`.
 
@@ -113,17 +114,18 @@ class EASGDAsyncStrategy(EASGDVisitsStrategy):
     Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; You, Buluc and Demmel 2017.
 
     Args:
-        tau: as for :class:`EASGDVisitsStrategy`.
-        moving_rate: likewise.
-        rho: likewise.
-        beta: likewise.
-        order: likewise.
-        wire: likewise.
+        tau: optimizer steps of its own from one visit of a replica to the next.
+        moving_rate: alpha; ``"auto"``: beta / p, with beta = 0.9 if it is not given.
+        rho: instead: alpha = learning rate * rho, of the first parameter group of the first optimizer.
+        beta: how fast the center moves. Default: p alpha.
+        order: ``"jacobi"``: differences from before the replica's own step, as in the paper; ``"gauss_seidel"``: from
+            after it.
+        wire: number format of what visitors send and get, where the center is a thread's.
         center: where it lives: ``"shared_memory"`` of one host, a ``"thread"`` of the first replica, which serves
             any, or a window of ``"mpi"``. ``"auto"``: shared memory if it can.
         debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
             fast or slow (this package's own; otherwise the center leans to the fast ones).
-        **kwargs: likewise.
+        **kwargs: as for :class:`EASGDVisitsStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -175,13 +177,15 @@ class EASGDHogwildStrategy(EASGDVisitsStrategy):
     Source: Hogwild EASGD, You, Buluc and Demmel 2017.
 
     Args:
-        tau: as for :class:`EASGDVisitsStrategy`.
-        moving_rate: likewise.
-        rho: likewise.
-        beta: likewise.
-        order: likewise.
-        debias: as for :class:`EASGDAsyncStrategy`.
-        **kwargs: likewise.
+        tau: optimizer steps of its own from one visit of a replica to the next.
+        moving_rate: alpha; ``"auto"``: beta / p, with beta = 0.9 if it is not given.
+        rho: instead: alpha = learning rate * rho, of the first parameter group of the first optimizer.
+        beta: how fast the center moves. Default: p alpha.
+        order: ``"jacobi"``: differences from before the replica's own step, as in the paper; ``"gauss_seidel"``: from
+            after it.
+        debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
+            fast or slow (this package's own; otherwise the center leans to the fast ones).
+        **kwargs: as for :class:`EASGDVisitsStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
