@@ -10,7 +10,7 @@ import pytest
 from leftovers import watched
 from matplotlib.image import imread
 
-from lightning_hetero.__main__ import main
+from lightning_hetero.cli import main
 from lightning_hetero.demo.compare import run_alone
 from lightning_hetero.demo.result import DEVICES, Result, Step
 
@@ -92,7 +92,7 @@ def test_a_failed_training_ends_the_demo_and_its_processes() -> None:
 def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "usage: python -m lightning_hetero" in capsys.readouterr().err
+    assert "usage: lightning-hetero" in capsys.readouterr().err
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
