@@ -1,14 +1,15 @@
-# `make demo` and `make test` set everything up by themselves: a virtual environment, the package, what it needs.
+# `make demo`, `make test` and `make docs` set everything up by themselves: a virtual environment, the package, what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One thread per rank, or ranks that share a machine get in each other's way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint setup clean
+.PHONY: help demo test lint docs setup clean
 help:
 	@echo "make demo   set up, then train on emulated fast and slow devices and draw what happened (2 minutes)"
 	@echo "make test   set up, then lint, type-check and test"
+	@echo "make docs   set up, then make the documentation's site, docs/_build/html/index.html"
 	@echo "make clean  remove the virtual environment and build products"
 
 setup: $(VENV)/.ready
@@ -39,5 +40,15 @@ test: lint
 	@echo "== Testing what goes by the clock, alone"
 	@$(BIN)/python -m pytest -m clock
 
+$(VENV)/.docs: $(VENV)/.ready
+	@echo "-- installing Sphinx with what the documentation uses"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	@echo "== Making the site"
+	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -49,7 +49,11 @@ class Pull:
                 raise ConfigurationError(f"{name}={value!r} must be a number of at least 0.")
 
     def alpha(self, optimizers: Sequence[Optimizer], replicas: int) -> float:
-        """Of the step that is to come, or has just been taken."""
+        """Of the step that is to come, or has just been taken.
+
+        Raises:
+            ConfigurationError: ``rho`` needs a learning rate, and there is no optimizer.
+        """
         if self.rho is not None:
             if not optimizers:
                 raise ConfigurationError(
@@ -63,7 +67,7 @@ class Pull:
         return self.moving_rate
 
     def of_center(self, alpha: float, replicas: int) -> float:
-        """Beta."""
+        """Beta: of the center."""
         return replicas * alpha if self.beta is None else self.beta
 
     @property

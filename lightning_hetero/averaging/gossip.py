@@ -104,7 +104,11 @@ class GossipAverager(Averager):
         log.log(level, "Replica %d missed replica %d: late, frozen, dead or unreachable.", self.links.index, peer)
 
     def check_finite(self, values: Sequence[Tensor]) -> bool:
-        """Whether this replica may exchange; if not, it begins again, or raises an error."""
+        """Whether this replica may exchange; if not, it begins again.
+
+        Raises:
+            NotFiniteError: it may not begin again (``on_nan="error"``).
+        """
         if all(bool(value.isfinite().all()) for value in values):
             return True
         if not self._skip:

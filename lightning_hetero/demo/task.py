@@ -45,5 +45,5 @@ class DigitReader(LightningModule):
         self.log("accuracy", self.accuracy)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam."""
+        """Adam, at a learning rate of 2e-3."""
         return torch.optim.Adam(self.parameters(), lr=2e-3)

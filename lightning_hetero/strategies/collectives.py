@@ -60,6 +60,9 @@ class Collectives(DDPStrategy):
 
         Returns:
             The result on every rank; float64 for a mean of integers, else of the same dtype.
+
+        Raises:
+            UnsupportedError: an unknown ``reduce_op``.
         """
         if not isinstance(tensor, Tensor) or self._alone():
             return tensor

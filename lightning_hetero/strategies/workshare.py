@@ -65,7 +65,11 @@ class Workshare:
         self._fresh_pass = True
 
     def begin(self) -> None:
-        """A training batch has arrived."""
+        """A training batch has arrived.
+
+        Raises:
+            DataError: its dataloader is not one that has been set up here.
+        """
         self.end()  # if nothing else has ended the last step
         if self._fresh_pass:  # starting workers and the like is not what a batch costs
             self._fresh_pass = False

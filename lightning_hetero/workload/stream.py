@@ -94,6 +94,9 @@ class SizedStream(Stream):
     """A :class:`Stream` whose number of batches is known.
 
     Args:
+        loader: as for :class:`Stream`, like the next two.
+        size_of: likewise.
+        exchange: likewise.
         length: batches until the last rank's stream ends.
     """
 

@@ -21,6 +21,7 @@ from lightning_hetero.errors import (
     DataError,
     DisagreementError,
     LaunchError,
+    ShareError,
     UnsupportedError,
 )
 
@@ -89,12 +90,12 @@ def test_a_wrong_number_of_shares(tmp_path: Path) -> None:
 
 
 def test_limits_that_cannot_be_met(tmp_path: Path) -> None:
-    refused(tmp_path, ConfigurationError, "at most [3, 3]", "8 samples", strategy={"max_batch_size": 3})
-    refused(tmp_path, ConfigurationError, "8 samples is too small", strategy={"min_batch_size": 5})
+    refused(tmp_path, ShareError, "at most [3, 3]", "8 samples", strategy={"max_batch_size": 3})
+    refused(tmp_path, ShareError, "8 samples is too small", strategy={"min_batch_size": 5})
 
 
 def test_a_batch_smaller_than_the_world(tmp_path: Path) -> None:
-    refused(tmp_path, ConfigurationError, "1 samples is too small for 2 ranks", strategy={"global_batch_size": 1})
+    refused(tmp_path, ShareError, "1 samples is too small for 2 ranks", strategy={"global_batch_size": 1})
 
 
 def test_nodes_that_do_not_add_up(tmp_path: Path) -> None:

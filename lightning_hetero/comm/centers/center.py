@@ -60,6 +60,9 @@ class Center(ABC):
     """Vectors on the CPU, in fp32 or wider, and a count of visits of each replica.
 
     To be made by all ranks together; then only leaders use it, each one call at a time.
+
+    Args:
+        job: who visits it.
     """
 
     def __init__(self, job: Job) -> None:

@@ -129,7 +129,7 @@ class Pairing:
             self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self._limit)
 
     def resume(self) -> None:
-        """Go on."""
+        """Go on, after :meth:`pause`."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()

@@ -1,0 +1,49 @@
+"""How Sphinx makes a site of these pages: `make docs`."""
+
+import importlib.metadata
+import re
+
+from docutils import nodes
+from latex2mathml.converter import convert
+
+project = "lightning-hetero"
+author = "The lightning-hetero developers"
+copyright = author
+release = importlib.metadata.version(project)
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_title = f"{project} {release}"
+html_math_renderer = "mathml"  # see below
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3  # links to headings, named as on GitHub
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+
+def _formula(display):
+    def write(writer, node):
+        writer.body.append(convert(node.astext(), display=display))
+        raise nodes.SkipNode
+
+    return write, None
+
+
+def _without_links_to_folders(app, page, source):
+    # On GitHub links lead to folders, and to texts outside of docs/, too; here these have no page.
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(?:[\w-]+/)*(?:[\w-]*|[\w-]+\.md)\)", r"\1", source[0])
+
+
+def setup(app):
+    """Called by Sphinx."""
+    # Browsers draw MathML by themselves, so that the site needs no network.
+    app.add_html_math_renderer("mathml", _formula("inline"), _formula("block"))
+    app.connect("source-read", _without_links_to_folders)
