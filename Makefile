@@ -36,7 +36,9 @@ lint: setup
 
 test: lint
 	@echo "== Testing"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not clock"
+	@echo "== Testing what goes by the clock, alone"
+	@$(BIN)/python -m pytest -m clock
 
 $(VENV)/.docs: $(VENV)/.ready
 	@echo "-- installing Sphinx with what the documentation uses"

@@ -2,10 +2,12 @@
 
 Four ranks on one machine, a step of 20 ms by delay, and 100 ms more on the last rank, which gets no smaller a share
 (balance="off"). Samples of all ranks are counted over a window in the middle of an epoch, in which no rank waits for
-the epoch's end; the fast ranks' rate is compared with that of a rank that trains alone. At the end of the epoch the
-center reads test digits that are never trained on.
+the epoch's end; the fast ranks' rate is compared with that of a rank that trains alone.
 
-    python benchmarks/straggler.py [--repeats 3]
+Then the accuracy: at the end of the epoch the center reads test digits that are never trained on. All delays are a
+quarter, which leaves the slow rank as slow beside the others, so that there is time for many seeds.
+
+    python benchmarks/straggler.py [--repeats 3] [--seeds 10]
 """
 
 import argparse
@@ -67,11 +69,11 @@ class Reader(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5 * (1 - self.momentum), momentum=self.momentum)
 
 
-def fit(name: str, late: float, seed: int) -> dict[str, Any]:
+def fit(name: str, late: float, scale: float, seed: int) -> dict[str, Any]:
     """Train for an epoch; when this rank has begun each of its steps, and what the center reads in the end."""
     pl.seed_everything(seed, verbose=False)
     ranks = int(os.environ["WORLD_SIZE"])
-    costs = [(COST, 0.0)] * (ranks - 1) + [(COST + late, 0.0)]
+    costs = [(scale * COST, 0.0)] * (ranks - 1) + [(scale * (COST + late), 0.0)]
     trainer = jobs.quiet_trainer(strategy=CONTENDERS[name](), max_epochs=1, callbacks=[EmulatedSpeed(costs)])
     module, data = Reader(0.9 if "measgd" in name else 0.0), digits(training=True)
     order = torch.arange(STEPS * BATCH * ranks) % len(data)
@@ -82,13 +84,13 @@ def fit(name: str, late: float, seed: int) -> dict[str, Any]:
     return {"steps": module.ends, "accuracy": accuracy}
 
 
-def worker(output: str, repeats: int, late: float) -> None:
+def worker(output: str, repeats: int, late: float, scale: float) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     seeds = {name: iter(range(repeats)) for name in CONTENDERS}
     results = jobs.alternate(
-        repeats, {name: lambda name=name: fit(name, late, next(seeds[name])) for name in CONTENDERS}
+        repeats, {name: lambda name=name: fit(name, late, scale, next(seeds[name])) for name in CONTENDERS}
     )
     gathered: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
     torch.distributed.all_gather_object(gathered, results)
@@ -108,23 +110,45 @@ def rates(runs: list[dict[str, Any]]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
-    alone = jobs.launch(1, str(repeats), "0.0")[0]
-    together = jobs.launch(RANKS, str(repeats), str(LATE))
+    parser.add_argument("--seeds", type=int, default=10)
+    options = parser.parse_args()
+    if options.repeats:
+        speed(options.repeats)
+    if options.seeds:
+        accuracy(options.seeds)
+
+
+def speed(repeats: int) -> None:
+    """Print who has done how much."""
+    alone = jobs.launch(1, str(repeats), "0.0", "1.0")[0]
+    together = jobs.launch(RANKS, str(repeats), str(LATE), "1.0")
     base = "hetero_easgd"
     samples = {name: [sum(rates([r[name][i] for r in together])) for i in range(repeats)] for name in CONTENDERS}
     print(f"\n{repeats} alternating runs; {jobs.machine()}\n")
-    print(f"{'':36s}{'samples over ' + base:30s}{'fast ranks over one alone':30s}accuracy of the center")
+    print(f"{'':36s}{'samples over ' + base:30s}fast ranks over one alone")
     for name in CONTENDERS:
         times = [a / b for a, b in zip(samples[name], samples[base], strict=True)]
         single = statistics.median(rates([run])[0] for run in alone[name])
         fast = [min(rates([r[name][i] for r in together])[:-1]) / single for i in range(repeats)]
-        accuracy = [100 * run["accuracy"] for run in together[0][name]]
-        print(f"{name:36s}{jobs.spread(times):30s}{jobs.spread(fast):30s}{jobs.spread(accuracy)}%")
+        print(f"{name:36s}{jobs.spread(times):30s}{jobs.spread(fast)}")
+
+
+def accuracy(seeds: int) -> None:
+    """Print what the center has learned, paired by seed."""
+    found = jobs.launch(RANKS, str(seeds), str(LATE), "0.25")[0]
+    base = [100 * run["accuracy"] for run in found["hetero_easgd"]]
+    print(f"\n{seeds} seeds; {jobs.machine()}\n")
+    print(f"{'':36s}{'accuracy of the center (sd)':30s}minus hetero_easgd (standard error)")
+    for name in CONTENDERS:
+        own = [100 * run["accuracy"] for run in found[name]]
+        apart = [a - b for a, b in zip(own, base, strict=True)]
+        error = statistics.stdev(apart) / len(apart) ** 0.5
+        mean = f"{statistics.mean(own):.2f}% ({statistics.stdev(own):.2f})"
+        print(f"{name:36s}{mean:30s}{statistics.mean(apart):+.2f} ({error:.2f})")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+        worker(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]))
     else:
         main()

@@ -72,6 +72,7 @@ def main():
         print(f"test accuracy: {metrics['test_accuracy']:.1%}")
         print(f"samples per step of each rank: {monitor.history[-1].shares}")
         print(f"all measurements: {trainer.logger.log_dir}/metrics.csv")
+        print(f"who was slowest and why, who waited: {trainer.logger.log_dir}/hetero_report/report.html")
 
 
 if __name__ == "__main__":

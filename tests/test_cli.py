@@ -1,18 +1,26 @@
-"""The strategies in a LightningCLI: their options are explained, and can be set from YAML and the command line."""
+"""The commands: options are explained, YAML and scripts are run, and what is missing is said."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from leftovers import watched
 
+from lightning_hetero.cli import main
+from lightning_hetero.strategies.registry import ENTRIES
+
+FOLDER = Path(__file__).parents[1] / "examples" / "cli"
+# Knows nothing of this package: neither the names of its strategies nor where to find them.
 SCRIPT = """
+import sys
+
 import lightning.pytorch as pl
 import torch
+from beside import SIZE
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
-
-import lightning_hetero
 
 
 class Model(pl.LightningModule):
@@ -27,14 +35,13 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_end(self) -> None:
-        if self.trainer.is_global_zero:
-            share = self.trainer.strategy.share
-            print("shares", share.planner.shares(share.step), flush=True)
+        share, rank = self.trainer.strategy.share, self.trainer.global_rank
+        print(f"rank {rank}: shares {share.planner.shares(share.step)}, started as {sys.argv[0]}", flush=True)
 
 
 class Data(pl.LightningDataModule):
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
+        return DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=SIZE)
 
 
 if __name__ == "__main__":
@@ -48,55 +55,71 @@ trainer:
   logger: false
   enable_checkpointing: false
   enable_progress_bar: false
-  strategy:
-    class_path: lightning_hetero.HeteroDDPStrategy
-    init_args:
-      balance: [3.0, 1.0]
-      timeout: 60
+  strategy: hetero_ddp
 """
-DASO = """
-  strategy:
-    class_path: lightning_hetero.DASOStrategy
-    init_args:
-      ranks_per_node: 1
-      wait: auto
-      warmup: 1 epochs
-      cooldown: 0.1
-      balance: [3.0, 1.0]
-"""
-DASO = YAML[: YAML.index("  strategy:")].replace("max_epochs: 1", "max_epochs: 2") + DASO.lstrip("\n")
-STRING = YAML[: YAML.index("  strategy:")] + "  strategy: hetero_ddp\n"
 
 
-def _run(folder: Path, *arguments: str) -> str:
-    (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "train.py", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def test_an_unchanged_script_of_several_processes(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.py").write_text(SCRIPT)
+    (tmp_path / "folder" / "beside.py").write_text("SIZE = 4")
+    (tmp_path / "config.yaml").write_text(YAML)
+    command = [sys.executable, "-m", "lightning_hetero", "folder/train.py", "fit", "-c", "config.yaml"]
+    command += ["--trainer.strategy=hetero_gossip", "--trainer.max_steps=3"]
+    with watched() as running:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert running() == []
+    assert "rank 0: shares [4, 4], started as folder/train.py" in done.stdout
+    assert f"rank 1: shares [4, 4], started as {tmp_path}/folder/train.py" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("config", "overrides", "expected"),
-    [
-        (YAML, [], "shares [6, 2]"),
-        (YAML, ["--trainer.strategy.init_args.balance=[1.0,3.0]"], "shares [2, 6]"),
-        (STRING, [], "shares [4, 4]"),
-        (STRING, ["--trainer.strategy=hetero_daso"], "shares [4, 4]"),
-        (DASO, ["--trainer.strategy.init_args.wire=bf16"], "shares [6, 2]"),
-    ],
-)
-def test_training_from_yaml(tmp_path: Path, config: str, overrides: list[str], expected: str) -> None:
-    (tmp_path / "config.yaml").write_text(config)
-    assert expected in _run(tmp_path, "fit", "-c", "config.yaml", *overrides)
+def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"error: there is no script train\.py in .*" + tmp_path.name):
+        main(["train.py"])
 
 
-def test_options_are_explained(tmp_path: Path) -> None:
-    text = _run(tmp_path, "fit", "--trainer.strategy.help", "lightning_hetero.HeteroDDPStrategy")
-    flat = " ".join(text.split())
-    assert "splits every global batch by measured speed" in flat
-    assert "longest wait for other ranks" in flat
-    text = _run(tmp_path, "fit", "--trainer.strategy.help", "lightning_hetero.DASOStrategy")
-    flat = " ".join(text.split())
-    for words in ("number format of background exchanges", "leaves the replica out", "longest wait for other ranks"):
-        assert words in flat
+@pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
+def test_options_are_explained(entry, monkeypatch, capsys) -> None:
+    text = said(["fit", "--trainer.strategy.help", f"lightning_hetero.{entry.strategy.__name__}"], monkeypatch, capsys)
+    expected = ["splits every global batch by measured speed", "longest wait for other ranks", "default: auto"]
+    if entry.replica != "world":
+        expected.append("leaves the replica out")
+    if entry.replica == "rank":  # by default
+        expected.append("whose ranks then average gradients at every step")
+    if "easgd" in entry.name:
+        expected += ["how fast the center moves", 'alpha; ``"auto"``: beta / p']
+    for words in expected:
+        assert words.lower() in text.lower(), words
+    assert not re.search(r"(?<!, )likewise\. \(type", text)  # refers to what cannot be seen here
+    assert "as for :class:" not in text
+
+
+def test_what_is_in_force_is_printed(monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    text = said(["fit", "-c", str(FOLDER / "daso.yaml"), "--print_config"], monkeypatch, capsys)
+    for words in ("class_path: lightning_hetero.DASOStrategy", "wait: auto", "rebalance_every_n_steps: 4"):
+        assert words in text
+
+
+def test_the_strategies_are_listed(monkeypatch, capsys) -> None:
+    main(["strategies"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for entry in ENTRIES:
+        assert entry.name in text
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_missing_package_is_named(command, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_hetero.cli.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install 'lightning-hetero\[cli\]'"):
+        main([command, "-c", "config.yaml"])
+
+
+def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints before it ends."""
+    monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
+    with pytest.raises(SystemExit, match=r"^(0|None)$"):
+        main(arguments)
+    return " ".join(capsys.readouterr().out.split())

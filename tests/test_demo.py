@@ -10,13 +10,14 @@ import pytest
 from leftovers import watched
 from matplotlib.image import imread
 
-from lightning_hetero.__main__ import main
+from lightning_hetero.cli import main
 from lightning_hetero.demo.compare import run_alone
 from lightning_hetero.demo.result import DEVICES, Result, Step
 
 DEMO = [sys.executable, "-m", "lightning_hetero", "demo"]
 
 
+@pytest.mark.clock
 def test_demo(tmp_path: Path) -> None:
     command = [*DEMO, "--epochs", "3", "--out", str(tmp_path)]
     with watched() as running:
@@ -34,6 +35,9 @@ def test_demo(tmp_path: Path) -> None:
         assert row in text
     assert "Emulated" in text
     assert f"{tmp_path}/demo.png" in text.replace("\n", "")
+
+    for name in ("hetero_ddp", "hetero_daso"):
+        assert "Rank 3 is the slowest, because of its compute" in (tmp_path / name / "report.html").read_text()
 
     picture = imread(tmp_path / "demo.png")
     assert min(picture.shape[:2]) > 600
@@ -88,7 +92,7 @@ def test_a_failed_training_ends_the_demo_and_its_processes() -> None:
 def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "usage: python -m lightning_hetero" in capsys.readouterr().err
+    assert "usage: lightning-hetero" in capsys.readouterr().err
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

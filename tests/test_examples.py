@@ -24,6 +24,7 @@ def test_digits(tmp_path: Path, devices: str) -> None:
         rows = list(csv.DictReader(table))
     assert sum(bool(row["hetero/waiting"]) for row in rows) > 5
     assert f"hetero/share/rank{int(devices) - 1}" in rows[0]
+    assert "samples/s" in (tmp_path / re.search(r"who waited: (.*)", output).group(1)).read_text()
 
 
 def test_torchrun_with_two_ranks_on_one_node_and_one_on_the_other(

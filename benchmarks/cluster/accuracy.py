@@ -1,6 +1,7 @@
 """Accuracy of strategies that train to the end, at equal epochs and over time, on an emulated cluster.
 
     sudo python benchmarks/cluster/accuracy.py --seeds 5                                # mean and spread
+    sudo python benchmarks/cluster/accuracy.py --seeds 5 --nodes 4 --ranks 1 ddp hetero_gossip_async:every_n_steps=4
     sudo python benchmarks/cluster/accuracy.py --rate 10mbit --picture accuracy.png     # over time, on slow links
 
 The task: two handwritten digits (scikit-learn's) on top of each other, to be told both, with test digits that are
@@ -77,16 +78,21 @@ def table(courses: list[dict[str, Any]], contenders: list[str]) -> Table:
     soonest = min(statistics.median(course[-1][0] for course in runs) for runs in of.values())
     result = Table()
     result.add_column("strategy", overflow="fold", style="bold")
-    for name in ("accuracy at the end (sd)", "range", "seconds", f"accuracy after {soonest:.0f} s"):
+    paired = f"minus {contenders[0]}, paired by seed (se)"
+    for name in ("accuracy at the end (sd)", "range", paired, "seconds", f"accuracy after {soonest:.0f} s"):
         result.add_column(name, justify="right")
+    base = [course[-1][1] for course in of[contenders[0]]]
     for name, runs in of.items():
         final = [course[-1][1] for course in runs]
         spread = statistics.stdev(final) if len(final) > 1 else 0.0
+        apart = [100 * (own - other) for own, other in zip(final, base, strict=True)]
+        error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
         then = [max((a for s, a in course if s <= soonest * 1.001), default=0.01) for course in runs]
         result.add_row(
             name,
             f"{statistics.mean(final):.2%} ({spread:.2%})",
             f"{min(final):.2%} to {max(final):.2%}",
+            "" if runs is of[contenders[0]] else f"{statistics.mean(apart):+.2f} ({error:.2f})",
             f"{statistics.median(course[-1][0] for course in runs):.0f}",
             f"{statistics.mean(then):.2%}",
         )

@@ -1,6 +1,7 @@
 """What people look at, and what lets one machine pass for several."""
 
 from lightning_hetero.callbacks.emulation import EmulatedSpeed
-from lightning_hetero.callbacks.monitor import Exchanged, HeteroMonitor, Record
+from lightning_hetero.callbacks.monitor import HeteroMonitor
+from lightning_hetero.callbacks.record import Exchanged, Record
 
 __all__ = ["EmulatedSpeed", "Exchanged", "HeteroMonitor", "Record"]

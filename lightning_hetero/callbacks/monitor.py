@@ -3,12 +3,16 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_hetero.callbacks.record import Exchanged, Record, StepRecord, View, thin
+from lightning_hetero.callbacks.report import fit_of, write
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.replicas import ReplicaStrategy
@@ -18,67 +22,11 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class Record(NamedTuple):
-    """What the ranks told each other at one exchange; of times and samples, the mean per step since the one before.
-
-    Attributes:
-        step: batches done when it was taken in.
-        shares: samples of a full batch that each rank is to take, by the plan in force.
-        samples: samples that each rank processed.
-        compute: seconds of each rank's own work.
-        wait: seconds that each rank waited for others.
-    """
-
-    step: int
-    shares: tuple[int, ...]
-    samples: tuple[float, ...]
-    compute: tuple[float, ...]
-    wait: tuple[float, ...]
-
-    @property
-    def samples_per_s(self) -> tuple[float, ...]:
-        """Speed of each rank while it works."""
-        return tuple(n / seconds for n, seconds in zip(self.samples, self.compute, strict=True))
-
-    @property
-    def throughput(self) -> float:
-        """Samples per second of the whole job."""
-        return sum(self.samples) * len(self.samples) / (sum(self.compute) + sum(self.wait))
-
-    @property
-    def waiting(self) -> float:
-        """Fraction of all ranks' time that was spent waiting."""
-        return sum(self.wait) / (sum(self.compute) + sum(self.wait))
-
-
-class Exchanged(NamedTuple):
-    """What replicas' exchanges have cost this one since the start of the fit, and where the algorithm stands.
-
-    Attributes:
-        step: batches done.
-        exchanges: with other replicas, averages for validation and checkpoints among them.
-        bytes: sent to other replicas.
-        hidden: seconds for which an exchange was under way while this rank trained.
-        exposed: seconds for which this rank waited for one.
-        distance: RMS distance of the replicas from their mean at the latest exchange (Euclidean, over all values).
-        status: the algorithm's own numbers and words, such as its phase.
-    """
-
-    step: int
-    exchanges: int
-    bytes: int
-    hidden: float
-    exposed: float
-    distance: float
-    status: dict[str, float | str]
-
-
 class HeteroMonitor(Callback):
     """Logs how a strategy of this package splits batches and brings replicas together, and what comes of it.
 
     Whenever the ranks have exchanged their measurements (``rebalance_every_n_steps``; where there are several replicas,
-    when they meet) the Trainer's loggers get, of
-    each rank ``i``::
+    when they meet) the Trainer's loggers get, of each rank ``i``::
 
         hetero/share/rank{i}          samples per step
         hetero/samples_per_s/rank{i}  its own speed while it works
@@ -106,19 +54,32 @@ class HeteroMonitor(Callback):
     The progress bar shows the algorithm's numbers and words, and the part of the latest exchange's time that was
     hidden.
 
-    It exchanges nothing itself. With accumulation, a step here is one batch.
+    It exchanges nothing itself while ranks train. With accumulation, a step here is one batch.
+
+    At the end of a fit rank 0 writes a report, ``report.html``: who was slowest and why, who waited, how batches were
+    split, what exchanges cost; its pictures as PNG (with matplotlib, extra ``plots``); its figures as
+    ``figures.json``. For this the ranks meet once before the first step, to set their clocks, and once after the last,
+    so give the callback to all of them. If an error ends the fit, nobody meets: rank 0 reports what it has seen itself.
+
+    Args:
+        report: folder for the report, relative to the logger's folder of this run, or without a logger to
+            ``Trainer(default_root_dir)``; an earlier fit's is replaced. None, and ``fast_dev_run``, write nothing.
 
     Attributes:
-        history: everything logged so far of shares, on every rank; in memory only.
+        history: everything logged of shares, on every rank; older records are thinned out, so that there are never
+            more than 2048.
         exchanges: likewise of exchanges, of this rank.
         pairings: under gossip, once a fit has ended: of each replica, its completed exchanges with each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: str | Path | None = "hetero_report") -> None:
         self.history: list[Record] = []
         self.exchanges: list[Exchanged] = []
-        self._seen: object = None
         self.pairings: list[list[int]] | None = None
+        self.report = report
+        self._folder: str | None = None  # for the report of the running fit
+        self._steps: StepRecord | None = None  # of the running fit, if it is to be reported
+        self._seen: object = None
         self._at = math.nan  # when the latest exchange was seen
 
     @override
@@ -135,6 +96,19 @@ class HeteroMonitor(Callback):
             )
 
     @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Set all ranks' clocks to 0, as near to each other as one meeting allows."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, HeteroStrategy)
+        folder = trainer.log_dir or trainer.default_root_dir  # collective
+        wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
+        [report, *_] = gather(wanted, "the ranks to set their clocks for HeteroMonitor")
+        if report is not None:
+            self._folder = report if "://" in str(report) else _within(folder, report)
+            self._steps = StepRecord(time.perf_counter(), strategy.share.step)
+            strategy.share.watchers.append(self._steps.add)
+
+    @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
         """Log what is new."""
         strategy = trainer.strategy
@@ -145,12 +119,49 @@ class HeteroMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Say who has met whom, under gossip."""
+        """Say who has met whom, under gossip, and write the report (collective)."""
         strategy = trainer.strategy
+        assert isinstance(strategy, HeteroStrategy)
         if isinstance(strategy, ReplicaStrategy):
             self.pairings = strategy.pairings
             if self.pairings:
                 rank_zero_info(_pairing_table(self.pairings))
+        if self._steps is not None:
+            view = self._stop_watching(strategy)
+            views = gather(view, "what HeteroMonitor has seen")
+            if trainer.is_global_zero and all(views):
+                self._write(strategy, pl_module, views)
+
+    @override
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Write what this rank has seen, if it is rank 0; the others may be gone."""
+        strategy = trainer.strategy
+        if self._steps is not None and isinstance(strategy, HeteroStrategy):
+            view = self._stop_watching(strategy)
+            if trainer.is_global_zero and view is not None:
+                what = str(exception).strip().split("\n")[0]
+                self._write(strategy, pl_module, [view], f"{type(exception).__name__}{what and f': {what}'}")
+
+    def _stop_watching(self, strategy: HeteroStrategy) -> View | None:
+        """What has been seen; nothing if there was no step."""
+        steps, self._steps = self._steps, None
+        assert steps is not None
+        strategy.share.watchers.remove(steps.add)
+        if not steps.beginning:
+            return None
+        found = steps.stretches, steps.beginning, steps.end, steps.background
+        return View(strategy.global_rank, *found, list(self.exchanges))
+
+    def _write(
+        self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[View], ended: str | None = None
+    ) -> None:
+        assert self._folder is not None
+        try:
+            where = write(self._folder, fit_of(strategy, type(module).__name__, views, ended))
+        except Exception as error:  # whatever it is, the training is worth more than its report
+            rank_zero_warn(f"HeteroMonitor could not write its report to {self._folder}: {error!r}")
+        else:
+            rank_zero_info(f"HeteroMonitor: who was slowest and why, who waited, what it cost: {where}")
 
     def _see_exchanges(self, trainer: "pl.Trainer", strategy: ReplicaStrategy) -> None:
         traffic = strategy.traffic
@@ -161,17 +172,20 @@ class HeteroMonitor(Callback):
         record = Exchanged(strategy.share.step, *costs, strategy.status())
         last = self.exchanges[-1] if self.exchanges else record._replace(exchanges=0, hidden=0.0, exposed=0.0)
         self.exchanges.append(record)
+        thin(self.exchanges)
         names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
         numbers = {name: value for name, value in record.status.items() if not isinstance(value, str)}
         now = time.perf_counter()
+        spent = hidden - last.hidden, traffic.exposed - last.exposed
+        if self._steps is not None and spent[0] > 0:
+            self._steps.hidden(now - sum(spent), now - spent[1])  # its wait, if any, came last
         pace = (traffic.exchanges - last.exchanges) / (now - self._at)
         self._at = now
         known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
         self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
         short = {name: value for name, value in record.status.items() if "/" not in name}  # not of each replica
         shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
-        lately = hidden - last.hidden, traffic.exposed - last.exposed
-        shown["hidden"] = f"{max(lately[0], 0.0) / sum(lately):.0%}" if sum(lately) > 0 else ""
+        shown["hidden"] = f"{max(spent[0], 0.0) / sum(spent):.0%}" if sum(spent) > 0 else ""
         trainer.progress_bar_metrics.update(shown)  # type: ignore[arg-type]
 
     def _see_reports(self, trainer: "pl.Trainer", share: Workshare) -> None:
@@ -186,6 +200,7 @@ class HeteroMonitor(Callback):
         shares = share.planner.shares(share.step - 1) if planned else map(round, samples)
         record = Record(share.step, tuple(shares), samples, compute, wait)
         self.history.append(record)
+        thin(self.history)
         self._log(trainer, _metrics(record))
         # `self.log(..., prog_bar=True)` takes numbers only and costs a hundred times as much; bars show text as well.
         trainer.progress_bar_metrics.update(_texts(record))  # type: ignore[arg-type]
@@ -195,6 +210,10 @@ class HeteroMonitor(Callback):
         for logger in trainer.loggers:
             named = {f"hetero/{name}": float(value) for name, value in metrics.items()}
             logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _within(folder: str, report: str | Path) -> str:
+    return f"{folder.rstrip('/')}/{report}" if "://" in folder else str(Path(folder) / report)
 
 
 def _metrics(record: Record) -> dict[str, float]:

@@ -13,7 +13,7 @@ from lightning_hetero.comm.scratch import Scratch
 Wire = Literal["fp32", "bf16", "fp16"]
 #: PyTorch 2.13 renames it. Unlike ``all_gather`` it needs no memory of its own.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-PIECE, AHEAD = 1 << 16, 2  # elements of a message; messages under way each way. On the link: 256 KiB
+PIECE, AHEAD = 1 << 14, 4  # elements of a message; messages under way each way. On the link: 128 KiB
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

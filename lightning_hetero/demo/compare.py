@@ -46,6 +46,8 @@ def demo(out: Path, epochs: int) -> None:
         results.append(Result.load(path))
     console.print(table(results))
     console.print(notes(results))
+    for name in STRATEGIES[1:]:
+        console.print(f"HeteroMonitor's report on {name}: {out / name / 'report.html'}", soft_wrap=True)
     console.print(f"A picture of who worked and who waited: {draw(results, out / 'demo.png')}", soft_wrap=True)
 
 

@@ -7,11 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from lightning_hetero.callbacks.canvas import WAITING, colours, lane, lanes
 from lightning_hetero.demo.result import DEVICES, GLOBAL_BATCH, Result
 
-#: Okabe and Ito's colours, which colour-blind people can tell apart, too.
-COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
-WAITING = "#DDDDDD"
+COLOURS = colours(len(DEVICES))
 #: The part of the trainings that the time lines show, in seconds: long enough to see the split change.
 SHOWN = 4.0
 
@@ -49,18 +48,14 @@ def draw(results: Sequence[Result], path: Path) -> Path:
 def _draw_time_line(axis: Axes, result: Result) -> None:
     began = min(steps[0].start for steps in result.ranks)
     for rank, (steps, colour) in enumerate(zip(result.ranks, COLOURS, strict=True)):
-        lane = (rank - 0.4, 0.8)
-        axis.broken_barh([(s.start - began, s.work + s.wait) for s in steps], lane, facecolor=WAITING)
-        axis.broken_barh([(s.start - began, s.work) for s in steps], lane, facecolor=colour)
+        lane(axis, rank, [(s.start - began, s.work + s.wait) for s in steps], WAITING)
+        lane(axis, rank, [(s.start - began, s.work) for s in steps], colour)
     done = sum(step.start + step.work + step.wait <= began + SHOWN for step in result.ranks[0])
     axis.set_title(f"{result.strategy}: {done} steps in the first {SHOWN:.0f} seconds", loc="left", weight="bold")
     axis.set_xlabel("seconds since training began")
     axis.set_xlim(0, SHOWN)
     speeds = [f"rank {rank}\n{1e3 * cost.per_sample:.0f} ms per image" for rank, cost in enumerate(DEVICES)]
-    axis.set_yticks(range(len(DEVICES)), speeds)
-    axis.invert_yaxis()
-    axis.tick_params("y", length=0)
-    axis.spines[["top", "right", "left"]].set_visible(False)
+    lanes(axis, speeds)
 
 
 def _draw_split(axis: Axes, result: Result) -> None:

@@ -33,7 +33,7 @@ def train(strategy: str, epochs: int, path: Path) -> None:
     stopwatch = Stopwatch()
     callbacks = [EmulatedSpeed(DEVICES), stopwatch, Bar(strategy)]
     if strategy.startswith("hetero"):
-        callbacks.insert(0, HeteroMonitor())
+        callbacks.insert(0, HeteroMonitor(path.with_suffix("")))  # its report lies beside the result
     trainer = Trainer(
         strategy=DASOStrategy(ranks_per_node=2) if strategy == "hetero_daso" else strategy,
         accelerator="cpu",
@@ -88,7 +88,7 @@ class Stopwatch(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """A step ends."""
-        [(samples, work, wait)] = self._timer.lap(len(batch[0]))
+        [(samples, work, wait, *_)] = self._timer.lap(len(batch[0]))
         if isinstance(trainer.strategy, ReplicaStrategy):  # it waits for other nodes after the optimizer's step
             exposed = trainer.strategy.traffic.exposed
             work, wait = work - (exposed - self._exposed), wait + exposed - self._exposed

@@ -13,6 +13,8 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_hetero.launch.script import passed_on
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -37,7 +39,8 @@ class ObservedLauncher(_SubprocessScriptLauncher):
         if self.cluster_environment.creates_processes_externally:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        self._call_children_scripts()
+        with passed_on():
+            self._call_children_scripts()
         observer = Observer(self.procs, self.grace)
         observer.start()
         _set_num_threads_if_needed(num_processes=self.num_processes)

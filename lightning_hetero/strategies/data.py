@@ -9,6 +9,7 @@ from lightning_hetero.strategies.evaluation import Evaluation
 from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.workshare import Workshare
 from lightning_hetero.workload.sampler import Position
+from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -18,6 +19,7 @@ class Data(Evaluation):
     """Replaces samplers by those that follow the plan, and knows where in an epoch the Trainer stands."""
 
     share: Workshare  # once the ranks have met
+    _timer: StepTimer
 
     @property
     @override
@@ -50,6 +52,9 @@ class Data(Evaluation):
 
     def _begin_pass(self) -> Position:
         self.share.begin_pass()
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if fetcher is not None:  # it may be another one in each epoch
+            fetcher._start_profiler, fetcher._stop_profiler = self._timer.fetching, self._timer.fetched
         return self._position()
 
     def _position(self) -> Position:

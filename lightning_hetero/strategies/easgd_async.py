@@ -130,7 +130,8 @@ class EASGDHogwildStrategy(EASGDVisitsStrategy):
     Source: Hogwild EASGD, You, Buluc and Demmel 2017.
 
     Args:
-        debias: as for :class:`EASGDAsyncStrategy`.
+        debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
+            fast or slow (this package's own; otherwise the center leans to the fast ones).
         **kwargs: as for :class:`EASGDVisitsStrategy`.
 
     Raises:

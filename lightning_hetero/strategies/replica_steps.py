@@ -184,7 +184,7 @@ class ReplicaSteps(HeteroStrategy):
                 "hetero_ddp."
             )
         if self._averages:
-            with self._timer.waiting(), self._meeting():
+            with self._timer.waiting(exchange=True), self._meeting():
                 self.averager.before_step(self.context(epoch_ends=False))
 
     def _after_window(self) -> None:
@@ -194,7 +194,7 @@ class ReplicaSteps(HeteroStrategy):
         if self._averages:
             context = self.context(self._epoch_ends())
             met = self.averager.blocking and self.averager.due(context)
-            with self._timer.waiting(), self._meeting():
+            with self._timer.waiting(exchange=True), self._meeting():
                 self.averager.after_step(context)
             self._say()
             if met:

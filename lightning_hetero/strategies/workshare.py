@@ -17,7 +17,7 @@ from lightning_hetero.workload.cost import CostModel
 from lightning_hetero.workload.planner import Planner, Report
 from lightning_hetero.workload.sampler import Drawn
 from lightning_hetero.workload.stream import Tally
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.workload.timer import Lap, StepTimer
 
 
 class Workshare:
@@ -55,7 +55,8 @@ class Workshare:
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self._stop_requested = stop_requested
         self.drawn: Drawn | None = None  # of the running step, None between steps
-        self._laps: list[tuple[float, float, float]] = []  # samples, work, wait of each step since the last report
+        self._laps: list[Lap] = []  # since the last report
+        self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
 
     def begin_pass(self) -> None:
@@ -89,6 +90,8 @@ class Workshare:
         for lap in self.timer.lap(max(int(self.drawn.samples), 1)):
             self.cost.observe(lap.samples, lap.work)
             self._laps.append(lap)
+            for watcher in self.watchers:
+                watcher(lap)
         self.drawn, self._weighing = None, None
         self.step += 1
         if self._report_due(self.step):
@@ -150,7 +153,9 @@ class Workshare:
 
     def _report(self) -> Report:
         count = max(len(self._laps), 1)
-        samples, work, wait = (sum(column) / count for column in zip(*self._laps, (0.0, 0.0, 0.0), strict=True))
+        samples, work, wait = (
+            sum(column) / count for column in zip(*(lap[:3] for lap in self._laps), (0.0, 0.0, 0.0), strict=True)
+        )
         self._laps = []
         error = self.cost.error(max(int(samples), 1))
         stop = float(self._stop_requested())

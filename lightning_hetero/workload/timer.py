@@ -17,11 +17,17 @@ class Lap(NamedTuple):
         samples: samples that it processed, a filler included.
         work: seconds of its own work: loading data, forward, backward, optimizer, callbacks.
         wait: seconds in which it could only wait for other ranks.
+        data: of the work, seconds in which the next batch was fetched.
+        exchange: of the wait, seconds that an exchange between replicas took from the training thread.
+        began: when the step began, by the timer's clock.
     """
 
     samples: int
     work: float
     wait: float
+    data: float
+    exchange: float
+    began: float
 
 
 class StepTimer:
@@ -50,14 +56,16 @@ class StepTimer:
 
     def restart(self) -> None:
         """Begin a step here: forget what has been measured of the running one."""
-        self._work = self._wait = 0.0
+        self._work = self._wait = self._data = self._exchange = 0.0
         self._ready = None
+        self._loading: tuple[float, float] | None = None  # when fetching began, and what had been waited until then
         self._spans = []
         self._resume()
+        self._began = self._since
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time in this block is waiting for others."""
+    def waiting(self, exchange: bool = False) -> Iterator[None]:
+        """Time in this block is waiting for others, or goes to an ``exchange`` between replicas."""
         if self._depth == 0:
             self._pause()
         self._depth += 1
@@ -67,13 +75,26 @@ class StepTimer:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._wait += self._clock() - began
+                seconds = self._clock() - began
+                self._wait += seconds
+                self._exchange += seconds if exchange else 0.0
                 self._resume()
 
     @property
     def waited(self) -> float:
         """Seconds that the running step has waited so far, but for a backward pass that has not returned."""
         return self._wait
+
+    def fetching(self) -> None:
+        """The next batch is being fetched from here on: this rank's own work, but for what it waits meanwhile."""
+        self._loading = self._clock(), self._wait
+
+    def fetched(self) -> None:
+        """The next batch is here."""
+        if self._loading is not None:  # or the step has been restarted meanwhile
+            began, waited = self._loading
+            self._data += self._clock() - began - (self._wait - waited)
+            self._loading = None
 
     def watch(self, loss: Tensor) -> None:
         """Note when the backward pass of ``loss`` has done all of this rank's own work."""
@@ -90,7 +111,9 @@ class StepTimer:
     def lap(self, samples: int) -> list[Lap]:
         """End a step of ``samples`` samples here and begin the next; returns the laps known by now, oldest first."""
         self._pause()
-        self._pending.append((Lap(samples, self._work, self._wait), self._spans))
+        self._pending.append(
+            (Lap(samples, self._work, self._wait, self._data, self._exchange, self._began), self._spans)
+        )
         self.restart()
         known = []
         while self._pending and all(end.query() for _, end in self._pending[0][1]):

@@ -37,7 +37,7 @@ class Endless(IterableDataset):
 
 
 def _fit(balance: Any = "auto", every: int = 4, data: Any = None, epochs: int = 1, **options: Any) -> dict[str, Any]:
-    monitor, logger, bar = HeteroMonitor(), Memory(), TQDMProgressBar()
+    monitor, logger, bar = HeteroMonitor(report=None), Memory(), TQDMProgressBar()
     strategy = HeteroDDPStrategy(balance=balance, rebalance_every_n_steps=every, timeout=60)
     settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar], **options}
     trainer = pl.Trainer(strategy=strategy, max_epochs=epochs, **settings)
@@ -109,7 +109,7 @@ def test_one_rank() -> None:
 
 
 def test_other_strategies_are_refused() -> None:
-    trainer = pl.Trainer(devices=1, max_steps=1, callbacks=[HeteroMonitor()], **FAST)
+    trainer = pl.Trainer(devices=1, max_steps=1, callbacks=[HeteroMonitor(report=None)], **FAST)
     with pytest.raises(UnsupportedError, match=r"SingleDeviceStrategy does not do.*hetero_ddp"):
         trainer.fit(Net(), DataLoader(dataset(), batch_size=4))
 
@@ -122,7 +122,7 @@ def test_derived_numbers() -> None:
 
 
 def _fit_replicas(strategy: Any) -> dict[str, Any]:
-    monitor, logger, bar = HeteroMonitor(), Memory(), TQDMProgressBar()
+    monitor, logger, bar = HeteroMonitor(report=None), Memory(), TQDMProgressBar()
     settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar]}
     trainer = pl.Trainer(strategy=strategy(), max_epochs=1, **settings)
     trainer.fit(Net(), DataLoader(dataset(160), batch_size=4))

@@ -14,6 +14,8 @@ from test_gossip_pairing import Member, Proxy, team
 
 from lightning_hetero.comm.gossip.pairing import ANY
 
+pytestmark = pytest.mark.clock
+
 ranks = sys.modules["ranks"]
 assert homes.HERE
 

@@ -17,6 +17,8 @@ from namespaces import Link, linked
 from test_gossip_pairing import Member, Proxy
 from test_gossip_pushing import Giver
 
+pytestmark = pytest.mark.clock
+
 ranks = sys.modules["ranks"]
 assert homes.HERE
 COUNT, LIMIT, START = 4, 0.4, [0.0, 40.0, -80.0, 600.0]

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from ranks import run
 from tasks import FAST, Net, dataset
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
 from lightning_hetero.workload.shares import Cost, makespan, split
+
+pytestmark = pytest.mark.clock
 
 FIXED, PER_SAMPLE = 0.010, (0.002, 0.002, 0.004, 0.008)  # seconds, seconds per sample
 CHANGED = (0.002, 0.008, 0.004, 0.002)

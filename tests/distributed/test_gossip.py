@@ -7,6 +7,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from center_tasks import SHARES as BY_WORLD
@@ -204,7 +205,9 @@ class NoCollectives(pl.Callback):
 
 def test_no_collective_within_an_epoch() -> None:
     cases = [PAIRS[0], PLAIN[0], SUMS[0], ASYNC]
-    for results in run(each, 3, cases, Line, [NoCollectives, HeteroMonitor], epochs=2, nodes=[1, 1, 1]):
+    for results in run(
+        each, 3, cases, Line, [NoCollectives, lambda: HeteroMonitor(report=None)], epochs=2, nodes=[1, 1, 1]
+    ):
         assert all(result["traffic"]["exchanges"] > 0 for result in results)
 
 
@@ -248,6 +251,7 @@ def _sleeping() -> Any:
     return sleeper.slept, sleeper.times, sleeper.met
 
 
+@pytest.mark.clock
 def test_a_sleeper_holds_nobody_up() -> None:
     results = run(_sleeping, 3, nodes=[1, 1, 1])
     began, ended = results[2][0]

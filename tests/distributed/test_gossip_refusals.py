@@ -108,7 +108,7 @@ def _nodes() -> Any:
     results = []
     for kind, options in FORMS:
         keep = Keep()
-        callbacks = [StartAt([6.0, 6.0, -3.0]), keep, Pause(), HeteroMonitor()]
+        callbacks = [StartAt([6.0, 6.0, -3.0]), keep, Pause(), HeteroMonitor(report=None)]
         given = {"replica": "node", **options}
         found = fit(kind, Line(lr=0.0), epochs=3, trainer={"callbacks": callbacks}, **given)
         results.append({**found, **keep.known})

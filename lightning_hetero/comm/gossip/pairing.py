@@ -82,7 +82,7 @@ class Pairing:
         self._whom: list[int] = []  # to ask
         self._ask_at = 0.0
         self._swap: Swap | None = None
-        self.peers = Peers(me, job, interface, self._attend)
+        self.peers = Peers(me, job, interface, self._attend, heard_stop=self._wake)
         threading.Thread(target=self._ask_around, name="hetero-gossip-asker", daemon=True).start()
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
@@ -108,9 +108,9 @@ class Pairing:
             self._changed.notify_all()
 
     def result(self, wait: float = 0.0) -> Swap | None:
-        """What the offer has brought, if it has within so many seconds."""
+        """What the offer has brought, if it has within so many seconds; waits no longer once all are to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._state is _State.CLOSED, wait)
+            self._changed.wait_for(lambda: self._state is _State.CLOSED or self.peers.stop, wait)
             return self._swap if self._state is _State.CLOSED else None
 
     def withdraw(self) -> Swap | None:
@@ -279,6 +279,10 @@ class Pairing:
         elif self._state is _State.ENGAGED:
             self._state = _State.OPEN
         self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _soon(self, times: float = 1.0) -> float:
         return time.monotonic() + times * self._limit

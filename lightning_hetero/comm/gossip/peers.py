@@ -45,6 +45,7 @@ class Peers:
         interface: address to listen on, of the network between the peers.
         attend: goes on from a peer's first message to the end of an exchange; on a thread of its own.
         into: gives the place for the vectors of a first message.
+        heard_stop: called when a peer has said that all are to stop.
 
     Attributes:
         address: where others reach this peer.
@@ -60,10 +61,11 @@ class Peers:
         interface: str,
         attend: Callable[[Channel, Message], None],
         into: Callable[[Kind], Sequence[Tensor]] = nowhere,
+        heard_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.me, self.job, self.refused = me, job, Counter[str]()
         self.ledger, self.stop = Ledger(), False
-        self._attend, self._into = attend, into
+        self._attend, self._into, self._heard_stop = attend, into, heard_stop
         self._addresses: dict[int, Address] = {}
         self._listener = socket.create_server((interface, 0), backlog=128)
         self.address: Address = self._listener.getsockname()[:2]
@@ -182,8 +184,9 @@ class Peers:
             if message.kind is Kind.COUNTED and len(message.numbers) == 1:
                 counted = self.ledger.settle(message.sender, message.numbers[0])
                 channel.send(Kind.YES if counted else Kind.NO, (), (), time.monotonic() + self.job.deadline)
-            elif message.kind is Kind.STOP:
+            elif message.kind is Kind.STOP and not message.numbers:
                 self.stop = True
+                self._heard_stop()
             else:
                 self._attend(channel, message)
 

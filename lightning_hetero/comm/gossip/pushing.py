@@ -59,7 +59,7 @@ class Pushing:
         self._free: list[list[Tensor]] = []
         self._absent: set[int] = set()  # from whom nothing has come when it was waited for
         self._number = float(time.time_ns() // 1000)  # of this peer's pushes
-        self.peers = Peers(me, job, interface, self._attend, self._place)
+        self.peers = Peers(me, job, interface, self._attend, self._place, self._wake)
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
         """Learn where peers of this host lay their values."""
@@ -93,14 +93,14 @@ class Pushing:
         """Take all that has come, in the order of rounds and peers.
 
         Waits for a round's pushes from some peers for at most so many seconds; for who has been waited for in vain, not
-        again until something has come from it.
+        again until something has come from it. Once all are to stop it does not wait.
         """
 
         def here() -> set[int]:
             return {push.peer for push in self._arrived if push.turn >= turn}
 
         with self._changed:
-            self._changed.wait_for(lambda: set(sources) - self._absent <= here(), wait)
+            self._changed.wait_for(lambda: self.peers.stop or set(sources) - self._absent <= here(), wait)
             self._absent |= set(sources) - here()
             # A fast peer may already be a round ahead: what it has sent then stays for then.
             taken = sorted((push for push in self._arrived if push.turn <= turn), key=lambda push: push[:2][::-1])
@@ -153,6 +153,10 @@ class Pushing:
     def _memory(self) -> list[Tensor]:
         with self._changed:
             return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _soon(self, times: float = 1.0) -> float:
         return time.monotonic() + times * self._limit

@@ -1,0 +1,74 @@
+"""What the report's pictures have in common."""
+
+import io
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+#: Okabe and Ito's colours, which colour-blind people can tell apart, too.
+RANKS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#555555")
+WAITING = "#D9D9D9"
+
+
+class Picture(NamedTuple):
+    """A picture with its words.
+
+    Attributes:
+        name: of its file, without the ending.
+        title: what it shows.
+        caption: how to read it.
+        png: the file.
+    """
+
+    name: str
+    title: str
+    caption: str
+    png: bytes
+
+
+def colours(count: int) -> list[str]:
+    """One colour per rank."""
+    if count <= len(RANKS):
+        return list(RANKS[:count])
+    return [to_hex(colormaps["viridis"](i / (count - 1))) for i in range(count)]
+
+
+def lane(axis: Axes, row: float, spans: Sequence[tuple[float, float]], colour: str, height: float = 0.8) -> None:
+    """Draw spans of time, each as (start, length) in seconds, in one row of a time line."""
+    axis.broken_barh(list(spans), (row - height / 2, height), facecolor=colour)
+
+
+def lanes(axis: Axes, labels: Sequence[str]) -> None:
+    """Make a plot a time line with one labelled row per rank."""
+    axis.set_yticks(range(len(labels)), labels)
+    axis.set_ylim(len(labels) - 0.4, -0.6)
+    axis.tick_params("y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def plane(x: str, y: str) -> tuple[Figure, Axes]:
+    """A wide plot with labelled axes."""
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    axis = figure.subplots()
+    dress(axis, x, y)
+    return figure, axis
+
+
+def dress(axis: Axes, x: str, y: str) -> None:
+    """Label the axes of a plot, and take away what is not needed."""
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
+    """The figure as a file with its words."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return Picture(name, title, caption, file.getvalue())

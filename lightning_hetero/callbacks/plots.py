@@ -1,0 +1,184 @@
+"""The pictures of the report: matplotlib, drawn without a display."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from lightning_hetero.callbacks.canvas import WAITING, Picture, colours, lane, lanes, picture, plane
+from lightning_hetero.callbacks.exchange_plots import course, exchanges, pairs
+from lightning_hetero.callbacks.record import Fit, Stretch, View, coarser
+
+PARTS = {
+    "data": ("#E69F00", "loads data"),
+    "compute": ("#0072B2", "computes"),
+    "wait": (WAITING, "waits for other ranks"),
+    "exchange": ("#D55E00", "exposed exchange between replicas"),
+}
+HIDDEN = ("#009E73", "hidden exchange, in the background")
+#: Most lanes of a time line, and most points of a curve.
+LANES, POINTS = 16, 60
+#: A time line shows about so many steps.
+SHOWN = 16
+
+
+def draw(fit: Fit) -> list[Picture]:
+    """All pictures that this fit has something to show in."""
+    return [
+        picture
+        for artist in (_time_lines, _parts, _shares, _speeds, exchanges, course, pairs)
+        if (picture := artist(fit))
+    ]
+
+
+def _time_lines(fit: Fit) -> Picture:
+    views = _slowest(fit)
+    figure = Figure(figsize=(12, 1.6 + 0.5 * len(views)), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    windows = _window([v.beginning for v in views], False), _window([v.end for v in views], True)
+    for axis, steps, window, title in zip(
+        axes, ([v.beginning for v in views], [v.end for v in views]), windows, ("the beginning", "the end"), strict=True
+    ):
+        for row, (view, own) in enumerate(zip(views, steps, strict=True)):
+            for part, spans in _spans(own):
+                lane(axis, row, spans, PARTS[part][0])
+            lane(axis, row + 0.46, [(a, b - a) for a, b in view.background], HIDDEN[0], height=0.1)
+        axis.set_xlim(*window)
+        axis.set_title(title, loc="left", weight="bold")
+        axis.set_xlabel("seconds since the ranks started together")
+    lanes(axes[0], [f"rank {view.rank}" for view in views])
+    axes[1].spines[["top", "right", "left"]].set_visible(False)
+    axes[1].tick_params("y", length=0)
+    shown = [part for part in PARTS if any(getattr(s, part) > 0 for v in views for s in v.stretches)]
+    handles = [Patch(color=PARTS[part][0], label=PARTS[part][1]) for part in shown]
+    handles += [Patch(color=HIDDEN[0], label=HIDDEN[1])] if any(v.background for v in views) else []
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    return picture(
+        figure,
+        "timeline",
+        "Who works and who waits",
+        "One row per rank, time from left to right: the less grey and red, the better. Blank is what lies between "
+        "steps, such as validation. Within a step the parts are drawn in a fixed order." + _fewer(fit),
+    )
+
+
+def _slowest(fit: Fit) -> list[View]:
+    """The slowest ranks, where there are too many, in the order of ranks."""
+    return sorted(sorted(fit.views, key=_speed)[:LANES], key=lambda view: view.rank)
+
+
+def _fewer(fit: Fit) -> str:
+    return f" Of {len(fit.views)} ranks the {LANES} slowest are shown." if len(fit.views) > LANES else ""
+
+
+def _speed(view: View) -> float:
+    own = view.settled
+    return own.samples / max(own.data + own.compute, 1e-12)
+
+
+def _window(ranks: Sequence[Sequence[Stretch]], at_the_end: bool) -> tuple[float, float]:
+    """A span of time in which every rank's steps are known, and about ``SHOWN`` of the slowest's lie."""
+    covered = [(steps[0].began, steps[-1].began + steps[-1].seconds) for steps in ranks]
+    length = SHOWN * max((end - began) / len(steps) for (began, end), steps in zip(covered, ranks, strict=True))
+    if at_the_end:
+        last = max(end for _, end in covered)
+        return max(last - length, max(began for began, _ in covered)), last
+    first = min(began for began, _ in covered)
+    return first, min(first + length, min(end for _, end in covered))
+
+
+def _spans(steps: Sequence[Stretch]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """For each part of a step, in the order in which parts are drawn, its (start, length) in all steps."""
+    at = [step.began for step in steps]
+    for part in ("exchange", "data", "compute", "wait"):  # an exchange follows the step whose lap is over
+        lengths = [getattr(step, part) for step in steps]
+        yield part, list(zip(at, lengths, strict=True))
+        at = [start + length for start, length in zip(at, lengths, strict=True)]
+
+
+def _parts(fit: Fit) -> Picture:
+    views = _slowest(fit)
+    figure = Figure(figsize=(12, 1.3 + 0.36 * len(views)), layout="constrained")
+    axis = figure.subplots()
+    left = [0.0] * len(views)
+    for part, (colour, label) in PARTS.items():
+        widths = [100 * getattr(v.settled, part) / max(v.settled.seconds, 1e-12) for v in views]
+        if any(widths):
+            axis.barh(range(len(widths)), widths, left=left, color=colour, label=label, height=0.8)
+        for row, (start, width) in enumerate(zip(left, widths, strict=True)):
+            if width >= 4:
+                dark = part in ("compute", "exchange")
+                axis.text(start + width / 2, row, f"{width:.0f}%", ha="center", va="center", color="w" if dark else "k")
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    lanes(axis, [f"rank {view.rank}" for view in views])
+    axis.set_xlim(0, 100)
+    axis.set_xlabel("% of the time of the second half's steps")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return picture(
+        figure,
+        "parts",
+        "What each rank's time goes to",
+        "Blue is useful work. Much grey on all ranks but one: that one holds them up. Much orange: data come too "
+        "slowly. Much red: exchanges between replicas, and the wait for others at them, are not hidden." + _fewer(fit),
+    )
+
+
+def _shares(fit: Fit) -> Picture:
+    rows = [coarser(view.stretches, POINTS) for view in fit.views]
+    count = min(len(row) for row in rows)
+    shares = [[s.samples / s.steps for s in row[:count]] for row in rows]
+    steps = [s.first + 1 for s in rows[0][:count]]
+    figure, axis = plane("step", "samples per step")
+    # Twice the last point, so that its step has a width, too.
+    axis.stackplot(
+        [*steps, rows[0][count - 1].first + rows[0][count - 1].steps + 1],
+        [[*row, row[-1]] for row in shares[::-1]],
+        colors=colours(len(shares))[::-1],
+        step="post",
+    )
+    top = total = sum(row[-1] for row in shares)
+    for view, row in zip(fit.views, shares, strict=True):
+        if row[-1] > 0.03 * total:
+            axis.annotate(
+                f"rank {view.rank}: {row[-1]:.3g}",
+                (1.01, top - row[-1] / 2),
+                va="center",
+                xycoords=axis.get_yaxis_transform(),
+            )
+        top -= row[-1]
+    axis.set_xlim(1, steps[-1] + rows[0][count - 1].steps)
+    axis.set_ylim(0, max(map(sum, zip(*shares, strict=True))))
+    return picture(
+        figure,
+        "shares",
+        "How batches are split",
+        "Each band is one rank's part of the batches, on the right at the end of the fit: wide bands are fast ranks. "
+        "Bands that settle have found the split; bands that move follow speeds that change.",
+    )
+
+
+def _speeds(fit: Fit) -> Picture:
+    rows = [coarser(view.stretches, POINTS) for view in fit.views]
+    groups = list(zip(*rows, strict=False))
+    steps = [group[0].first + group[0].steps / 2 for group in groups]
+    figure, axis = plane("step", "samples/s")
+    solo = [sum(s.samples / max(s.data + s.compute, 1e-12) for s in group) for group in groups]
+    job = [sum(s.samples / max(s.seconds, 1e-12) for s in group) for group in groups]
+    axis.fill_between(steps, job, solo, color="#EEEEEE")
+    axis.plot(steps, solo, color="#888888", ls="--", label="sum of the ranks' speeds while they work")
+    axis.plot(steps, job, color="#0072B2", lw=2, label="the whole job")
+    axis.set_ylim(0, 1.1 * max(_typical(solo), _typical(job)))
+    axis.legend(frameon=False, loc="lower right")
+    return picture(
+        figure,
+        "speed",
+        "How fast the job is, and how fast it could be",
+        "The dashed line is what the ranks would reach together if none ever waited or communicated; the blue line is "
+        "what they reach. The gap is lost to waiting and communication.",
+    )
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The greatest value but for outliers."""
+    return sorted(values)[math.ceil(0.97 * len(values)) - 1]

@@ -1,0 +1,229 @@
+"""The report of a fit: one page that explains itself, the pictures in it, and the figures as JSON."""
+
+import json
+import math
+import platform
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from html import escape
+from importlib.metadata import version
+from importlib.resources import files
+from importlib.util import find_spec
+from string import Template
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+from lightning_hetero.callbacks.record import Fit, View
+from lightning_hetero.callbacks.verdict import Totals, Verdict, judge
+from lightning_hetero.strategies.hetero import HeteroStrategy
+from lightning_hetero.strategies.replicas import ReplicaStrategy
+
+Row = Sequence[object]
+
+
+def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str | None) -> Fit:
+    """What is known of a fit.
+
+    Args:
+        strategy: with which it ran.
+        module: the name of the LightningModule.
+        views: of the ranks.
+        ended: the error that ended it early, if one did.
+    """
+    topology, options = strategy.topology, strategy.options
+    assert topology is not None
+    replicas = strategy.replicas(topology)
+    averager = strategy.averager if isinstance(strategy, ReplicaStrategy) else None
+    chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
+    chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
+    hosts = {place.host for place in topology.places}
+    facts = {
+        "model": module,
+        "strategy": type(strategy).__name__,
+        "options": ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None),
+        "ranks": f"{topology.world}, in {_count(len(replicas), 'replica')}, on {_count(len(hosts), 'host')}",
+        "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "versions": f"lightning-hetero {version('lightning-hetero')}, PyTorch {torch.__version__}, "
+        f"Lightning {version('lightning')}, Python {platform.python_version()}",
+    }
+    return Fit(
+        views,
+        replicas,
+        [(place.host, place.device) for place in topology.places],
+        averager is None or averager.lockstep,
+        options.balance == "auto",
+        facts,
+        strategy.pairings if isinstance(strategy, ReplicaStrategy) else None,
+        ended,
+    )
+
+
+def verdict_of(fit: Fit) -> Verdict:
+    """The verdict on the second half of the steps, when shares have settled."""
+    return judge(totals(fit), fit.lockstep, fit.automatic)
+
+
+def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
+    """All that the report shows, of builtins only."""
+    return {
+        **fit._asdict(),
+        "verdict": verdict._asdict(),
+        "views": [
+            {
+                **view._asdict(),
+                **{
+                    name: [stretch._asdict() for stretch in getattr(view, name)]
+                    for name in ("stretches", "beginning", "end")
+                },
+                "exchanges": [exchanged._asdict() for exchanged in view.exchanges],
+                "settled": view.settled._asdict(),
+                "samples_per_s": own.speed,
+                "pace": own.pace,
+                "network": own.network,
+            }
+            for view, own in zip(fit.views, totals(fit), strict=True)
+        ],
+    }
+
+
+def write(folder: str, fit: Fit) -> str:
+    """Write ``report.html``, ``figures.json`` and the pictures.
+
+    Args:
+        folder: made if missing; what an earlier fit has written there is replaced. May be remote, as Lightning's may.
+        fit: what to report.
+
+    Returns:
+        Where the page is.
+    """
+    verdict = verdict_of(fit)
+    pictures = []
+    if find_spec("matplotlib"):
+        from lightning_hetero.callbacks.plots import draw  # takes a second, and only the one rank that writes needs it
+
+        pictures = draw(fit)
+    contents = {f"{picture.name}.png": picture.png for picture in pictures}
+    contents["figures.json"] = json.dumps(_plain(figures(fit, verdict)), allow_nan=False).encode()
+    shown = "\n".join(
+        f'<section><h2>{escape(p.title)}</h2>\n<p>{escape(p.caption)}</p>\n<img alt="{escape(p.title)}" '
+        f'src="data:image/png;base64,{b64encode(p.png).decode()}"></section>'
+        for p in pictures
+    )
+    contents["report.html"] = _page(fit, verdict, shown or _NO_PICTURES).encode()
+    system = get_filesystem(folder)
+    system.makedirs(folder, exist_ok=True)
+    for name, content in contents.items():
+        with system.open(f"{folder}/{name}", "wb") as file:
+            file.write(content)
+    return f"{folder}/report.html"
+
+
+_NO_PICTURES = (
+    "<section><h2>Pictures</h2><p>There are none, because matplotlib is not installed: "
+    "<code>pip install 'lightning-hetero[plots]'</code>.</p></section>"
+)
+
+
+def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
+    ends = [last.began + last.seconds for view in fit.views for last in view.end[-1:]]
+    steps = sum(stretch.steps for stretch in fit.views[0].stretches)
+    facts = {"steps": f"{steps:,} in {max(ends):,.1f} s", **fit.facts}
+    ended = (
+        f'<p class="ended">The fit was ended early by {escape(fit.ended)}. What rank 0 saw:</p>' if fit.ended else ""
+    )
+    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict.sentences)
+    pairings = ""
+    if fit.pairings:
+        head = ["replica", *(f"with {i}" for i in range(len(fit.pairings)))]
+        rows = [[i, *("" if i == j else n for j, n in enumerate(row))] for i, row in enumerate(fit.pairings)]
+        pairings = f"<section><h2>Completed exchanges of each replica with each</h2>{_table(head, rows)}</section>"
+    page = Template(files("lightning_hetero.callbacks").joinpath("report.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        title=escape(f"{fit.facts['strategy']}: {fit.facts['model']} on {_count(len(fit.places), 'rank')}"),
+        headline=escape(verdict.headline),
+        sentences=ended + rest,
+        pictures=pictures,
+        ranks=_table(_HEAD, [_row(fit, *both) for both in zip(fit.views, totals(fit), strict=True)]),
+        exchanges=_exchanges(fit),
+        pairings=pairings,
+        facts=_table((), facts.items()),
+    )
+
+
+_HEAD = (
+    "rank", "replica", "host", "device", "samples per step", "samples/s while it works", "compute, ms per step",
+    "loading data, ms", "waiting for ranks, ms", "exposed exchange, ms",
+)  # fmt: skip
+
+
+def _row(fit: Fit, view: View, own: Totals) -> Row:
+    times = [f"{1e3 * getattr(own, part) / own.steps:.2f}" for part in ("compute", "data", "wait", "exchange")]
+    return (
+        view.rank,
+        _replica(fit, view),
+        *fit.places[view.rank],
+        f"{own.samples / own.steps:.1f}",
+        f"{own.speed:,.0f}",
+        *times,
+    )
+
+
+def _exchanges(fit: Fit) -> str:
+    rows = [
+        (view.rank, e.exchanges, f"{e.bytes / 1e6:,.3f}", f"{e.hidden:.2f}", f"{e.exposed:.2f}")
+        for view in fit.views
+        if (e := view.latest).exchanges
+    ]
+    if not rows:
+        return ""
+    head = ("rank", "exchanges", "MB sent", "hidden, s", "exposed, s")
+    return f"<section><h2>Exchanges between replicas, whole fit</h2>{_table(head, rows)}</section>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Row]) -> str:
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>{f'<thead><tr>{top}</tr></thead>' if top else ''}<tbody>\n{body}\n</tbody></table>"
+
+
+def totals(fit: Fit) -> list[Totals]:
+    """Sums over the second half of each rank's steps.
+
+    What communication itself takes of a step is what even the rank waits that waits least: all others also wait for a
+    slower one. Stretches cover the same steps on all ranks, and up to 512 steps are stretches of their own.
+    """
+    late = {view.rank: view.late for view in fit.views}
+
+    def least(ranks: Iterable[int], part: str) -> float:
+        columns = zip(*(late[rank] for rank in ranks if rank in late), strict=False)
+        return sum(min(getattr(stretch, part) for stretch in column) for column in columns)
+
+    found = []
+    for view in fit.views:
+        own = view.settled
+        exchange = least(late, "exchange") if fit.lockstep else own.exchange
+        replica = fit.replicas[_replica(fit, view)]
+        network = least(replica if len(replica) > 1 else late, "wait") + exchange  # alone it waits for no gradients
+        times = own.data, own.compute, own.wait, own.exchange
+        found.append(Totals(view.rank, own.steps, own.samples, *times, network))
+    return found
+
+
+def _replica(fit: Fit, view: View) -> int:
+    return next(i for i, ranks in enumerate(fit.replicas) if view.rank in ranks)
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON lacks become null."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

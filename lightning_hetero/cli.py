@@ -1,0 +1,138 @@
+"""The commands: ``lightning-hetero fit -c config.yaml``, ``doctor``, ``strategies``, ``demo``, and scripts.
+
+The same through ``python -m lightning_hetero``.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_hetero.errors import HeteroError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+
+_TRAINER = {
+    "fit": "train what a YAML file describes: -c config.yaml",
+    "validate": "evaluate on the validation data, likewise",
+    "test": "evaluate on the test data, likewise",
+    "predict": "predict, likewise",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command.
+
+    Args:
+        arguments: the command line, without the program's name. Default: this process's.
+
+    Raises:
+        SystemExit: the arguments are wrong, or the command failed; it has been said why.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        if given and given[0] in _TRAINER:
+            lightning_cli(arguments)
+        elif given and given[0].endswith(".py"):
+            from lightning_hetero.launch.script import run_script
+
+            run_script(given[0], given[1:])
+        else:
+            _run(_parser().parse_args(given))
+    except HeteroError as error:
+        if given[0] in _TRAINER or (given[0].endswith(".py") and Path(given[0]).is_file()):
+            raise  # from a training: the traceback says where
+        sys.exit(f"error: {error}")
+
+
+def lightning_cli(arguments: Sequence[str] | None = None) -> "LightningCLI":
+    """Run a LightningCLI in which the strategies are registered; the YAML names model and data by ``class_path``.
+
+    Args:
+        arguments: such as ``["fit", "-c", "config.yaml"]``. Default: this process's.
+    """
+    if find_spec("jsonargparse") is None:
+        sys.exit("error: YAML files need jsonargparse: pip install 'lightning-hetero[cli]'")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # where a class_path is looked for; an installed command leaves it out
+    from lightning.pytorch.cli import LightningCLI
+
+    args = None if arguments is None else list(arguments)
+    return LightningCLI(args=args, parser_kwargs={"prog": "lightning-hetero"})
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.command == "strategies":
+        from rich.console import Console
+
+        from lightning_hetero.strategies.table import strategies_table
+
+        Console().print(strategies_table())
+    elif options.command == "doctor":
+        from lightning_hetero.doctor.examination import examine
+
+        examine(**{name: value for name, value in vars(options).items() if name != "command"})
+    else:
+        from lightning_hetero.demo.compare import demo
+
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
+        try:
+            demo(options.out, options.epochs)
+        except KeyboardInterrupt:
+            sys.exit("\nInterrupted; all processes have been ended.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-hetero",
+        description="Train on machines that are not alike and links that are slow.",
+        epilog="lightning-hetero SCRIPT.py ARGUMENTS: run your script, unchanged, with the strategies registered.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, text in _TRAINER.items():
+        commands.add_parser(name, help=text)
+    commands.add_parser("strategies", help="list the strategies: their papers, and when to use them")
+    doctor = commands.add_parser(
+        "doctor",
+        help="measure this machine, or the job that this runs in, and suggest a strategy",
+        description="Measure ranks and links, and suggest a strategy with its arithmetic. It starts its own ranks, or "
+        "is one, under torchrun, mpiexec or srun.",
+    )
+    doctor.add_argument("--devices", default="auto", help="ranks on this machine, unless a launcher has started them")
+    doctor.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (%(default)s)")
+    doctor.add_argument("--num-nodes", type=_at_least_one, default=1, help="nodes, as for the Trainer (%(default)s)")
+    doctor.add_argument(
+        "--ranks-per-node", type=_at_least_one, help="take so many consecutive ranks for a node, to try things out"
+    )
+    doctor.add_argument(
+        "-c", "--config", type=Path, help="a YAML file as for fit, whose model and data are measured (a small one)"
+    )
+    doctor.add_argument(
+        "--batch-size", type=_at_least_one, default=64, help="of each rank, for the built-in model (%(default)s)"
+    )
+    doctor.add_argument("--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in s (%(default)s)")
+    demo = commands.add_parser(
+        "demo",
+        help="train with ddp, hetero_ddp and hetero_daso on emulated fast and slow devices; takes about two minutes",
+    )
+    demo.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for the results (%(default)s)")
+    demo.add_argument("--epochs", type=_at_least_one, default=6, help="epochs of each training (%(default)s)")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds above 0")
+    return value

@@ -1,0 +1,100 @@
+"""The examination: ranks meet as for a training, measure, and the first one reports."""
+
+import logging
+import subprocess
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.doctor import links, report, speed
+from lightning_hetero.doctor.advice import advise
+from lightning_hetero.doctor.availability import available, extras
+from lightning_hetero.strategies import HeteroDDPStrategy
+from lightning_hetero.workload.shares import Cost
+
+
+def examine(
+    devices: str,
+    accelerator: str,
+    num_nodes: int,
+    ranks_per_node: int | None,
+    config: Path | None,
+    batch_size: int,
+    timeout: float,
+) -> None:
+    """Measure ranks and links, and print a suggestion on the first rank.
+
+    The ranks are those that ``Trainer(devices=, accelerator=, num_nodes=)`` would have: a launcher's, such as those of
+    torchrun or mpiexec, or new ones.
+
+    Args:
+        devices: as for the Trainer.
+        accelerator: likewise.
+        num_nodes: likewise.
+        ranks_per_node: take so many consecutive ranks for a node.
+        config: a YAML file whose model and data to measure. Default: a built-in model.
+        batch_size: samples of each rank, for the built-in model.
+        timeout: longest wait for another rank, in seconds.
+
+    Raises:
+        HeteroError: the launcher's variables, an option, or another rank is not as it should be.
+    """
+    for source in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(source).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", UserWarning)  # Lightning's advice is for trainings
+    warnings.simplefilter("ignore", FutureWarning)
+    strategy = HeteroDDPStrategy(ranks_per_node=ranks_per_node, timeout=timeout)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    launcher = trainer.strategy.launcher
+    assert launcher is not None
+    try:
+        launcher.launch(_take_part, strategy, config, batch_size)
+    finally:
+        _end(getattr(launcher, "procs", ()), timeout)
+
+
+def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int) -> None:
+    strategy.setup_environment()
+    topology = strategy.topology
+    assert topology is not None
+    if config is None:
+        work = speed.built_in(batch_size)
+    else:
+        work = speed.of_config(config, strategy.local_rank == 0, lambda: gather(None, "who has prepared the data"))
+    gather(None, "who is ready")  # so that ranks that share a machine share it while they are measured, as in training
+    cost = speed.measure(work, strategy.root_device)
+    costs = [Cost(*other) for other in gather(tuple(cost), "the speed of ranks")]
+    near, far = links.pairs(topology.nodes)
+    within, between = links.measure(near), links.measure(far)
+    if topology.rank == 0:
+        slowest = [
+            max(some, key=lambda link: link.all_reduce(work.size, 2), default=None) for some in (within, between)
+        ]
+        advice = advise(costs, topology.nodes, work.samples, work.size, *slowest)
+        rows = [*available(topology), *extras(topology.world)]
+        report.show(topology, work, costs, within, between, rows, advice)
+    gather(None, "who is done")
+    dist.destroy_process_group()
+
+
+def _end(children: Sequence[subprocess.Popen], patience: float) -> None:
+    """Wait for the ranks that were started here, and kill who is late."""
+    for child in children:
+        try:
+            child.wait(min(patience, 15.0))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,129 @@
+"""How fast a rank is on its own: forward, backward and an optimizer's step, without waiting for others."""
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.workload.cost import CostModel
+from lightning_hetero.workload.shares import Cost
+
+
+@dataclass
+class Work:
+    """What is measured.
+
+    Attributes:
+        name: for the report.
+        module: the model.
+        loss: of the model on a batch.
+        batch: of ``samples`` samples.
+        samples: in the batch.
+    """
+
+    name: str
+    module: nn.Module
+    loss: Callable[[Any], Tensor]
+    batch: Any
+    samples: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the gradients, which are those of the trainable parameters."""
+        return sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+
+
+def built_in(samples: int) -> Work:
+    """A perceptron of 1.9 million parameters on random numbers."""
+    module = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return Work("a built-in perceptron", module, lambda x: module(x).square().mean(), torch.rand(samples, 784), samples)
+
+
+def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
+    """The model of a YAML file as for ``fit``, with the first batch of its training data.
+
+    Args:
+        path: the file.
+        prepare: whether this rank prepares the data.
+        wait: for those who do.
+
+    Raises:
+        ConfigurationError: the file, the data, or what goes with them is not there.
+        UnsupportedError: a model with manual optimization, whose steps only a Trainer can take.
+    """
+    try:
+        from lightning.pytorch.cli import LightningCLI
+
+        cli = LightningCLI(args=["-c", str(path)], run=False, save_config_callback=None)
+    except (ImportError, ModuleNotFoundError) as error:
+        raise ConfigurationError(f"-c {path}: {error}. YAML files need pip install 'lightning-hetero[cli]'.") from error
+    module: LightningModule = cli.model
+    if not module.automatic_optimization:
+        raise UnsupportedError(f"-c {path}: {type(module).__name__} optimizes manually; measure the built-in model.")
+    data = cli.datamodule if cli.datamodule is not None else module
+    if prepare:
+        data.prepare_data()
+    wait()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    samples = extract_batch_size(batch)
+
+    def loss(some: Any) -> Tensor:
+        output = module.training_step(some, 0)
+        value = output["loss"] if isinstance(output, dict) else output
+        assert isinstance(value, Tensor), f"training_step returned {value!r}"
+        return value
+
+    return Work(type(module).__name__, module, loss, batch, samples)
+
+
+def measure(work: Work, device: torch.device, seconds: float = 2.0, least: int = 9) -> Cost:
+    """Fit ``a + k n`` to steps on batches of the given size, half and a quarter of it.
+
+    Args:
+        work: a copy of the model is not taken: its weights stay, but for buffers that each forward pass changes.
+        device: to measure on.
+        seconds: for about how long.
+        least: steps to take, however long they take.
+    """
+    work.module.to(device).train()
+    batch = move_data_to_device(work.batch, device)
+    optimizer = torch.optim.SGD([p for p in work.module.parameters() if p.requires_grad], lr=0.0)
+
+    def step(samples: int) -> None:
+        def first(tensor: Tensor) -> Tensor:
+            return tensor[:samples] if tensor.ndim and len(tensor) == work.samples else tensor
+
+        optimizer.zero_grad()
+        work.loss(apply_to_collection(batch, Tensor, first)).backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # self.log has no Trainer here
+        return fit(step, work.samples, seconds, least)
+
+
+def fit(step: Callable[[int], None], samples: int, seconds: float, least: int) -> Cost:
+    """Fit ``a + k n`` to the time of ``step(n)``, for several n up to ``samples``."""
+    model = CostModel()
+    ends = time.perf_counter() + seconds
+    for count, n in enumerate(cycle(max(1, samples // part) for part in (1, 2, 4))):
+        if count >= least and time.perf_counter() > ends:
+            return model.cost
+        began = time.perf_counter()
+        step(n)
+        model.observe(n, time.perf_counter() - began)
+    raise AssertionError("cycle does not end")

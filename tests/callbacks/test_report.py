@@ -1,0 +1,229 @@
+"""The report: figures that agree with what is known by hand, a page that a browser shows, and nothing unasked for."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import warnings
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from matplotlib.image import imread
+from ranks import attempt, run
+from tasks import FAST, Net, dataset
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hetero import DASOStrategy, GossipStrategy, HeteroDDPStrategy
+from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
+from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View
+from lightning_hetero.callbacks.report import write
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+COSTS = [(0.004, 0.0005), (0.004, 0.002)]
+PER_RANK = 8
+
+
+class Slow(Dataset):
+    """Rank 1 needs a while for each sample."""
+
+    def __init__(self, samples: int) -> None:
+        self.data, self.rank = dataset(samples), None
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        time.sleep(0.003 if pl.utilities.rank_zero_only.rank == 1 else 0.0)
+        return self.data[i]
+
+
+class Fail(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 12 and trainer.global_rank == 1:
+            raise RuntimeError("the <cat> sat on the cable")
+
+
+def _fit(root: Path, strategy: Any, monitor: HeteroMonitor, data: Any = None, **options: Any) -> pl.Trainer:
+    settings = {**FAST, "default_root_dir": root, "max_epochs": 2, **options}
+    trainer = pl.Trainer(strategy=strategy, **{**settings, "callbacks": [*settings.get("callbacks", []), monitor]})
+    trainer.fit(Net(), DataLoader(dataset(384) if data is None else data, batch_size=PER_RANK))
+    return trainer
+
+
+def _fits(root: Path) -> dict[str, Any]:
+    even = HeteroDDPStrategy(balance="off", timeout=60)
+    _fit(root / "compute", even, HeteroMonitor(), callbacks=[EmulatedSpeed(COSTS)])
+    _fit(root / "data", HeteroDDPStrategy(balance="off", timeout=60), HeteroMonitor("report"), Slow(160), max_epochs=1)
+    daso = DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off", timeout=60)
+    _fit(root / "daso", daso, HeteroMonitor(), logger=CSVLogger(root / "logs", version="first"), max_epochs=1)
+    none = HeteroMonitor(report=None)
+    _fit(root / "none", HeteroDDPStrategy(timeout=60), none, max_epochs=1)
+    _fit(root / "fast", HeteroDDPStrategy(timeout=60), HeteroMonitor(), fast_dev_run=True)
+    (root / "a_file").touch()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _fit(root, HeteroDDPStrategy(timeout=60), HeteroMonitor("a_file/report"), max_epochs=1)
+    words = [str(warning.message) for warning in said if "HeteroMonitor" in str(warning.message)]
+    return {"said": words, "values": sum(p.numel() for p in Net().parameters()), "history": len(none.history)}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("reports")
+    return root, run(_fits, 2, root)
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "figures.json").read_text())
+
+
+def test_the_slow_device_is_named_and_its_times_are_those_it_was_given(reports: Any) -> None:
+    found = figures(reports[0] / "compute" / "hetero_report")
+    assert (found["verdict"]["slowest"], found["verdict"]["cause"]) == (1, "compute")
+    fast, slow = (view["settled"] for view in found["views"])
+    assert fast["samples"] == slow["samples"] == 24 * PER_RANK  # the second half of 48 steps
+    assert sum(s["samples"] for s in found["views"][0]["stretches"]) == 48 * PER_RANK
+    assert slow["first"] == 24
+    # Of each step the emulated part is 8 and 20 ms; the rest is Python and a busy machine.
+    assert 0.008 < fast["compute"] / 24 < 0.014
+    assert 0.020 < slow["compute"] / 24 < 0.026
+    assert 0.008 < (fast["wait"] - slow["wait"]) / 24 < 0.016  # about the 12 ms between them
+    assert found["verdict"]["spent"]["waiting"] > 0.2
+    words = (reports[0] / "compute" / "hetero_report" / "report.html").read_text()
+    assert "Rank 1 is the slowest, because of its compute" in words
+    assert "balance=&#x27;auto&#x27; would split" in words
+
+
+def test_clocks_of_all_ranks_begin_together(reports: Any) -> None:
+    found = figures(reports[0] / "compute" / "hetero_report")
+    # Steps end together under data parallelism: after the gradients' all-reduce.
+    ends = [
+        [s["began"] + s["data"] + s["compute"] + s["wait"] for s in view["beginning"][4:20]] for view in found["views"]
+    ]
+    apart = sorted(abs(a - b) for a, b in zip(*ends, strict=True))
+    assert apart[len(apart) // 2] < 0.005
+    assert 0 <= found["views"][0]["beginning"][0]["began"] < 1
+
+
+def test_slow_data_are_told_from_slow_compute(reports: Any) -> None:
+    found = figures(reports[0] / "data" / "report")
+    assert (found["verdict"]["slowest"], found["verdict"]["cause"]) == (1, "data")
+    own = found["views"][1]["settled"]
+    assert 0.024 < own["data"] / own["steps"] < 0.034  # 8 samples at 3 ms
+    assert found["views"][0]["settled"]["data"] / own["steps"] < 0.006
+
+
+def test_what_an_exchange_costs(reports: Any) -> None:
+    root, [result, *_] = reports
+    folder = root / "logs" / "lightning_logs" / "first" / "hetero_report"
+    found = figures(folder)
+    last = found["views"][0]["exchanges"][-1]
+    # 24 steps: two of the warm-up and two of the cool-down block; of those between, every fourth begins an exchange.
+    # Between two replicas an all-reduce sends a vector once: these parameters, which are float64, as they are.
+    assert last["exchanges"] == 9
+    assert last["bytes"] == 9 * 8 * result["values"]
+    assert last["status"]["phase"] == "cool-down"
+    assert sum(s["exchange"] for s in found["views"][0]["stretches"]) >= 0.9 * last["exposed"] > 0
+    assert {picture.stem for picture in folder.glob("*.png")} == {
+        "timeline", "parts", "shares", "speed", "exchanges", "course",
+    }  # fmt: skip
+    assert not (root / "daso").exists()  # the logger has a folder
+
+
+def test_no_report_unless_asked_for(reports: Any) -> None:
+    root, results = reports
+    assert not any((root / name).exists() and any((root / name).iterdir()) for name in ("none", "fast"))
+    assert all(result["history"] for result in results)
+
+
+def _fail(root: Path) -> None:
+    _fit(root, HeteroDDPStrategy(timeout=20), HeteroMonitor(), callbacks=[Fail()])
+
+
+def test_an_error_ends_the_fit_without_waiting_and_rank_zero_reports_what_it_saw(tmp_path: Path) -> None:
+    began = time.monotonic()
+    outcomes = attempt(_fail, 2, tmp_path, timeout=60)
+    assert time.monotonic() - began < 20
+    assert "the <cat> sat on the cable" in str(outcomes[1].error)
+    assert outcomes[0].error is not None
+    found = figures(tmp_path / "hetero_report")
+    assert [view["rank"] for view in found["views"]] == [0]
+    assert found["ended"].startswith(type(outcomes[0].error).__name__)
+    assert "ended early by" in (tmp_path / "hetero_report" / "report.html").read_text()
+
+
+def fit(**changes: Any) -> Fit:
+    """Two ranks, a replica each, that have exchanged."""
+    steps = [Stretch(i, 1, 0.1 * i, 8, 0.01, 0.06, 0.0, 0.03) for i in range(20)]
+    exchanges = [Exchanged(i, i, 100 * i, 0.1 * i, 0.0, float("nan"), {"center_distance": 1.0}) for i in range(1, 20)]
+    views = [View(rank, steps, steps[:5], steps[-5:], [(0.1, 0.2)], exchanges) for rank in (0, 1)]
+    facts = {"model": "<Net>", "strategy": "Gossip & Co", "options": "a=<script>"}
+    places = [("one", "cpu"), ("two", "cpu")]
+    return Fit(views, ((0,), (1,)), places, False, True, facts, [[0, 3], [3, 0]], None)._replace(**changes)
+
+
+def test_what_users_have_written_is_escaped_and_json_is_json(tmp_path: Path) -> None:
+    where = write(str(tmp_path / "new" / "folder"), fit(ended="Error: <b>"))
+    page = Path(where).read_text()
+    for text in ("<Net>", "<script", "Gossip & Co", "<b>"):
+        assert text not in page
+    assert "Gossip &amp; Co" in page
+    assert json.loads((tmp_path / "new" / "folder" / "figures.json").read_text())["views"][0]["exchanges"][0][
+        "distance"
+    ] is None  # fmt: skip
+
+
+def test_without_matplotlib_there_are_tables_and_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetero.callbacks.report.find_spec", lambda name: None)
+    page = Path(write(str(tmp_path), fit())).read_text()
+    assert "pip install 'lightning-hetero[plots]'" in page
+    assert "<img" not in page
+    assert "Completed exchanges" in page
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_training(reports: Any) -> None:
+    [words], nothing = (result["said"] for result in reports[1])
+    assert re.search("could not write its report to .*a_file/report: ", words)
+    assert nothing == []
+
+
+def _gossip(root: Path) -> None:
+    strategy = GossipStrategy(every_n_steps=2, replica="rank", timeout=60)
+    _fit(root, strategy, HeteroMonitor(), max_epochs=1)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open the report with")
+def test_a_browser_shows_the_report(tmp_path: Path) -> None:
+    run(_gossip, 3, tmp_path, nodes=[1, 1, 1])
+    folder = tmp_path / "hetero_report"
+    # The same page, which tells the sizes of its pictures once they have loaded.
+    tell = "<script>onload = () => document.body.dataset.sizes = [...document.images].map(i => i.naturalWidth)</script>"
+    page = folder / "telling.html"
+    page.write_text((folder / "report.html").read_text().replace("</body>", tell + "</body>"))
+    shown = unescape(browse("--dump-dom", page.as_uri()))
+    pictures = len(list(folder.glob("*.png")))
+    sizes = [int(size) for size in re.search(r'data-sizes="([\d,]+)"', shown).group(1).split(",")]
+    assert len(sizes) == pictures >= 6
+    assert min(sizes) > 500
+    headline = figures(folder)["verdict"]["headline"]
+    assert f'<p class="headline">{headline}</p>' in shown
+    assert "Who has met whom" in shown
+    assert "GossipStrategy: Net on 3 ranks" in shown
+
+    browse(f"--screenshot={tmp_path / 'page.png'}", "--window-size=1100,2400", (folder / "report.html").as_uri())
+    screen = imread(tmp_path / "page.png")
+    assert screen.shape[:2] == (2400, 1100)
+    colours = {tuple(round(255 * c) for c in pixel[:3]) for pixel in screen[::3, ::3].reshape(-1, screen.shape[2])}
+    assert {(255, 255, 255), (0, 114, 178), (238, 245, 251)} <= colours  # the page, who computes, the verdict's box
+
+
+def browse(*arguments: str) -> str:
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
+    done = subprocess.run([CHROMIUM, *quiet, *arguments], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout

@@ -1,0 +1,68 @@
+"""Suggestions, against arithmetic by hand."""
+
+import pytest
+
+from lightning_hetero.doctor.advice import advise
+from lightning_hetero.doctor.links import Link, pairs
+from lightning_hetero.workload.shares import Cost
+
+MB = 10**6
+ALIKE = [Cost(0.004, 0.001)] * 4  # 20 ms for 16 samples
+NODES = ((0, 1), (2, 3))
+FAST = Link((0, 1), 1e-5, 5e9)
+
+
+def between(steps: float) -> Link:
+    """A link over which two nodes need so many steps of 20 ms for 10 MB: each sends 10 MB in all."""
+    return Link((0, 2), 0.0, 10 * MB / (steps * 0.020))
+
+
+@pytest.mark.parametrize(
+    ("steps", "strategy"),
+    [
+        (0.4, '"hetero_ddp"'),
+        (0.6, 'DASOStrategy(wait="auto")'),
+        (3.9, 'DASOStrategy(wait="auto")'),
+        (4.1, 'DASOStrategy(global_every=8, wait="auto")'),
+        (8.1, 'DASOStrategy(global_every=8, wait="auto", wire="bf16")'),
+        (17.0, 'DiLoCoStrategy(tau=340, replica="node")'),  # 17 of 340 steps: 5%
+    ],
+)
+def test_a_slower_link_is_used_more_rarely(steps: float, strategy: str) -> None:
+    advice = advise(ALIKE, NODES, 16, 10 * MB, FAST, between(steps))
+    assert advice.strategy == strategy
+    assert f"that is {steps:.2f} steps" in " ".join(advice.reasons)
+    if steps > 0.5:
+        assert f"The link between nodes alone would take {steps:.1f} times the step" in " ".join(advice.reasons)
+
+
+def test_the_arithmetic_is_shown() -> None:
+    # Ranks of 1 and 3 ms per sample, 20 each: 60 ms, or 30 ms for 30 and 10.
+    costs = [Cost(0.0, 0.001), Cost(0.0, 0.003)]
+    advice = advise(costs, ((0,), (1,)), 20, 3 * MB, None, Link((0, 1), 0.001, 100 * MB))
+    text = "\n".join(advice.reasons)
+    assert "Step: 60 ms with 20 samples on each rank, 30 ms if they are split by speed (30, 10): 2.00x as fast." in text
+    assert "2 x (3.00 MB / 2 / 100.0 MB/s + 1 ms) = 32 ms, that is 1.07 steps." in text
+
+
+def test_one_node() -> None:
+    assert advise(ALIKE[:2], ((0, 1),), 16, 10 * MB, FAST, None).strategy == '"hetero_ddp"'
+    slow = Link((0, 1), 0.0, 10 * MB / 0.100)  # five steps
+    advice = advise(ALIKE[:2], ((0, 1),), 16, 10 * MB, slow, None)
+    assert advice.strategy == 'EASGDOverlapStrategy(tau=10, moving_rate="auto")'
+    assert "5.00 steps" in " ".join(advice.reasons)
+
+
+def test_one_rank() -> None:
+    assert advise(ALIKE[:1], ((0,),), 16, 10 * MB, None, None).strategy == '"hetero_ddp"'
+
+
+def test_an_all_reduce_sends_twice_the_vector_but_for_one_part() -> None:
+    assert Link((0, 1), 0.002, 100.0).all_reduce(300, 3) == pytest.approx(4 * (300 / 3 / 100 + 0.002))
+    assert Link((0, 1), 0.002, 100.0).all_reduce(300, 1) == 0
+
+
+def test_which_links_are_measured() -> None:
+    assert pairs(((0, 1, 2), (3,), (4, 5))) == ([(0, 1), (4, 5)], [(0, 3), (3, 4), (4, 0)])
+    assert pairs(((0, 1), (2,))) == ([(0, 1)], [(0, 2)])
+    assert pairs(((0,),)) == ([], [])

@@ -1,0 +1,46 @@
+"""The doctor as a whole, by itself and under mpiexec. Under torchrun: tests/launch/test_slurm.py."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from leftovers import watched
+
+FOLDER = Path(__file__).parents[2] / "examples" / "cli"
+DOCTOR = [sys.executable, "-m", "lightning_hetero", "doctor", "--accelerator", "cpu"]
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
+
+
+def test_on_one_machine_with_a_model_of_ones_own() -> None:
+    text = said([*DOCTOR, "--devices", "2", "-c", "daso.yaml"])
+    assert "2 ranks on 1 node; DigitReader, 0.01 MB of parameters" in " ".join(text.split())
+    assert re.search(r"within a node\s+│ 0 - 1\s+│ [\d.]+ ms\s+│ [\d.]+ MB/s", text)
+    assert re.search(r"hetero_easgd\s+│ available", text)
+    assert re.search(r"hetero_daso\s+│ more than one node needed", text)
+    assert "MPI knows 1 of the job's 2 ranks" in " ".join(text.replace("│", " ").split())
+    step = re.search(r"Step: ([\d.]+) ms with 32 samples on each rank, ([\d.]+) ms if they are split", text)
+    assert float(step.group(1)) >= float(step.group(2)) > 0
+    assert re.search(r"Trainer\(strategy=.*, \.\.\.\)", text)
+
+
+@pytest.mark.skipif(no_mpi, reason="needs mpi4py and mpiexec: pip install mpi4py mpich")
+def test_under_mpiexec() -> None:
+    text = said([str(MPIEXEC), "-n", "2", *DOCTOR, "--ranks-per-node", "1", "--batch-size", "8"])
+    assert text.count("2 ranks on 2 nodes; a built-in perceptron") == 1  # the first rank alone speaks
+    assert re.search(r"between nodes\s+│ 0 - 1", text)
+    assert re.search(r"center='mpi'\s+│ available", text)
+    assert re.search(r"hetero_daso\s+│ available", text)
+
+
+def said(command: list[str]) -> str:
+    """What the doctor prints; it leaves nothing behind."""
+    with watched() as running:
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert running() == []
+    return done.stdout

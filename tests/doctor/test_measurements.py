@@ -1,0 +1,65 @@
+"""What the doctor measures, against times that are known."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import attempt, run
+
+from lightning_hetero.doctor import links, speed
+from lightning_hetero.errors import CommunicationError
+
+
+def test_fixed_cost_and_cost_per_sample_are_told_apart() -> None:
+    cost = speed.fit(lambda n: time.sleep(0.004 + 0.0005 * n), samples=32, seconds=0.5, least=9)
+    assert cost.seconds(32) == pytest.approx(0.020, rel=0.2)
+    assert cost.seconds(8) == pytest.approx(0.008, rel=0.3)
+
+
+def test_a_step_leaves_the_weights_as_they_are() -> None:
+    work = speed.built_in(4)
+    before = torch.nn.utils.parameters_to_vector(work.module.parameters()).clone()
+    assert speed.measure(work, torch.device("cpu"), seconds=0.0, least=4).seconds(4) > 0
+    assert torch.equal(before, torch.nn.utils.parameters_to_vector(work.module.parameters()))
+    assert work.size == 4 * before.numel()
+
+
+def measured(delay: float) -> links.Link:
+    """The link between two ranks, the second of which answers late by so many seconds."""
+    dist.init_process_group("gloo")
+    send = dist.send
+
+    def late(*arguments: object) -> None:
+        time.sleep(delay)
+        send(*arguments)
+
+    if dist.get_rank() == 1:
+        dist.send = late
+    [link] = links.measure([(0, 1)])
+    return link
+
+
+def test_a_late_answer_is_latency() -> None:
+    first, second = run(measured, 2, 0.02)
+    assert first == second  # all know it
+    assert first.ranks == (0, 1)
+    assert 0.01 <= first.latency < 0.03  # half of the way there and back
+    assert first.bandwidth > 5e6
+
+
+def unanswered() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    if dist.get_rank() == 1:
+        time.sleep(4)
+    else:
+        links.measure([(0, 1)])
+
+
+def test_nobody_waits_for_ever() -> None:
+    began = time.monotonic()
+    error = attempt(unanswered, 2, timeout=30)[0].error
+    assert isinstance(error, CommunicationError)
+    assert "could not measure the link between ranks 0 and 1" in str(error)
+    assert time.monotonic() - began < 15
