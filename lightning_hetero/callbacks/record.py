@@ -121,10 +121,7 @@ class StepRecord:
         first: number of the first step.
 
     Attributes:
-        stretches: the whole fit.
-        beginning: its first steps.
-        end: its latest steps.
-        background: when exchanges were under way while the rank trained, as (began, ended), near the fit's two ends.
+        beginning: the fit's first steps.
     """
 
     #: Most stretches kept of a fit.
@@ -163,15 +160,18 @@ class StepRecord:
         (first if len(first) < self.ENDS else latest).append(span)
 
     @property
-    def stretches(self) -> list[Stretch]:  # noqa: D102 - above
+    def stretches(self) -> list[Stretch]:
+        """The whole fit."""
         return self._stretches if self._open is None else [*self._stretches, self._open]
 
     @property
-    def end(self) -> list[Stretch]:  # noqa: D102 - above
+    def end(self) -> list[Stretch]:
+        """Its latest steps."""
         return list(self._latest)
 
     @property
-    def background(self) -> list[tuple[float, float]]:  # noqa: D102 - above
+    def background(self) -> list[tuple[float, float]]:
+        """When exchanges were under way while the rank trained, as (began, ended), near the fit's two ends."""
         first, latest = self._background
         return [*first, *latest]
 
