@@ -293,6 +293,7 @@ def left() -> tuple[set[str], int, int]:
     return threads, len(psutil.Process().net_connections("tcp")), len(mapped)
 
 
+@pytest.mark.clock  # others may have files for a moment
 def test_nothing_is_left() -> None:
     before = left()
     with team([1, 1, 1], boxes=True) as members:

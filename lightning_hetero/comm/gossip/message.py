@@ -6,6 +6,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -131,6 +132,32 @@ class Channel:
             raise RefusedError("damaged")
         self._received = serial
         return Message(Kind(kind), sender, struct.unpack(f"!{count}d", numbers), vectors)
+
+    def swap(
+        self,
+        kind: Kind,
+        numbers: Sequence[float],
+        vectors: Sequence[Tensor],
+        into: Callable[[Kind], Sequence[Tensor]],
+        deadline: float,
+    ) -> tuple[Message, int]:
+        """Send a message and receive one at the same time, so that both ways of a link are busy.
+
+        Returns:
+            What has come, and the bytes sent.
+
+        Raises:
+            OSError: as for :meth:`send` and :meth:`receive`; the connection has been broken.
+            RefusedError: as for :meth:`receive`, likewise.
+        """
+        with ThreadPoolExecutor(1, "hetero-gossip-sender") as sender:
+            sent = sender.submit(self.send, kind, numbers, vectors, deadline)
+            try:
+                message = self.receive(into, deadline)
+            except BaseException:
+                self.close()  # so that the sender ends, too
+                raise
+            return message, sent.result()
 
     def _fill(self, place: memoryview, deadline: float | None) -> None:
         while len(place):

@@ -17,6 +17,7 @@ from lightning_hetero.comm.gossip.peers import Job, Peers
 from lightning_hetero.comm.mapped import Mapped
 
 ANY = -1.0  # round of those who exchange with whoever comes
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds until somebody is asked again
 
 
 class Swap(NamedTuple):
@@ -48,10 +49,10 @@ class _GoneOnError(Exception):
 class Pairing:
     """Offers values, and exchanges them with one peer at a time.
 
-    An exchange takes six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``. The one who was asked counts it at
-    ``COMMIT``, if that comes in time; the one who asked at ``DONE``, and if that does not come, it connects anew and
-    asks whether it has counted. So both count it or neither does; only one that dies just then, or is frozen for
-    longer than that, may leave the other in the wrong.
+    An exchange takes six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``, the two in the middle at once. The one who
+    was asked counts it at ``COMMIT``, if that comes in time; the one who asked at ``DONE``, and if that does not come,
+    it connects anew and asks whether it has counted. So both count it or neither does; only one that dies just then,
+    or is frozen for longer than that, may leave the other in the wrong.
 
     Peers of one host lay their values in shared memory; the messages are the same, without vectors.
 
@@ -76,11 +77,12 @@ class Pairing:
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that is asked has said yes
         self._shunned: dict[int, float] = {}  # until when a peer that was missed is not asked again
+        self._wanted: dict[int, float] = {}  # peers that have asked in vain, with their round
         self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
         self._paused = self._closed = False
         self._round, self._weight = ANY, 1.0
         self._whom: list[int] = []  # to ask
-        self._ask_at = 0.0
+        self._ask_at, self._pause = 0.0, _FIRST_PAUSE
         self._swap: Swap | None = None
         self.peers = Peers(me, job, interface, self._attend, heard_stop=self._wake)
         threading.Thread(target=self._ask_around, name="hetero-gossip-asker", daemon=True).start()
@@ -96,14 +98,16 @@ class Pairing:
             weight: of this peer.
             whom: peers to ask.
             turn: only a peer that offers for the same round will do; the offer is closed if that one has gone on to a
-                later round or cannot be reached. Of such a pair, the first asks, and the second only if it is not asked
-                for long.
+                later round or cannot be reached. Of such a pair, the first asks, and the second only if it has been
+                asked in vain, or is not asked for long.
         """
         with self._changed:
             assert self._state is _State.CLOSED
             self._weight, self._whom, self._round, self._swap = weight, list(whom), turn, None
             second = turn != ANY and self.me > max(whom, default=-1)
-            self._ask_at = time.monotonic() + (self._limit / 2 if second else 0.0)
+            late = second and not any(self._wanted.get(peer) == turn for peer in whom)
+            self._ask_at = time.monotonic() + (self._limit / 2 if late else 0.0)
+            self._pause = _FIRST_PAUSE
             self._state = _State.OPEN
             self._changed.notify_all()
 
@@ -183,11 +187,22 @@ class Pairing:
                     self._state = _State.CLOSED
                     self._changed.notify_all()
             if swap is None:
-                time.sleep(random.uniform(0.2, 1.0) * (0.05 if missed else 0.003))
+                self._wait_before_asking_again(missed)
+
+    def _wait_before_asking_again(self, missed: bool) -> None:
+        """Longer each time: whoever has been asked in vain asks by itself as soon as it has something to offer."""
+        with self._changed:
+            if any(self._wanted.get(peer) == self._round for peer in self._whom):
+                return
+            self._pause = _LONGEST_PAUSE if missed else min(2 * self._pause, _LONGEST_PAUSE)
+            until = time.monotonic() + random.uniform(0.5, 1.0) * self._pause
+            self._ask_at = max(self._ask_at, until)
 
     def _choose(self) -> int:
-        """A peer to ask, rather not one that was missed lately."""
+        """A peer to ask: one that wants to be, or any, but rather not one that was missed lately."""
         now = time.monotonic()
+        for peer in [peer for peer in self._whom if self._wanted.pop(peer, None) == self._round]:
+            return peer
         return random.choice([peer for peer in self._whom if self._shunned.get(peer, 0.0) <= now] or self._whom)
 
     def _may_ask(self) -> bool:
@@ -208,8 +223,9 @@ class Pairing:
                 raise RefusedError("uninvited")
             self._agreed = True
         near = peer in self._boxes
-        sent += channel.send(Kind.SWAP, numbers, () if near else self.outbox.vectors, self._soon())
-        answer = channel.receive(lambda _: self._inbox, self._soon())
+        vectors = () if near else self.outbox.vectors
+        answer, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self._soon())
+        sent += more
         if answer.kind is not Kind.SWAP or len(answer.numbers) != 2:
             raise RefusedError("uninvited")
         if near:
@@ -250,15 +266,16 @@ class Pairing:
             if willing and ask.numbers[0] == self._round:
                 self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
                 return True
+            self._wanted[ask.sender] = ask.numbers[0]
             return False
 
     def _answer(self, channel: Channel, peer: int, number: float) -> Swap:
         near, sent = peer in self._boxes, channel.send(Kind.YES, (), (), self._soon())
-        theirs = channel.receive(lambda _: self._inbox, self._soon())
+        numbers, vectors = (self._round, self._weight), () if near else self.outbox.vectors
+        theirs, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self._soon())
+        sent += more
         if near:
             self._take(peer)
-        numbers = self._round, self._weight
-        sent += channel.send(Kind.SWAP, numbers, () if near else self.outbox.vectors, self._soon())
         until = self._soon()
         commit = channel.receive(nowhere, until)
         if (theirs.kind, commit.kind, len(theirs.numbers)) != (Kind.SWAP, Kind.COMMIT, 3):
