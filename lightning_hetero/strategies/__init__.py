@@ -62,12 +62,12 @@ def register() -> None:
     """Make the strategy strings known to Lightning; importing the package does it."""
     for name, strategy, options, description in _ENTRIES:
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            for unused in ({}, {"find_unused_parameters": True}):
+            for unused in (None, True, False):
                 StrategyRegistry.register(
-                    name + suffix + ("_find_unused_parameters_true" if unused else ""),
+                    name + suffix + ("" if unused is None else f"_find_unused_parameters_{unused}".lower()),
                     strategy,
                     description=f"{description} ({start_method})",
                     start_method=start_method,
                     **options,
-                    **unused,
+                    **({} if unused is None else {"find_unused_parameters": unused}),
                 )
