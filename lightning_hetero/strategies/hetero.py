@@ -196,6 +196,10 @@ class HeteroStrategy(Data):
         drawn, module = self.share.drawn, self.lightning_module
         assert drawn is not None
         assert module is not None
+        if isinstance(self.model, ReplicaDDP) and self.model.outgrown():
+            self.model = module
+            with self._timer.waiting(), deadline("take unfrozen parameters in"):
+                self.configure_ddp()
         if callable(measure := getattr(module, "batch_weight", None)):
             self.share.weigh(measure, args[0] if args else None)
         counts = drawn.samples > 0 or self._trainer._results is None

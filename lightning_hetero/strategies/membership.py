@@ -35,10 +35,9 @@ class Membership(Collectives):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self.cluster_environment = RaggedEnvironment(self.cluster_environment)
         if self._start_method == "popen":
             self._launcher = ObservedLauncher(
-                cluster_environment=self.cluster_environment,
+                cluster_environment=RaggedEnvironment(self.cluster_environment),
                 num_processes=self.num_processes,
                 num_nodes=self.num_nodes,
             )

@@ -173,12 +173,12 @@ def register() -> None:
     """Make the strategy strings known to Lightning; importing the package does it."""
     for entry in ENTRIES:
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            for unused in ({}, {"find_unused_parameters": True}):
+            for unused in (None, True, False):
                 StrategyRegistry.register(
-                    entry.name + suffix + ("_find_unused_parameters_true" if unused else ""),
+                    entry.name + suffix + ("" if unused is None else f"_find_unused_parameters_{unused}".lower()),
                     entry.strategy,
                     description=f"{entry.what} ({start_method})",
                     start_method=start_method,
                     **entry.options,
-                    **unused,
+                    **({} if unused is None else {"find_unused_parameters": unused}),
                 )

@@ -22,6 +22,11 @@ class ReplicaDDP(DistributedDataParallel):
     def __init__(self, timer: StepTimer, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._step_timer = timer
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
+
+    def outgrown(self) -> bool:
+        """Whether a parameter has been unfrozen since: DDP does not know of its gradients."""
+        return any(p.requires_grad for p in self._frozen)
 
     def _sync_buffers(self) -> None:
         with self._step_timer.waiting(), deadline("share buffers"):

@@ -180,6 +180,7 @@ def test_a_batch_of_tensors_of_different_lengths_has_no_size_unless_it_is_given(
         {"max_batch_size": 2.5},
         {"min_batch_size": -1},
         {"min_batchsize": 4},
+        {"process_group_backend": "nccl"},
     ],
 )
 def test_options_of_the_wrong_kind(options: dict[str, Any]) -> None:
