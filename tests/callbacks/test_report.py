@@ -82,6 +82,7 @@ def figures(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "figures.json").read_text())
 
 
+@pytest.mark.clock
 def test_the_slow_device_is_named_and_its_times_are_those_it_was_given(reports: Any) -> None:
     found = figures(reports[0] / "compute" / "hetero_report")
     assert (found["verdict"]["slowest"], found["verdict"]["cause"]) == (1, "compute")

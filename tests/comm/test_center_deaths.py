@@ -34,8 +34,10 @@ def _no_new_files() -> Iterator[None]:
     """Whatever happens, no file stays; others on this machine may have theirs for a moment."""
     before, deadline = files(), time.monotonic() + 5
     yield
-    while (left := files() - before) and time.monotonic() < deadline:
+    left = files() - before
+    while left and time.monotonic() < deadline:
         time.sleep(0.1)
+        left &= files()
     assert not left
 
 

@@ -138,6 +138,8 @@ def quiet() -> None:
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         "The number of training batches",
         "You are using the `dataloader_iter` step flavor",
+        r"\s*By default only one JsonargparseDeprecationWarning",  # of Lightning's own calls
+        "This process .* is multi-threaded, use of fork",
     ):
         warnings.filterwarnings("ignore", message)
 
@@ -146,6 +148,8 @@ def _rank(end: Connection, variables: dict[str, str], function: Callable[..., An
     os.setpgid(0, 0)
     os.environ.update(variables)
     torch.set_num_threads(1)
+    # A child of the server would start a server of its own for each rank's dataloader workers.
+    multiprocessing.set_start_method("fork", force=True)
     quiet()
     try:
         message = (function(*args, **kwargs), None, "")

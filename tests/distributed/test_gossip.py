@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -206,7 +207,7 @@ class NoCollectives(pl.Callback):
 def test_no_collective_within_an_epoch() -> None:
     cases = [PAIRS[0], PLAIN[0], SUMS[0], ASYNC]
     for results in run(
-        each, 3, cases, Line, [NoCollectives, lambda: HeteroMonitor(report=None)], epochs=2, nodes=[1, 1, 1]
+        each, 3, cases, Line, [NoCollectives, partial(HeteroMonitor, report=None)], epochs=2, nodes=[1, 1, 1]
     ):
         assert all(result["traffic"]["exchanges"] > 0 for result in results)
 
