@@ -281,6 +281,7 @@ class Pairing:
             willing = (self._state is _State.OPEN or crossing) and not self._paused
             if willing and turn == self._round:
                 self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
+                self._wanted.pop(ask.sender, None)
                 return True
             self._wanted[ask.sender] = turn
             if self._state is _State.OPEN and ANY != self._round < turn and ask.sender in self._whom:
