@@ -43,6 +43,7 @@ class DirectedAverager(PushAverager):
         for sent, value, origin in zip(self._sent, self.pack(), self.reference, strict=True):
             wide = value.to("cpu", origin.dtype)
             sent.copy_(wide if self.wire == "fp32" else wide - origin)
+        self.check_wire(self._sent)
         for peer in targets:
             self.send(peer, turn, 1.0)
         with self.receiving(turn, sources) as pushes:

@@ -119,6 +119,15 @@ class GossipAverager(Averager):
             self._packed = self.replica.pack(self._packed)
         return self._packed
 
+    def check_wire(self, laid_out: Sequence[Tensor]) -> None:
+        """Before what is laid out travels: fp16 holds numbers up to 65504 only, and others would be poisoned.
+
+        Raises:
+            NotFiniteError: it is too large for the wire.
+        """
+        if self.wire == "fp16" and not all(bool(vector.isfinite().all()) for vector in laid_out):
+            raise NotFiniteError([self.links.index])
+
     @override
     def finish(self, planned: Sequence[int]) -> None:
         super().finish(planned)
@@ -216,6 +225,7 @@ class PairAverager(GossipAverager):
         for own, value, origin in zip(self._own, self.pack(), self.reference, strict=True):
             wide = value.to("cpu", origin.dtype)
             own.copy_(wide if self.wire == "fp32" else wide - origin)
+        self.check_wire(self._own)
         self._weight, self._whom, self._offered, self._began = (
             planned[self.links.index],
             whom,

@@ -84,6 +84,7 @@ class PushSumAverager(PushAverager):
         part = self._weight / (len(to) + 1)
         for own, x, origin in zip(self._sent, self._x, self.reference, strict=True):
             own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
+        self.check_wire(self._sent)
         gone = [peer for peer in to if self.send(peer, turn, part)]
         for _ in gone:
             self._add(self._sent, part, -1)
