@@ -40,12 +40,10 @@ class DirectedAverager(PushAverager):
         targets, sources = to[me], tuple(peer for peer, others in to.items() if me in others)
         if self.pull:
             targets, sources = sources, targets
-        self._packed = self.replica.pack(self._packed)
-        if not self.check_finite(self._packed):
-            return
-        for sent, value, origin in zip(self._sent, self._packed, self.reference, strict=True):
+        for sent, value, origin in zip(self._sent, self.pack(), self.reference, strict=True):
             wide = value.to("cpu", origin.dtype)
             sent.copy_(wide if self.wire == "fp32" else wide - origin)
+        self.check_wire(self._sent)
         for peer in targets:
             self.send(peer, turn, 1.0)
         with self.receiving(turn, sources) as pushes:

@@ -103,20 +103,30 @@ class GossipAverager(Averager):
         level = logging.WARNING if self.missed[peer] == 1 else logging.INFO
         log.log(level, "Replica %d missed replica %d: late, frozen, dead or unreachable.", self.links.index, peer)
 
-    def check_finite(self, values: Sequence[Tensor]) -> bool:
-        """Whether this replica may exchange; if not, it begins again.
+    def pack(self) -> list[Tensor]:
+        """This replica's values; if they are not finite, it begins again, and exchanges so: nobody waits in vain.
 
         Raises:
             NotFiniteError: it may not begin again (``on_nan="error"``).
         """
-        if all(bool(value.isfinite().all()) for value in values):
-            return True
-        if not self._skip:
+        self._packed = self.replica.pack(self._packed)
+        if not all(bool(value.isfinite().all()) for value in self._packed):
+            if not self._skip:
+                raise NotFiniteError([self.links.index])
+            self.replica.unpack(self.reference)
+            clear_broken(self.optimizers())
+            self.links.traffic.skipped.append(self.links.index)
+            self._packed = self.replica.pack(self._packed)
+        return self._packed
+
+    def check_wire(self, laid_out: Sequence[Tensor]) -> None:
+        """Before what is laid out travels: fp16 holds numbers up to 65504 only, and others would be poisoned.
+
+        Raises:
+            NotFiniteError: it is too large for the wire.
+        """
+        if self.wire == "fp16" and not all(bool(vector.isfinite().all()) for vector in laid_out):
             raise NotFiniteError([self.links.index])
-        self.replica.unpack(self.reference)
-        clear_broken(self.optimizers())
-        self.links.traffic.skipped.append(self.links.index)
-        return False
 
     @override
     def finish(self, planned: Sequence[int]) -> None:
@@ -212,12 +222,10 @@ class PairAverager(GossipAverager):
 
     def offer(self, planned: Sequence[int], whom: Sequence[int], turn: float) -> None:
         """Offer this replica's values to some peers."""
-        self._packed = self.replica.pack(self._packed)
-        if not self.check_finite(self._packed):
-            return
-        for own, value, origin in zip(self._own, self._packed, self.reference, strict=True):
+        for own, value, origin in zip(self._own, self.pack(), self.reference, strict=True):
             wide = value.to("cpu", origin.dtype)
             own.copy_(wide if self.wire == "fp32" else wide - origin)
+        self.check_wire(self._own)
         self._weight, self._whom, self._offered, self._began = (
             planned[self.links.index],
             whom,

@@ -21,7 +21,7 @@ from lightning_hetero.comm.wire import Wire
 class PushSumAverager(PushAverager):
     """Stochastic gradient push, with weights ``s`` by samples.
 
-    At first ``x = s z`` and ``w = s``, and in each round::
+    At first ``x = s z`` and ``w = s``, and in each round, with the ``s`` of the plan in force::
 
         x <- x + s (z_after - z_before)       what the model ``z`` has learned since
         x <- P x;  w <- P w                   P is column-stochastic: everyone keeps as large a part as it sends to each
@@ -44,8 +44,7 @@ class PushSumAverager(PushAverager):
     def __init__(self, every: int, rule: Rule, seed: int, wire: Wire, place: Place, skip: bool) -> None:
         super().__init__(every, wire, place, skip)
         self.rule, self.seed = rule, seed
-        self._sample_weight = 0.0  # s; 0 before the first round
-        self._weight = 0.0  # w
+        self._weight = 0.0  # w; 0 before the first round, and where no samples were taken and nothing has come yet
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -63,26 +62,29 @@ class PushSumAverager(PushAverager):
             with self.receiving(turn, sources) as pushes:
                 for push in pushes:
                     self._add(push.vectors, push.weight, 1)
-            self.replica.unpack([x / self._weight for x in self._x])
+            self.replica.unpack(self._unbiased())
+
+    def _unbiased(self) -> list[Tensor]:
+        """``z``."""
+        return [x / self._weight for x in self._x] if self._weight else self._packed
 
     def _learn(self, planned: Sequence[int]) -> None:
         """``x += s (z_after - z_before)``."""
-        self._packed = self.replica.pack(self._packed)
-        z = [value.to("cpu", x.dtype) for value, x in zip(self._packed, self._x, strict=True)]
-        if not self.check_finite(z):
-            z = list(self.reference)
-        if not self._sample_weight:
-            self._sample_weight = self._weight = planned[self.links.index] * len(planned) / sum(planned)
+        z = [value.to("cpu", x.dtype) for value, x in zip(self.pack(), self._x, strict=True)]
+        samples = planned[self.links.index] * len(planned) / sum(planned)  # s
+        if not self._weight:
+            self._weight = samples
             for x, value in zip(self._x, z, strict=True):
-                torch.mul(value, self._weight, out=x)
+                torch.mul(value, samples, out=x)
         else:
             for x, value in zip(self._x, z, strict=True):
-                x.add_(value - x / self._weight, alpha=self._sample_weight)
+                x.add_(value - x / self._weight, alpha=samples)
 
     def _give(self, to: Sequence[int], turn: int) -> None:
         part = self._weight / (len(to) + 1)
         for own, x, origin in zip(self._sent, self._x, self.reference, strict=True):
             own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
+        self.check_wire(self._sent)
         gone = [peer for peer in to if self.send(peer, turn, part)]
         for _ in gone:
             self._add(self._sent, part, -1)
@@ -97,13 +99,13 @@ class PushSumAverager(PushAverager):
     @override
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
         self.links.gather(None)  # nothing is on its way any more
-        kept = [x.clone() for x in self._x], self._weight, self._sample_weight
+        kept = [x.clone() for x in self._x], self._weight
         self._learn(planned)
         for push in [] if self._pushing is None else self._pushing.waiting():
             self._add(push.vectors, push.weight, 1)
         weights = [weight for weight, leads in self.links.gather((self._weight, self.links.leads)) if leads]
-        mean = self.links.average([x / self._weight for x in self._x], weights, self.reference).mean
-        self._x, self._weight, self._sample_weight = kept
+        mean = self.links.average(self._unbiased(), weights, self.reference).mean
+        self._x, self._weight = kept
         return mean
 
     @override
@@ -120,7 +122,7 @@ class PushSumAverager(PushAverager):
         self.links.gather(None)
         arrived = [] if self._pushing is None else self._pushing.waiting()
         pushes = [tuple(push) for push in arrived]
-        own = {"x": self._x, "weight": self._weight, "sample_weight": self._sample_weight, "arrived": pushes}
+        own = {"x": self._x, "weight": self._weight, "arrived": pushes}
         return {**super().state_dict(), **own}
 
     @override
@@ -128,6 +130,6 @@ class PushSumAverager(PushAverager):
         super().load_state_dict(state)
         for x, saved in zip(self._x, state["x"], strict=True):
             x.copy_(saved)
-        self._weight, self._sample_weight = state["weight"], state["sample_weight"]
+        self._weight = state["weight"]
         if self._pushing is not None:
             self._pushing.put([Push(*push) for push in state["arrived"]])

@@ -213,6 +213,33 @@ def test_only_the_same_round_will_do() -> None:
         assert other.x[0] == 1.0
 
 
+def test_who_has_gone_on_is_not_waited_for() -> None:
+    with team([1, 1], limit=20.0) as (one, other):
+        other.offer([0], 3)
+        one.offer([1], 4)  # it has left round 3 out
+        began = time.monotonic()
+        assert other.pairing.result(10) is None
+        assert time.monotonic() - began < 5
+        assert not other.pairing.is_open
+
+
+def test_three_who_ask_each_other_in_a_circle_over_a_slow_link() -> None:
+    def judge(name: str, message: bytes) -> bytes:
+        time.sleep(0.03)
+        return message
+
+    with team([1, 1, 1], proxy=judge) as members:
+        for i, member in enumerate(members):
+            member.pairing.peers.channel((i + 1) % 3)  # connected, so that all ask at once
+            member.pairing._wanted[(i + 1) % 3] = ANY
+        for member in members:
+            member.offer([i for i in range(3) if i != member.pairing.me])
+        deadline = time.monotonic() + 4
+        while (left := sum(member.pairing.is_open for member in members)) != 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert left == 1
+
+
 def test_pausing() -> None:
     with team([1, 1]) as (one, other):
         one.pairing.pause()

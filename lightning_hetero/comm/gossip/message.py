@@ -6,13 +6,14 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_hetero.comm.background import Background
 
 TOKEN_BYTES = 16
 #: magic, token, epoch, kind, sender, serial number, how many numbers, bytes of vectors; then a checksum of all
@@ -150,14 +151,15 @@ class Channel:
             OSError: as for :meth:`send` and :meth:`receive`; the connection has been broken.
             RefusedError: as for :meth:`receive`, likewise.
         """
-        with ThreadPoolExecutor(1, "hetero-gossip-sender") as sender:
-            sent = sender.submit(self.send, kind, numbers, vectors, deadline)
-            try:
-                message = self.receive(into, deadline)
-            except BaseException:
-                self.close()  # so that the sender ends, too
-                raise
-            return message, sent.result()
+        sender = Background(lambda: self.send(kind, numbers, vectors, deadline))
+        try:
+            message = self.receive(into, deadline)
+        except BaseException:
+            self.close()  # so that the sender ends, too
+            with suppress(OSError):
+                sender.result()
+            raise
+        return message, sender.result()
 
     def _fill(self, place: memoryview, deadline: float | None) -> None:
         while len(place):

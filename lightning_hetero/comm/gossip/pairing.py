@@ -18,6 +18,7 @@ from lightning_hetero.comm.mapped import Mapped
 
 ANY = -1.0  # round of those who exchange with whoever comes
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds until somebody is asked again
+_SECOND_ASKS = 1.0  # seconds, at most, until the second of a pair asks what keeps the first
 
 
 class Swap(NamedTuple):
@@ -79,6 +80,7 @@ class Pairing:
         self._shunned: dict[int, float] = {}  # until when a peer that was missed is not asked again
         self._wanted: dict[int, float] = {}  # peers that have asked in vain, with their round
         self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
+        self._waiting = 0  # peers that have asked, for this one's own question to be answered
         self._paused = self._closed = False
         self._round, self._weight = ANY, 1.0
         self._whom: list[int] = []  # to ask
@@ -105,8 +107,8 @@ class Pairing:
             assert self._state is _State.CLOSED
             self._weight, self._whom, self._round, self._swap = weight, list(whom), turn, None
             second = turn != ANY and self.me > max(whom, default=-1)
-            late = second and not any(self._wanted.get(peer) == turn for peer in whom)
-            self._ask_at = time.monotonic() + (self._limit / 2 if late else 0.0)
+            late = second and not self._wanting()
+            self._ask_at = time.monotonic() + (min(self._limit / 2, _SECOND_ASKS) if late else 0.0)
             self._pause = _FIRST_PAUSE
             self._state = _State.OPEN
             self._changed.notify_all()
@@ -192,7 +194,7 @@ class Pairing:
     def _wait_before_asking_again(self, missed: bool) -> None:
         """Longer each time: whoever has been asked in vain asks by itself as soon as it has something to offer."""
         with self._changed:
-            if any(self._wanted.get(peer) == self._round for peer in self._whom):
+            if self._wanting():
                 return
             self._pause = _LONGEST_PAUSE if missed else min(2 * self._pause, _LONGEST_PAUSE)
             until = time.monotonic() + random.uniform(0.5, 1.0) * self._pause
@@ -201,12 +203,18 @@ class Pairing:
     def _choose(self) -> int:
         """A peer to ask: one that wants to be, or any, but rather not one that was missed lately."""
         now = time.monotonic()
-        for peer in [peer for peer in self._whom if self._wanted.pop(peer, None) == self._round]:
-            return peer
-        return random.choice([peer for peer in self._whom if self._shunned.get(peer, 0.0) <= now] or self._whom)
+        well = [peer for peer in self._whom if self._shunned.get(peer, 0.0) <= now]
+        peer = random.choice(self._wanting() or well or self._whom)
+        self._wanted.pop(peer, None)
+        return peer
+
+    def _wanting(self) -> list[int]:
+        """Peers that have asked for this round in vain."""
+        return [peer for peer in self._whom if self._wanted.get(peer) == self._round]
 
     def _may_ask(self) -> bool:
-        return self._closed or (self._state is _State.OPEN and bool(self._whom) and not self._paused)
+        able = self._state is _State.OPEN and bool(self._whom) and not self._paused
+        return self._closed or (able and not self._waiting)
 
     def _exchange_with(self, peer: int) -> Swap | None:
         """As the one who asks; ``None`` if the peer does not want to."""
@@ -222,6 +230,7 @@ class Pairing:
             if not self._asking:
                 raise RefusedError("uninvited")
             self._agreed = True
+            self._changed.notify_all()
         near = peer in self._boxes
         vectors = () if near else self.outbox.vectors
         answer, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self._soon())
@@ -259,14 +268,25 @@ class Pairing:
         channel.send(Kind.DONE, (), (), self._soon())
 
     def _engage(self, ask: Message) -> bool:
+        turn = ask.numbers[0]
         with self._changed:
+            if ask.sender < self.me and self._with != ask.sender and turn == self._round:
+                # It waits while this one asks another. If all who ask were sent away, those who ask each other in a
+                # circle could do so for ever; as only the first are let wait, they never wait in a circle.
+                self._waiting += 1
+                self._changed.wait_for(lambda: not self._asking or self._agreed, _LONGEST_PAUSE)
+                self._waiting -= 1
             # Two who ask each other: the question of the first counts.
             crossing = self._asking and not self._agreed and self._with == ask.sender and ask.sender < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
-            if willing and ask.numbers[0] == self._round:
+            if willing and turn == self._round:
                 self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
+                self._wanted.pop(ask.sender, None)
                 return True
-            self._wanted[ask.sender] = ask.numbers[0]
+            self._wanted[ask.sender] = turn
+            if self._state is _State.OPEN and ANY != self._round < turn and ask.sender in self._whom:
+                self._state = _State.CLOSED  # the other has passed the round
+            self._changed.notify_all()
             return False
 
     def _answer(self, channel: Channel, peer: int, number: float) -> Swap:

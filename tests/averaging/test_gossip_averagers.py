@@ -1,0 +1,83 @@
+"""One replica's part in gossip: push-sum's weights, and what is too large for the wire."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.directed import DirectedAverager
+from lightning_hetero.averaging.gossip import GossipAverager
+from lightning_hetero.averaging.mixing import one_peer_exponential, random_matching
+from lightning_hetero.averaging.pairwise import FirstComeAverager, MatchedAverager
+from lightning_hetero.averaging.push_sum import PushSumAverager
+from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.errors import NotFiniteError
+
+HERE = Place("127.0.0.1", "here", 1.0)
+
+
+def push_sum(module: nn.Module) -> PushSumAverager:
+    """The first of two replicas, of which nobody else is there."""
+    found = PushSumAverager(1, one_peer_exponential, 0, "fp32", HERE, skip=False)
+    alone(found, module)
+    found._x = [torch.zeros_like(value) for value in found._packed]
+    return found
+
+
+def alone(found: GossipAverager, module: nn.Module) -> None:
+    found.links = SimpleNamespace(index=0, count=2)
+    found.replica = Replica(module)
+    found._packed = found.replica.pack()
+    found.reference = [torch.zeros_like(value) for value in found._packed]
+
+
+def step(module: nn.Module, size: float) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(size)
+
+
+def test_shares_may_change_meanwhile() -> None:
+    module = nn.Linear(2, 1, bias=False).double()
+    one = push_sum(module)
+    one._learn([6, 6])
+    before = one._x[0].clone()
+    step(module, 2.0)
+    one._learn([9, 3])
+    assert torch.allclose(one._x[0], before + 1.5 * 2.0)
+    assert one._weight == 1.0  # weights go their own ways: their sum stays what it was
+
+
+def test_no_samples() -> None:
+    module = nn.Linear(2, 1, bias=False).double()
+    one, start = push_sum(module), module.weight.detach().clone().reshape(-1)
+    one._learn([0, 12])
+    assert torch.equal(one._unbiased()[0], start)  # nothing has come yet
+    one._add([torch.full((2,), 3.0).double()], 0.5, 1)
+    assert torch.equal(one._unbiased()[0], torch.full((2,), 6.0).double())
+    one.replica.unpack(one._unbiased())
+    one._learn([0, 12])
+    assert one._weight == 0.5  # what has come is kept
+    assert torch.equal(one._x[0], torch.full((2,), 3.0).double())
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("form", ["matched", "first_come", "push", "push_sum"])
+def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> None:
+    module = nn.Linear(2, 1, bias=False)
+    matched = MatchedAverager(1, random_matching, 0, False, "fp16", HERE, skip)
+    first_come = FirstComeAverager(1, "fp16", HERE, skip)
+    push = DirectedAverager(1, one_peer_exponential, False, 0, "fp16", HERE, skip)
+    summed = PushSumAverager(1, one_peer_exponential, 0, "fp16", HERE, skip)
+    one = {"matched": matched, "first_come": first_come, "push": push, "push_sum": summed}[form]
+    alone(one, module)
+    laid_out: list[Tensor] = [torch.empty(2, dtype=torch.float16)]
+    one._own = one._sent = laid_out
+    one._pairing = one._pushing = None
+    one._x = [torch.zeros(2)]
+    step(module, 1e6)
+    with pytest.raises(NotFiniteError):
+        one.exchange(StepContext(1, False, [6, 6]))
