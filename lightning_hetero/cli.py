@@ -4,6 +4,7 @@ The same through ``python -m lightning_hetero``.
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def lightning_cli(arguments: Sequence[str] | None = None) -> "LightningCLI":
         sys.exit("error: YAML files need jsonargparse: pip install 'lightning-hetero[cli]'")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # where a class_path is looked for; an installed command leaves it out
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's own calls
     from lightning.pytorch.cli import LightningCLI
 
     args = None if arguments is None else list(arguments)

@@ -55,7 +55,7 @@ def duel(
         before = total([one, other])
         one.offer([1], turn)
         other.offer([0], turn)
-        other.pairing._ask_at = time.monotonic() + 60  # asks nobody itself
+        other.pairing._agenda._at = time.monotonic() + 60  # asks nobody itself
         counted = one.take(wait), other.take(wait)
         off = total([one, other]) - before
         before = total([one, other])
@@ -73,7 +73,7 @@ def test_the_connection_breaks(name: str) -> None:
 
 def _hasty(self: Pairing, peer: int) -> Swap:
     """As the one who asks, but counting at COMMIT."""
-    channel, numbers = self.peers.channel(peer), (self._round, self._weight, 1.0)
+    channel, numbers = self.peers.channel(peer), (self._agenda.turn, self._weight, 1.0)
     channel.send(Kind.ASK, numbers, (), self._soon())
     assert channel.receive(nowhere, self._soon()).kind is Kind.YES
     channel.send(Kind.SWAP, numbers, self.outbox.vectors, self._soon())

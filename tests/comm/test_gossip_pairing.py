@@ -231,7 +231,7 @@ def test_three_who_ask_each_other_in_a_circle_over_a_slow_link() -> None:
     with team([1, 1, 1], proxy=judge) as members:
         for i, member in enumerate(members):
             member.pairing.peers.channel((i + 1) % 3)  # connected, so that all ask at once
-            member.pairing._wanted[(i + 1) % 3] = ANY
+            member.pairing._agenda.wants((i + 1) % 3, ANY)
         for member in members:
             member.offer([i for i in range(3) if i != member.pairing.me])
         deadline = time.monotonic() + 4

@@ -138,7 +138,6 @@ def quiet() -> None:
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         "The number of training batches",
         "You are using the `dataloader_iter` step flavor",
-        r"\s*By default only one JsonargparseDeprecationWarning",  # of Lightning's own calls
         "This process .* is multi-threaded, use of fork",
     ):
         warnings.filterwarnings("ignore", message)

@@ -1,6 +1,5 @@
 """Two peers exchange what they had when each offered it; both count it, or neither does."""
 
-import random
 import threading
 import time
 from collections import Counter
@@ -11,14 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_hetero.comm.gossip.agenda import ANY, Agenda
 from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
 from lightning_hetero.comm.gossip.outbox import others_boxes
 from lightning_hetero.comm.gossip.peers import Job, Peers
 from lightning_hetero.comm.mapped import Mapped
 
-ANY = -1.0  # round of those who exchange with whoever comes
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds until somebody is asked again
-_SECOND_ASKS = 1.0  # seconds, at most, until the second of a pair asks what keeps the first
+_PATIENCE = 0.1  # seconds for which one who asks waits until this peer's own question is answered
 
 
 class Swap(NamedTuple):
@@ -77,14 +75,11 @@ class Pairing:
         self._changed = threading.Condition()  # guards all that follows
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that is asked has said yes
-        self._shunned: dict[int, float] = {}  # until when a peer that was missed is not asked again
-        self._wanted: dict[int, float] = {}  # peers that have asked in vain, with their round
+        self._agenda = Agenda(me, job.deadline)
         self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
         self._waiting = 0  # peers that have asked, for this one's own question to be answered
         self._paused = self._closed = False
-        self._round, self._weight = ANY, 1.0
-        self._whom: list[int] = []  # to ask
-        self._ask_at, self._pause = 0.0, _FIRST_PAUSE
+        self._weight = 1.0
         self._swap: Swap | None = None
         self.peers = Peers(me, job, interface, self._attend, heard_stop=self._wake)
         threading.Thread(target=self._ask_around, name="hetero-gossip-asker", daemon=True).start()
@@ -105,11 +100,8 @@ class Pairing:
         """
         with self._changed:
             assert self._state is _State.CLOSED
-            self._weight, self._whom, self._round, self._swap = weight, list(whom), turn, None
-            second = turn != ANY and self.me > max(whom, default=-1)
-            late = second and not self._wanting()
-            self._ask_at = time.monotonic() + (min(self._limit / 2, _SECOND_ASKS) if late else 0.0)
-            self._pause = _FIRST_PAUSE
+            self._weight, self._swap = weight, None
+            self._agenda.begin(whom, turn)
             self._state = _State.OPEN
             self._changed.notify_all()
 
@@ -163,10 +155,10 @@ class Pairing:
                 self._changed.wait_for(self._may_ask)
                 if self._closed:
                     return
-                if (early := self._ask_at - time.monotonic()) > 0:
+                if (early := self._agenda.early()) > 0:
                     self._changed.wait(early)
                     continue
-                peer = self._choose()
+                peer = self._agenda.choose()
                 self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
             swap, missed, in_vain = None, False, False
             try:
@@ -184,46 +176,24 @@ class Pairing:
                     self._end(swap)
                 if missed:
                     self.misses[peer] += 1
-                    self._shunned[peer] = time.monotonic() + 4 * self._limit
-                if self._state is _State.OPEN and self._round != ANY and (missed or in_vain):
+                if swap is None:
+                    self._agenda.in_vain(peer, missed)
+                if self._state is _State.OPEN and self._agenda.turn != ANY and (missed or in_vain):
                     self._state = _State.CLOSED
                     self._changed.notify_all()
-            if swap is None:
-                self._wait_before_asking_again(missed)
-
-    def _wait_before_asking_again(self, missed: bool) -> None:
-        """Longer each time: whoever has been asked in vain asks by itself as soon as it has something to offer."""
-        with self._changed:
-            if self._wanting():
-                return
-            self._pause = _LONGEST_PAUSE if missed else min(2 * self._pause, _LONGEST_PAUSE)
-            until = time.monotonic() + random.uniform(0.5, 1.0) * self._pause
-            self._ask_at = max(self._ask_at, until)
-
-    def _choose(self) -> int:
-        """A peer to ask: one that wants to be, or any, but rather not one that was missed lately."""
-        now = time.monotonic()
-        well = [peer for peer in self._whom if self._shunned.get(peer, 0.0) <= now]
-        peer = random.choice(self._wanting() or well or self._whom)
-        self._wanted.pop(peer, None)
-        return peer
-
-    def _wanting(self) -> list[int]:
-        """Peers that have asked for this round in vain."""
-        return [peer for peer in self._whom if self._wanted.get(peer) == self._round]
 
     def _may_ask(self) -> bool:
-        able = self._state is _State.OPEN and bool(self._whom) and not self._paused
+        able = self._state is _State.OPEN and bool(self._agenda.whom) and not self._paused
         return self._closed or (able and not self._waiting)
 
     def _exchange_with(self, peer: int) -> Swap | None:
         """As the one who asks; ``None`` if the peer does not want to."""
         self._number += 1
-        channel, numbers = self.peers.channel(peer), (self._round, self._weight, self._number)
+        channel, numbers = self.peers.channel(peer), (self._agenda.turn, self._weight, self._number)
         sent = channel.send(Kind.ASK, numbers, (), self._soon())
         reply = channel.receive(nowhere, self._soon())
         if reply.kind is not Kind.YES:
-            if reply.numbers and self._round != ANY and reply.numbers[0] > self._round:
+            if reply.numbers and self._agenda.turn != ANY and reply.numbers[0] > self._agenda.turn:
                 raise _GoneOnError
             return None
         with self._changed:
@@ -255,7 +225,7 @@ class Pairing:
         if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
         if not self._engage(ask):
-            channel.send(Kind.NO, (self._round,), (), self._soon())
+            channel.send(Kind.NO, (self._agenda.turn,), (), self._soon())
             return
         swap = None
         try:
@@ -270,28 +240,28 @@ class Pairing:
     def _engage(self, ask: Message) -> bool:
         turn = ask.numbers[0]
         with self._changed:
-            if ask.sender < self.me and self._with != ask.sender and turn == self._round:
+            if ask.sender < self.me and self._with != ask.sender and turn == self._agenda.turn:
                 # It waits while this one asks another. If all who ask were sent away, those who ask each other in a
                 # circle could do so for ever; as only the first are let wait, they never wait in a circle.
                 self._waiting += 1
-                self._changed.wait_for(lambda: not self._asking or self._agreed, _LONGEST_PAUSE)
+                self._changed.wait_for(lambda: not self._asking or self._agreed, _PATIENCE)
                 self._waiting -= 1
             # Two who ask each other: the question of the first counts.
             crossing = self._asking and not self._agreed and self._with == ask.sender and ask.sender < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
-            if willing and turn == self._round:
+            if willing and turn == self._agenda.turn:
                 self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
-                self._wanted.pop(ask.sender, None)
+                self._agenda.met(ask.sender)
                 return True
-            self._wanted[ask.sender] = turn
-            if self._state is _State.OPEN and ANY != self._round < turn and ask.sender in self._whom:
+            self._agenda.wants(ask.sender, turn)
+            if self._state is _State.OPEN and ANY != self._agenda.turn < turn and ask.sender in self._agenda.whom:
                 self._state = _State.CLOSED  # the other has passed the round
             self._changed.notify_all()
             return False
 
     def _answer(self, channel: Channel, peer: int, number: float) -> Swap:
         near, sent = peer in self._boxes, channel.send(Kind.YES, (), (), self._soon())
-        numbers, vectors = (self._round, self._weight), () if near else self.outbox.vectors
+        numbers, vectors = (self._agenda.turn, self._weight), () if near else self.outbox.vectors
         theirs, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self._soon())
         sent += more
         if near:
