@@ -15,8 +15,6 @@ from lightning_hetero.comm.gossip.message import Channel, Kind, nowhere
 from lightning_hetero.comm.gossip.pairing import ANY, Pairing, Swap
 from lightning_hetero.errors import DisagreementError
 
-pytestmark = pytest.mark.clock
-
 LIMIT = 0.5
 MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
 
