@@ -1,7 +1,6 @@
 """Four peers, each a process: one is killed, frozen, or cut off; the others' exchanges go on."""
 
 import os
-import random
 import signal
 import sys
 import time
@@ -57,7 +56,7 @@ def counted(end: Any, index: int, interface: str) -> None:
 
 
 def pushed(end: Any, index: int, interface: str) -> None:
-    """Pushes half to somebody, again and again; takes what there is."""
+    """Pushes half to the others in turn, again and again; takes what there is."""
     giver = Giver(index, [START[index]], LIMIT, interface=interface)
     end.send((giver.pushing.peers.address, giver.path))
     addresses, paths = end.recv()
@@ -65,10 +64,11 @@ def pushed(end: Any, index: int, interface: str) -> None:
     giver.pushing.know_boxes(paths)
     end.send(None)
     end.recv()
-    met, turn, words, draw = dict.fromkeys(range(COUNT), 0), 0, "", random.Random(index)
+    met, turn, words = dict.fromkeys(range(COUNT), 0), 0, ""
+    others = [i for i in range(COUNT) if i != index]
     while words != "stop":
         turn += 1
-        peer = draw.choice([i for i in range(COUNT) if i != index])
+        peer = others[turn % len(others)]  # in turn: a run of draws could be all of the dead one
         met[peer] += giver.give([peer], turn) == [True]
         giver.get(10**9, [], 0)
         words = end.recv() if end.poll(0.005) else ""
