@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import sklearn.datasets  # noqa: F401  before modules are put back: its compiled parts cannot be loaded twice
 import torch
 from docs_pages import (
     PAGES,
