@@ -1,5 +1,6 @@
 """How a process becomes a rank: the launcher's word, a gloo world for all devices, the topology."""
 
+from abc import abstractmethod
 from dataclasses import asdict
 from typing import Any
 
@@ -68,6 +69,6 @@ class Membership(Collectives):
         """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
         return (tuple(range(topology.world)),)
 
+    @abstractmethod
     def _join(self, topology: Topology) -> None:
         """Make the process groups, and what depends on them."""
-        raise NotImplementedError  # the strategy's
