@@ -98,7 +98,9 @@ class GossipAverager(Averager):
         return table.tolist()
 
     def miss(self, peer: int) -> None:
-        """Count an exchange with a peer that was not completed."""
+        """Count an exchange with a peer that was not completed; not if it was not waited for, as all are to stop."""
+        if self.peers is not None and self.peers.stop:
+            return
         self.missed[peer] += 1
         level = logging.WARNING if self.missed[peer] == 1 else logging.INFO
         log.log(level, "Replica %d missed replica %d: late, frozen, dead or unreachable.", self.links.index, peer)

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_hetero.errors import CommunicationError
 from lightning_hetero.launch.script import passed_on
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class ObservedLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
-        except BaseException:
-            observer.report(patience=2.0)  # this rank's error may be the echo of another's
+        except BaseException as error:
+            # This rank's error may be the echo of another's, whose process takes a while to end.
+            observer.report(patience=10.0 if isinstance(error, CommunicationError) else 2.0)
             raise
 
 

@@ -69,9 +69,9 @@ def test_the_connection_breaks(name: str) -> None:
     assert not off.any()
 
 
-def _hasty(self: Pairing, peer: int) -> Swap:
+def _hasty(self: Pairing, peer: int, turn: float, weight: float) -> Swap:
     """As the one who asks, but counting at COMMIT."""
-    channel, numbers = self.peers.channel(peer), (self._agenda.turn, self._weight, 1.0)
+    channel, numbers = self.peers.channel(peer), (turn, weight, 1.0)
     channel.send(Kind.ASK, numbers, (), self._soon())
     assert channel.receive(nowhere, self._soon()).kind is Kind.YES
     channel.send(Kind.SWAP, numbers, self.outbox.vectors, self._soon())

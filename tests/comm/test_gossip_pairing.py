@@ -20,6 +20,7 @@ from lightning_hetero.averaging.mixing import random_matching
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.gossip.pairing import ANY, Pairing
 from lightning_hetero.comm.gossip.peers import Job
+from lightning_hetero.errors import CommunicationError
 
 TOKEN = bytes(range(16))
 NAMES = {
@@ -221,6 +222,72 @@ def test_who_has_gone_on_is_not_waited_for() -> None:
         assert other.pairing.result(10) is None
         assert time.monotonic() - began < 5
         assert not other.pairing.is_open
+
+
+def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with team([1, 1, 1, 1], limit=20.0) as members:
+        for i, member in enumerate(members):
+            member.x[:] = 2.0**i
+        held, go_on = threading.Event(), threading.Event()
+        peers = members[1].pairing.peers
+        connect = peers.channel
+
+        def late(peer: int) -> Any:
+            held.set()
+            assert go_on.wait(10)
+            return connect(peer)
+
+        monkeypatch.setattr(peers, "channel", late)
+        members[1].pairing._agenda.wants(0, 1.0)
+        members[1].offer([0], 1.0)
+        assert held.wait(10)  # it is about to ask
+        members[0].offer([1], 1.0)  # and is asked
+        assert members[0].take(10)
+        assert members[1].take(10)
+        members[0].offer([2], 2.0)
+        members[1].offer([3], 2.0)
+        time.sleep(0.3)  # member 0 has asked in vain, and waits
+        go_on.set()  # what it wanted in round 1 is asked only now
+        time.sleep(0.2)
+        members[2].offer([0], 2.0)
+        members[3].offer([1], 2.0)
+        assert [member.take(10) for member in members] == [True] * 4
+        assert [float(member.x[0]) for member in members] == [2.75, 4.75, 2.75, 4.75]
+        assert not any(member.pairing.misses for member in members)
+
+
+def test_who_did_not_answer_in_time_is_not_waited_for_again_until_it_asks() -> None:
+    awake = threading.Event()
+
+    def judge(name: str, message: bytes) -> bytes:
+        awake.wait(30)
+        return message
+
+    with team([1, 1], limit=2.0, proxy=judge) as (one, other):
+        for turn, least, most in ((1.0, 1.9, 9.0), (2.0, 0.0, 1.0), (3.0, 0.0, 1.0)):
+            one.offer([1], turn)
+            began = time.monotonic()
+            assert not one.take(2.0)
+            assert least < time.monotonic() - began < most
+        assert sum(one.pairing.misses.values()) == 1  # asked once only
+        awake.set()
+        one.offer([1], 4.0)
+        other.offer([0], 4.0)  # the second of the pair: asks when it has not been asked for a while
+        assert other.take(10)
+        assert one.take(0)
+        assert meet(one, other, 5.0) == (True, True)
+
+
+@pytest.mark.parametrize("turn", [ANY, 1.0])
+def test_a_failure_of_the_thread_that_asks_is_told(monkeypatch: pytest.MonkeyPatch, turn: float) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("odd")
+
+    with team([1, 1]) as (one, _other):
+        monkeypatch.setattr(one.pairing, "_exchange_with", fail)
+        one.offer([1], turn)
+        with pytest.raises(CommunicationError, match=r"replica 0 can exchange no more.*odd"):
+            one.take(10)
 
 
 def test_three_who_ask_each_other_in_a_circle_over_a_slow_link() -> None:

@@ -28,6 +28,7 @@ SYNC: list[tuple[Any, dict[str, Any]]] = [
     (GossipStrategy, {"exchange": "pull", "topology": "exponential"}),  # several sources
     (GossipPushSumStrategy, {"topology": "hypercube", "every_n_steps": 3, "wire": "bf16"}),
     (GossipPushSumStrategy, {"topology": "ring"}),  # several sources
+    (GossipStrategy, {"topology": "random", "wire": "bf16"}),  # exchanges beside the step
 ]
 
 
@@ -56,7 +57,7 @@ def _resumed(folder: str, stops: list[int], cases: list[Any]) -> list[Any]:
 
 
 def test_resuming_is_as_if_never_stopped(tmp_path: Path) -> None:
-    cases, stops = SYNC, [11, 16, 11, 11]  # 16: after an epoch
+    cases, stops = SYNC, [11, 16, 11, 11, 10]  # 16: after an epoch
     for results in run(_resumed, 3, str(tmp_path), stops, cases, nodes=APART, timeout=150):
         for case, stop, (whole, first, second) in zip(cases, stops, results, strict=True):
             assert len(whole[0]) == 24

@@ -15,6 +15,7 @@ from lightning_hetero.comm.gossip.message import Channel, Kind, Message, Refused
 from lightning_hetero.comm.gossip.outbox import others_boxes
 from lightning_hetero.comm.gossip.peers import Job, Peers
 from lightning_hetero.comm.mapped import Mapped
+from lightning_hetero.errors import CommunicationError
 
 _PATIENCE = 0.1  # seconds for which one who asks waits until this peer's own question is answered
 
@@ -75,6 +76,8 @@ class Pairing:
         self._changed = threading.Condition()  # guards all that follows
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that is asked has said yes
+        self._offers = 0  # made so far
+        self._failure: BaseException | None = None  # that has ended the thread that asks
         self._agenda = Agenda(me, job.deadline)
         self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
         self._waiting = 0  # peers that have asked, for this one's own question to be answered
@@ -82,7 +85,7 @@ class Pairing:
         self._weight = 1.0
         self._swap: Swap | None = None
         self.peers = Peers(me, job, interface, self._attend, heard_stop=self._wake)
-        threading.Thread(target=self._ask_around, name="hetero-gossip-asker", daemon=True).start()
+        threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
         """Learn where peers of this host lay their values."""
@@ -96,35 +99,53 @@ class Pairing:
             whom: peers to ask.
             turn: only a peer that offers for the same round will do; the offer is closed if that one has gone on to a
                 later round or cannot be reached. Of such a pair, the first asks, and the second only if it has been
-                asked in vain, or is not asked for long.
+                asked in vain, or is not asked for long. Who did not answer in time is neither asked nor waited for
+                again for four deadlines, unless it asks.
         """
         with self._changed:
             assert self._state is _State.CLOSED
-            self._weight, self._swap = weight, None
+            self._weight, self._swap, self._offers = weight, None, self._offers + 1
             self._agenda.begin(whom, turn)
             self._state = _State.OPEN
             self._changed.notify_all()
 
     def result(self, wait: float = 0.0) -> Swap | None:
-        """What the offer has brought, if it has within so many seconds; waits no longer once all are to stop."""
+        """What the offer has brought, if it has within so many seconds.
+
+        Waits no longer once all are to stop, and not for somebody who did not answer in time lately.
+
+        Raises:
+            CommunicationError: the thread that asks has failed.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._state is _State.CLOSED or self.peers.stop, wait)
+            self._changed.wait_for(self._settled, wait)
+            if self._failure is not None:
+                raise CommunicationError(
+                    f"replica {self.me} can exchange no more: its thread that asks others has failed with "
+                    f"{self._failure!r}."
+                ) from self._failure
             return self._swap if self._state is _State.CLOSED else None
+
+    def _settled(self) -> bool:
+        waits = self._state is _State.ENGAGED or (self._state is _State.OPEN and self._agenda.awaits)
+        return self.peers.stop or not waits
 
     def withdraw(self) -> Swap | None:
         """Close the offer; if an exchange is under way, after its end, with what it has brought."""
         with self._changed:
-            # As long as all messages of an exchange may take together.
-            self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self._limit)
+            self._wait_for_exchange()
             self._state = _State.CLOSED
             return self._swap
+
+    def _wait_for_exchange(self) -> None:
+        # As long as all its messages may take together.
+        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self._limit)
 
     def pause(self) -> None:
         """Exchange nothing more for now; waits for what is under way."""
         with self._changed:
             self._paused = True
-            # As long as all messages of an exchange may take together.
-            self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self._limit)
+            self._wait_for_exchange()
 
     def resume(self) -> None:
         """Go on, after :meth:`pause`."""
@@ -148,8 +169,16 @@ class Pairing:
 
     # -- who asks ----------------------------------------------------------------------------------
 
+    def _ask_until_closed(self) -> None:
+        """Ask for what is on offer; on a thread, whose failure :meth:`result` tells."""
+        try:
+            self._ask_around()
+        except BaseException as error:
+            with self._changed:
+                self._failure, self._state = error, _State.CLOSED
+                self._changed.notify_all()
+
     def _ask_around(self) -> None:
-        """Ask until somebody takes the offer; on a thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(self._may_ask)
@@ -158,15 +187,15 @@ class Pairing:
                 if (early := self._agenda.early()) > 0:
                     self._changed.wait(early)
                     continue
-                peer = self._agenda.choose()
+                peer, offer, turn, weight = self._agenda.choose(), self._offers, self._agenda.turn, self._weight
                 self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
-            swap, missed, in_vain = None, False, False
+            swap, missed, late, in_vain = None, False, False, False
             try:
-                swap = self._exchange_with(peer)
+                swap = self._exchange_with(peer, turn, weight)
             except _GoneOnError:
                 in_vain = True
             except (OSError, RefusedError) as error:
-                missed = True
+                missed, late = True, isinstance(error, TimeoutError)
                 self.peers.drop(peer)
                 if isinstance(error, RefusedError):
                     self.peers.refused[str(error)] += 1
@@ -174,11 +203,13 @@ class Pairing:
                 if self._asking:  # or it has been asked itself meanwhile, and said yes
                     self._asking = False
                     self._end(swap)
+                if offer != self._offers:
+                    continue  # exchanged when the peer asked for it: the answer says nothing of the next offer
                 if missed:
                     self.misses[peer] += 1
                 if swap is None:
-                    self._agenda.in_vain(peer, missed)
-                if self._state is _State.OPEN and self._agenda.turn != ANY and (missed or in_vain):
+                    self._agenda.in_vain(peer, missed, late)
+                if self._state is _State.OPEN and turn != ANY and (missed or in_vain):
                     self._state = _State.CLOSED
                     self._changed.notify_all()
 
@@ -186,14 +217,14 @@ class Pairing:
         able = self._state is _State.OPEN and bool(self._agenda.whom) and not self._paused
         return self._closed or (able and not self._waiting)
 
-    def _exchange_with(self, peer: int) -> Swap | None:
+    def _exchange_with(self, peer: int, turn: float, weight: float) -> Swap | None:
         """As the one who asks; ``None`` if the peer does not want to."""
         self._number += 1
-        channel, numbers = self.peers.channel(peer), (self._agenda.turn, self._weight, self._number)
+        channel, numbers = self.peers.channel(peer), (turn, weight, self._number)
         sent = channel.send(Kind.ASK, numbers, (), self._soon())
         reply = channel.receive(nowhere, self._soon())
         if reply.kind is not Kind.YES:
-            if reply.numbers and self._agenda.turn != ANY and reply.numbers[0] > self._agenda.turn:
+            if reply.numbers and turn != ANY and reply.numbers[0] > turn:
                 raise _GoneOnError
             return None
         with self._changed:
@@ -240,6 +271,8 @@ class Pairing:
     def _engage(self, ask: Message) -> bool:
         turn = ask.numbers[0]
         with self._changed:
+            if turn >= self._agenda.turn:  # not from one who lags behind: it would be waited for in vain
+                self._agenda.heard(ask.sender)
             if ask.sender < self.me and self._with != ask.sender and turn == self._agenda.turn:
                 # It waits while this one asks another. If all who ask were sent away, those who ask each other in a
                 # circle could do so for ever; as only the first are let wait, they never wait in a circle.
