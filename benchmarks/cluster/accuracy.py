@@ -2,6 +2,7 @@
 
     sudo python benchmarks/cluster/accuracy.py --seeds 5                                # mean and spread
     sudo python benchmarks/cluster/accuracy.py --seeds 5 --nodes 4 --ranks 1 ddp hetero_gossip_async:every_n_steps=4
+    sudo python benchmarks/cluster/accuracy.py --seeds 5 --step 0.02 --nodes 4 --ranks 1 ddp hetero_gossip_async
     sudo python benchmarks/cluster/accuracy.py --rate 10mbit --picture accuracy.png     # over time, on slow links
 
 The task: two handwritten digits (scikit-learn's) on top of each other, to be told both, with test digits that are
@@ -41,6 +42,9 @@ def main() -> None:
     parser.add_argument("--rate", default="10gbit", help="of each node's link")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument(
+        "--step", type=float, default=0.0, help="seconds that a step takes at least, slept: leaves cores"
+    )
     parser.add_argument("--picture", type=Path, help="where to draw accuracy over epochs and over time")
     parser.add_argument("--save", type=Path, help="where to keep the figures, as JSON")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for everything")
@@ -49,7 +53,7 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(
         f"{options.nodes} nodes of {options.ranks} ranks, links of {options.rate}, {options.epochs} epochs, "
-        f"{options.seeds} seeds. {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}."
+        f"{options.seeds} seeds, steps of at least {1e3 * options.step:g} ms. {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}."
     )
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -57,7 +61,7 @@ def main() -> None:
     ):
         output = Path(folder) / "courses.json"
         command = [sys.executable, str(Path(__file__).with_name("learn.py")), str(output)]
-        command += [str(options.epochs), str(options.seeds), *options.contenders]
+        command += [str(options.epochs), str(options.seeds), str(options.step), *options.contenders]
         status = cluster.run(command, [options.ranks] * options.nodes, None, options.timeout, Path(folder) / "log")
         if any(status):
             for file in sorted(Path(folder).glob("*.log")):
@@ -79,7 +83,14 @@ def table(courses: list[dict[str, Any]], contenders: list[str]) -> Table:
     result = Table()
     result.add_column("strategy", overflow="fold", style="bold")
     paired = f"minus {contenders[0]}, paired by seed (se)"
-    for name in ("accuracy at the end (sd)", "range", paired, "seconds", f"accuracy after {soonest:.0f} s"):
+    for name in (
+        "accuracy at the end (sd)",
+        "range",
+        paired,
+        "exchanges per step",
+        "seconds",
+        f"accuracy after {soonest:.0f} s",
+    ):
         result.add_column(name, justify="right")
     base = [course[-1][1] for course in of[contenders[0]]]
     for name, runs in of.items():
@@ -93,6 +104,7 @@ def table(courses: list[dict[str, Any]], contenders: list[str]) -> Table:
             f"{statistics.mean(final):.2%} ({spread:.2%})",
             f"{min(final):.2%} to {max(final):.2%}",
             "" if runs is of[contenders[0]] else f"{statistics.mean(apart):+.2f} ({error:.2f})",
+            f"{statistics.median(run['exchanges'] for run in courses if run['contender'] == name):.2f}",
             f"{statistics.median(course[-1][0] for course in runs):.0f}",
             f"{statistics.mean(then):.2%}",
         )

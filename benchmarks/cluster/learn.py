@@ -17,6 +17,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hetero.callbacks import EmulatedSpeed
+
 EPOCHS, SAMPLES, BATCH, RATE = 15, 8192, 16, 0.1  # samples per rank and step; peak learning rate
 
 
@@ -76,8 +78,8 @@ class Reader(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def learn(contender: str, seed: int, epochs: int) -> list[tuple[float, float]]:
-    """Train to the end; the course of the accuracy on the test digits."""
+def learn(contender: str, seed: int, epochs: int, step: float) -> tuple[list[tuple[float, float]], float]:
+    """Train to the end; the course of the accuracy on the test digits, and this rank's exchanges per step."""
     pl.seed_everything(seed, verbose=False)
     world = int(os.environ["WORLD_SIZE"])
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -89,15 +91,17 @@ def learn(contender: str, seed: int, epochs: int) -> list[tuple[float, float]]:
         strategy=contenders.parse(contender),
         max_epochs=epochs,
         num_sanity_val_steps=0,
+        callbacks=[EmulatedSpeed([(step, 0.0)] * world)] if step else None,
         **off,
     )
     glance = DataLoader(TensorDataset(torch.zeros(world, 1)), batch_size=1)
     trainer.fit(module, DataLoader(overlaid(True, SAMPLES), batch_size=BATCH, shuffle=True, drop_last=True), glance)
-    return module.course
+    traffic = getattr(trainer.strategy, "traffic", None)
+    return module.course, traffic.exchanges / module.steps if traffic else 0.0
 
 
 def main() -> None:
-    output, epochs, seeds, names = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    output, epochs, seeds, step, names = Path(sys.argv[1]), *map(int, sys.argv[2:4]), float(sys.argv[4]), sys.argv[5:]
     for logger in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -106,8 +110,11 @@ def main() -> None:
     courses: list[dict[str, Any]] = []
     for seed in range(1, seeds + 1):
         for name in names:
-            course = learn(name, seed, epochs)
-            courses.append({"contender": name, "seed": seed, "course": course})
+            course, exchanges = learn(name, seed, epochs, step)
+            of_ranks = torch.tensor(exchanges)
+            dist.all_reduce(of_ranks)
+            exchanges = of_ranks.item() / dist.get_world_size()
+            courses.append({"contender": name, "seed": seed, "course": course, "exchanges": exchanges})
             if dist.get_rank() == 0:
                 output.write_text(json.dumps(courses))
                 seconds, accuracy = course[-1]
