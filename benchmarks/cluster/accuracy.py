@@ -53,7 +53,8 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(
         f"{options.nodes} nodes of {options.ranks} ranks, links of {options.rate}, {options.epochs} epochs, "
-        f"{options.seeds} seeds, steps of at least {1e3 * options.step:g} ms. {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}."
+        f"{options.seeds} seeds, steps of at least {1e3 * options.step:g} ms. "
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}."
     )
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -98,7 +99,7 @@ def table(courses: list[dict[str, Any]], contenders: list[str]) -> Table:
         spread = statistics.stdev(final) if len(final) > 1 else 0.0
         apart = [100 * (own - other) for own, other in zip(final, base, strict=True)]
         error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
-        then = [max((a for s, a in course if s <= soonest * 1.001), default=0.01) for course in runs]
+        early = [max((a for s, a in course if s <= soonest * 1.001), default=0.01) for course in runs]
         result.add_row(
             name,
             f"{statistics.mean(final):.2%} ({spread:.2%})",
@@ -106,7 +107,7 @@ def table(courses: list[dict[str, Any]], contenders: list[str]) -> Table:
             "" if runs is of[contenders[0]] else f"{statistics.mean(apart):+.2f} ({error:.2f})",
             f"{statistics.median(run['exchanges'] for run in courses if run['contender'] == name):.2f}",
             f"{statistics.median(course[-1][0] for course in runs):.0f}",
-            f"{statistics.mean(then):.2%}",
+            f"{statistics.mean(early):.2%}",
         )
     return result
 
