@@ -6,14 +6,8 @@ By hand: even 138 ms, shares in proportion to measured speed 66, affine model an
     python benchmarks/emulated_speeds.py [--repeats 3]
 """
 
-import argparse
-import logging
-import os
 import statistics
-import sys
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 import jobs
@@ -50,27 +44,18 @@ def fit(strategy: Any, delay: bool) -> dict[str, Any]:
     return {"step": statistics.median(clock.steps(SKIP)[0]), "shares": shares}
 
 
-def worker(output: str, repeats: int) -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+def worker(repeats: int) -> dict[str, Any]:
     fits = {
         "ddp": lambda: fit("ddp", True),
         "hetero_ddp": lambda: fit(HeteroDDPStrategy(), True),
         "no delay": lambda: fit(HeteroDDPStrategy(), False),
     }
-    results = jobs.alternate(repeats, fits)
-    if os.environ["RANK"] == "0":
-        import json
-
-        Path(output).write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
+    return jobs.alternate(repeats, fits)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
-    results = jobs.launch(len(PER_SAMPLE), str(repeats))
+    repeats = jobs.options(__doc__, 3).repeats
+    results = jobs.launch(len(PER_SAMPLE), repeats)
     even = [BATCH // len(COSTS)] * len(COSTS)
     ms = {name: [1e3 * run["step"] for run in runs] for name, runs in results.items()}
     print(f"\n{repeats} alternating runs; {jobs.machine()}")
@@ -87,7 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], int(sys.argv[3]))
-    else:
-        main()
+    jobs.start(main, worker)

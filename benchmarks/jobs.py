@@ -3,26 +3,53 @@
 Ratios of alternating runs hold where absolute times do not: on shared machines, whose speed changes by the minute.
 """
 
+import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 
-def launch(ranks: int, *args: str) -> dict[str, Any]:
-    """Run the calling script on every rank, as ``script worker OUTPUT args``; returns what rank 0 wrote."""
+def start(main: Callable[[], None], worker: Callable[..., Any]) -> None:
+    """What a benchmark's script does: ``main`` launches ranks, on each of which ``worker`` finds figures."""
+    if sys.argv[1:2] != ["worker"]:
+        main()
+        return
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    output, *numbers = sys.argv[2:]
+    figures = worker(*map(json.loads, numbers))
+    if os.environ["RANK"] == "0":
+        Path(output).write_text(json.dumps(figures))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def options(doc: str, repeats: int, **numbers: int) -> argparse.Namespace:
+    """What a user has asked for: how many repeats, and other numbers, by their defaults."""
+    parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0])
+    for name, default in {"repeats": repeats, **numbers}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+def launch(ranks: int, *numbers: float) -> Any:
+    """Run the calling script's worker with some numbers on every rank; returns what that of rank 0 has found."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(Path(sys.argv[0]).resolve()), "worker", str(output), *args]
+        command += [str(Path(sys.argv[0]).resolve()), "worker", str(output), *map(str, numbers)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=1800)
         return json.loads(output.read_text())
 
@@ -67,7 +94,6 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 def machine() -> str:
     """What the figures were measured on."""
     import lightning
-    import torch
 
     load = os.getloadavg()[0]
     return (

@@ -7,17 +7,11 @@ The report at the end of a fit belongs to no step; how long it takes is said apa
     python benchmarks/monitor.py [--repeats 7] [--ranks 2]
 """
 
-import argparse
-import json
-import logging
 import os
 import statistics
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jobs
@@ -69,12 +63,10 @@ def fit(model: str, monitored: bool, folder: str) -> tuple[float, float, float]:
     return statistics.median(wall), inside["steps"] / STEPS, inside["report"]
 
 
-def worker(output: str, repeats: int) -> None:
+def worker(repeats: int) -> dict[str, Any]:
     from lightning_hetero import HeteroMonitor
     from lightning_hetero.callbacks.record import StepRecord
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     for owner, name, part in (
         (HeteroMonitor, "on_train_batch_end", "steps"),
         (StepRecord, "add", "steps"),
@@ -82,24 +74,18 @@ def worker(output: str, repeats: int) -> None:
     ):
         timed(owner, name, part)
     with tempfile.TemporaryDirectory() as folder:
-        results = {
+        return {
             model: jobs.alternate(
                 repeats,
                 {name: lambda on=name == "on", m=model: fit(m, on, folder) for name in ("off", "on")},
             )
             for model in MODELS
         }
-    if os.environ["RANK"] == "0":
-        Path(output).write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
-    results = jobs.launch(options.ranks, str(options.repeats))
+    options = jobs.options(__doc__, 7, ranks=2)
+    results = jobs.launch(options.ranks, options.repeats)
     print(f"\n{options.repeats} alternating runs on {options.ranks} ranks; {jobs.machine()}")
     print("hetero_ddp with HeteroMonitor and a CSVLogger, on rank 0; median and range of the runs:")
     for model, runs in results.items():
@@ -113,7 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], int(sys.argv[3]))
-    else:
-        main()
+    jobs.start(main, worker)

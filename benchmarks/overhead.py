@@ -5,14 +5,7 @@ CPU seconds per step (all threads of all ranks) and wall seconds per step, as ra
     python benchmarks/overhead.py [--repeats 7] [--ranks 2]
 """
 
-import argparse
-import json
-import logging
-import os
 import statistics
-import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import jobs
@@ -63,26 +56,18 @@ def fit(strategy: str, model: str) -> tuple[float, float]:
     return statistics.median(wall), total.item()
 
 
-def worker(output: str, repeats: int) -> None:
+def worker(repeats: int) -> dict[str, Any]:
     import lightning_hetero  # noqa: F401  registers the strategy's name
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    results = {
+    return {
         model: jobs.alternate(repeats, {s: lambda s=s, m=model: fit(s, m) for s in ("ddp", "hetero_ddp")})
         for model in MODELS
     }
-    if os.environ["RANK"] == "0":
-        Path(output).write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
-    results = jobs.launch(options.ranks, str(options.repeats))
+    options = jobs.options(__doc__, 7, ranks=2)
+    results = jobs.launch(options.ranks, options.repeats)
     print(f"\n{options.repeats} alternating runs on {options.ranks} ranks; {jobs.machine()}")
     print("hetero_ddp : ddp, median and range of the runs' ratios:")
     for model, runs in results.items():
@@ -93,7 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], int(sys.argv[3]))
-    else:
-        main()
+    jobs.start(main, worker)

@@ -6,14 +6,7 @@ beside a node as fast as itself, in alternating runs.
     python benchmarks/sleeper.py [--repeats 7]
 """
 
-import argparse
-import json
-import logging
-import os
-import sys
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 import jobs
@@ -49,10 +42,7 @@ def fit(strategy: Any, sleep: float) -> float:
     return clock.wall[STEPS] - clock.wall[0]
 
 
-def worker(output: str, repeats: int) -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-
+def worker(repeats: int) -> dict[str, Any]:
     def ours() -> NodeAverageStrategy:
         return NodeAverageStrategy(every_n_steps=60, balance="off", ranks_per_node=1)
 
@@ -62,18 +52,12 @@ def worker(output: str, repeats: int) -> None:
         "ddp, both fast": lambda: fit("ddp", 0.0),
         "ddp, beside a sleeper": lambda: fit("ddp", 0.02),
     }
-    results = jobs.alternate(repeats, fits)
-    if os.environ["RANK"] == "0":
-        Path(output).write_text(json.dumps(results))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return jobs.alternate(repeats, fits)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
-    results = jobs.launch(2, str(repeats))
+    repeats = jobs.options(__doc__, 7).repeats
+    results = jobs.launch(2, repeats)
     print(f"\n{repeats} alternating runs; {jobs.machine()}")
     print("the fast node's time for 50 steps beside a sleeper, over that beside a node as fast as itself:")
     for name in ("hetero_node", "ddp"):
@@ -82,7 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], int(sys.argv[3]))
-    else:
-        main()
+    jobs.start(main, worker)

@@ -10,15 +10,9 @@ quarter, which leaves the slow rank as slow beside the others, so that there is 
     python benchmarks/straggler.py [--repeats 3] [--seeds 10]
 """
 
-import argparse
-import json
-import logging
 import os
 import statistics
-import sys
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 import jobs
@@ -84,9 +78,7 @@ def fit(name: str, late: float, scale: float, seed: int) -> dict[str, Any]:
     return {"steps": module.ends, "accuracy": accuracy}
 
 
-def worker(output: str, repeats: int, late: float, scale: float) -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+def worker(repeats: int, late: float, scale: float) -> list[Any]:
     torch.set_num_threads(1)
     seeds = {name: iter(range(repeats)) for name in CONTENDERS}
     results = jobs.alternate(
@@ -94,10 +86,7 @@ def worker(output: str, repeats: int, late: float, scale: float) -> None:
     )
     gathered: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
     torch.distributed.all_gather_object(gathered, results)
-    if os.environ["RANK"] == "0":
-        Path(output).write_text(json.dumps(gathered))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return gathered
 
 
 def rates(runs: list[dict[str, Any]]) -> list[float]:
@@ -108,10 +97,7 @@ def rates(runs: list[dict[str, Any]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seeds", type=int, default=10)
-    options = parser.parse_args()
+    options = jobs.options(__doc__, 3, seeds=10)
     if options.repeats:
         speed(options.repeats)
     if options.seeds:
@@ -120,8 +106,8 @@ def main() -> None:
 
 def speed(repeats: int) -> None:
     """Print who has done how much."""
-    alone = jobs.launch(1, str(repeats), "0.0", "1.0")[0]
-    together = jobs.launch(RANKS, str(repeats), str(LATE), "1.0")
+    alone = jobs.launch(1, repeats, 0.0, 1.0)[0]
+    together = jobs.launch(RANKS, repeats, LATE, 1.0)
     base = "hetero_easgd"
     samples = {name: [sum(rates([r[name][i] for r in together])) for i in range(repeats)] for name in CONTENDERS}
     print(f"\n{repeats} alternating runs; {jobs.machine()}\n")
@@ -135,7 +121,7 @@ def speed(repeats: int) -> None:
 
 def accuracy(seeds: int) -> None:
     """Print what the center has learned, paired by seed."""
-    found = jobs.launch(RANKS, str(seeds), str(LATE), "0.25")[0]
+    found = jobs.launch(RANKS, seeds, LATE, 0.25)[0]
     base = [100 * run["accuracy"] for run in found["hetero_easgd"]]
     print(f"\n{seeds} seeds; {jobs.machine()}\n")
     print(f"{'':36s}{'accuracy of the center (sd)':30s}minus hetero_easgd (standard error)")
@@ -148,7 +134,4 @@ def accuracy(seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]))
-    else:
-        main()
+    jobs.start(main, worker)
