@@ -9,13 +9,21 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from ranks import attempt, run
 from tasks import FAST, EvaluatedNet, Net, dataset, error, parameters
 from test_node import NODES, SHARES, Dropping
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DASOStrategy, NodeAverageStrategy
+from lightning_hetero import (
+    DASOStrategy,
+    DiLoCoStrategy,
+    EASGDStrategy,
+    GossipPushSumStrategy,
+    GossipStrategy,
+    NodeAverageStrategy,
+)
 from lightning_hetero.averaging.schedule import RateSchedule
 from lightning_hetero.errors import NotFiniteError, UnsupportedError
 
@@ -234,6 +242,39 @@ def _taught(folder: str) -> torch.Tensor:
 def test_at_the_end_frozen_values_are_alike_too(tmp_path: Path) -> None:
     results = run(_taught, 3, str(tmp_path), nodes=NODES)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+LOOKING: list[tuple[Any, dict[str, Any]]] = [
+    (DASOStrategy, {**CYCLING, "ranks_per_node": 1}),
+    (EASGDStrategy, {"moving_rate": 0.5}),
+    (DiLoCoStrategy, {"tau": 3}),
+    (GossipStrategy, {}),
+    (GossipPushSumStrategy, {"every_n_steps": 2}),
+]
+
+
+def _looked(folder: str) -> list[list[torch.Tensor]]:
+    warnings.filterwarnings("ignore", "`weights_only` was not set")
+    results = []
+    for kind, options in LOOKING:
+        ends = []
+        for looks in (False, True):
+            module, strategy = Net(), kind(balance=[1.0, 3.0], timeout=30, **options)
+            trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, "default_root_dir": folder})
+            data = DataLoader(dataset(48), batch_size=4)
+            if looks:
+                Tuner(trainer).lr_find(module, data, num_training=7, early_stop_threshold=None, update_attr=False)
+            trainer.fit(module, data)
+            ends.append(parameters(module))
+        results.append(ends)
+    return results
+
+
+def test_looking_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
+    for found in zip(*run(_looked, 2, str(tmp_path)), strict=True):
+        plain = found[0][0]
+        assert error(plain, parameters(Net())) > 1e-6
+        assert all(torch.equal(end, plain) for ends in found for end in ends)
 
 
 def _short(options: dict[str, Any]) -> torch.Tensor:
