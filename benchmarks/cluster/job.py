@@ -93,7 +93,7 @@ class Watched(pl.LightningModule):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
 
 
 def _digits(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
