@@ -54,10 +54,10 @@ class Digits(LightningDataModule):
         self.train, self.held_out = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
 
     def train_dataloader(self):
-        return DataLoader(self.train, self.batch_size, shuffle=True)
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self):
-        return DataLoader(self.held_out, self.batch_size)
+        return DataLoader(self.held_out, batch_size=self.batch_size)
 
     def test_dataloader(self):
         return self.val_dataloader()

@@ -69,3 +69,22 @@ def test_every_file_trains(tmp_path: Path) -> None:
 
 def test_every_strategy_has_its_file() -> None:
     assert {path.stem for path in FOLDER.glob("*.yaml")} == {entry.name.removeprefix("hetero_") for entry in ENTRIES}
+
+
+def evaluate(folder: str) -> list[float]:
+    """Accuracies of validation and test, and how many samples this rank has predicted."""
+    sys.argv = ["lightning-hetero"]
+    sys.path.insert(0, str(FOLDER))
+    trainers = []
+    for command in ("validate", "test", "predict"):
+        arguments = [command, "-c", str(FOLDER / "gossip.yaml"), "--seed_everything=1"]
+        options = {**QUICK, "limit_val_batches": "1.0", "default_root_dir": f"{folder}/{command}"}
+        trainers.append(lightning_cli([*arguments, *(f"--trainer.{k}={v}" for k, v in options.items())]).trainer)
+    predicted = sum(len(batch) for batch in trainers[2].predict_loop.predictions)
+    return [*(float(trainer.callback_metrics["accuracy"]) for trainer in trainers[:2]), predicted]
+
+
+def test_the_other_commands_see_each_sample_once(tmp_path: Path) -> None:
+    first, second = run(evaluate, 2, str(tmp_path))
+    assert first[0] == first[1] == second[0] == second[1] > 0
+    assert first[2] + second[2] == 360
