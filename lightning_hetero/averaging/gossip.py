@@ -20,7 +20,7 @@ from lightning_hetero.comm.gossip.pairing import Pairing, Swap
 from lightning_hetero.comm.gossip.peers import Peers
 from lightning_hetero.comm.gossip.pushing import Push, Pushing
 from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.replica import Replica, finite
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import NotFiniteError
 
@@ -112,7 +112,7 @@ class GossipAverager(Averager):
             NotFiniteError: it may not begin again (``on_nan="error"``).
         """
         self._packed = self.replica.pack(self._packed)
-        if not all(bool(value.isfinite().all()) for value in self._packed):
+        if not finite(self._packed):
             if not self._skip:
                 raise NotFiniteError([self.links.index])
             self.replica.unpack(self.reference)
@@ -121,13 +121,31 @@ class GossipAverager(Averager):
             self._packed = self.replica.pack(self._packed)
         return self._packed
 
+    def lay_out(self, out: Sequence[Tensor]) -> None:
+        """Write this replica's values where they are sent from, in the format of the wire.
+
+        Raises:
+            NotFiniteError: as for :meth:`pack` and :meth:`check_wire`.
+        """
+        for place, value, origin in zip(out, self.pack(), self.reference, strict=True):
+            own = value.to("cpu", origin.dtype)
+            place.copy_(own if self.wire == "fp32" else own - origin)
+        self.check_wire(out)
+
+    def apart(self, theirs: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+        """How far what a peer has laid out is from what this replica has."""
+        return [
+            their.to(origin.dtype) - mine.to(origin.dtype)
+            for their, mine, origin in zip(theirs, own, self.reference, strict=True)
+        ]
+
     def check_wire(self, laid_out: Sequence[Tensor]) -> None:
         """Before what is laid out travels: fp16 holds numbers up to 65504 only, and others would be poisoned.
 
         Raises:
             NotFiniteError: it is too large for the wire.
         """
-        if self.wire == "fp16" and not all(bool(vector.isfinite().all()) for vector in laid_out):
+        if self.wire == "fp16" and not finite(laid_out):
             raise NotFiniteError([self.links.index])
 
     @override
@@ -224,16 +242,9 @@ class PairAverager(GossipAverager):
 
     def offer(self, planned: Sequence[int], whom: Sequence[int], turn: float) -> None:
         """Offer this replica's values to some peers."""
-        for own, value, origin in zip(self._own, self.pack(), self.reference, strict=True):
-            wide = value.to("cpu", origin.dtype)
-            own.copy_(wide if self.wire == "fp32" else wide - origin)
-        self.check_wire(self._own)
-        self._weight, self._whom, self._offered, self._began = (
-            planned[self.links.index],
-            whom,
-            True,
-            time.perf_counter(),
-        )
+        self.lay_out(self._own)
+        self._weight, self._whom, self._offered = planned[self.links.index], whom, True
+        self._began = time.perf_counter()
         if self._pairing is not None:
             self._pairing.offer(self._weight, whom, turn)
 
@@ -269,10 +280,7 @@ class PairAverager(GossipAverager):
 
     def difference(self, swap: Swap) -> tuple[list[Tensor], float]:
         """How far the peer's offer is from this one's, and the part of the way to go."""
-        found = [
-            their.to(origin.dtype) - own.to(origin.dtype)
-            for their, own, origin in zip(swap.vectors, self._own, self.reference, strict=True)
-        ]
+        found = self.apart(swap.vectors, self._own)
         self._distance = math.sqrt(sum(float(vector.dot(vector)) for vector in found))
         return found, swap.weight / (swap.weight + self._weight) if swap.weight else 0.0
 

@@ -18,7 +18,7 @@ from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.centers.center import Center, Visit
 from lightning_hetero.comm.centers.visitor import Visitor
 from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.replica import Replica, finite
 from lightning_hetero.errors import NotFiniteError
 
 
@@ -159,7 +159,7 @@ class VisitingAverager(Averager):
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)
         share = planned[self.links.index] / sum(planned)
-        self._healthy = all(bool(value.isfinite().all()) for value in self._difference)
+        self._healthy = finite(self._difference)
         if not self._healthy:
             if not self._skip:
                 raise NotFiniteError([self.links.index])

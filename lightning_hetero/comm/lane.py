@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.groups import new_group
+from lightning_hetero.comm.replica import finite
 from lightning_hetero.comm.scratch import Scratch
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
@@ -134,7 +135,7 @@ class Lane:
             moved = torch.sub(x, r, out=self._scratch.vector("chunk", len(r), r.dtype))
             square += float(moved.dot(moved))
             o.copy_(moved.mul_(part))
-            if o.dtype == torch.float16 and not o.isfinite().all():
+            if o.dtype == torch.float16 and not finite([o]):
                 return math.inf  # too large for it
         return square
 

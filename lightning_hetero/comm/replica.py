@@ -1,6 +1,6 @@
 """A replica's values in few flat vectors: one message is far cheaper than one per layer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -138,6 +138,14 @@ class Replica:
 def wide(flat: Tensor) -> torch.dtype:
     """The dtype to reckon in: fp32, or the vector's own if that is wider."""
     return torch.promote_types(flat.dtype, torch.float32)
+
+
+def finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements are.
+
+    The sum tells for a fraction of what a look at each of them costs; only if it has overflowed, that is needed.
+    """
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def flatten(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

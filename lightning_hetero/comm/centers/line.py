@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.comm.replica import finite
+
 
 class Line:
     """Values as they are: a visitor's there, its distance from the center back.
@@ -97,7 +99,7 @@ class NarrowLine(Line):
         return self._finite()
 
     def _finite(self) -> bool:
-        if all(bool(short.isfinite().all()) for short in self._short):
+        if finite(self._short):
             return True
         for short in self._short:
             short.zero_()
