@@ -141,18 +141,15 @@ class EAMSGDAverager(ElasticAverager):
     @torch.no_grad()
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
         y = self._packed = self.replica.pack(self._packed)
-        for group in (group for optimizer in self.optimizers() for group in optimizer.param_groups):
+        pairs = [(optimizer, group) for optimizer in self.optimizers() for group in optimizer.param_groups]
+        for optimizer, group in pairs:
             for p in group["params"]:
-                buffer = self.optimizers_state(p).get("momentum_buffer")
+                buffer = optimizer.state.get(p, {}).get("momentum_buffer")
                 if buffer is not None:
                     p.add_(buffer, alpha=group["momentum"] * float(group["lr"]))
         x = self.replica.pack(out)
         self.replica.unpack(y)
         return x
-
-    def optimizers_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What the optimizer keeps of a parameter."""
-        return next((o.state[parameter] for o in self.optimizers() if parameter in o.state), {})
 
 
 def stability(alpha: float, beta: float) -> str | None:

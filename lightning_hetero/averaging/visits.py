@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, StepContext
-from lightning_hetero.averaging.center import Order, mean_apart, not_moved
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.center import CenteredAverager, Order
 from lightning_hetero.averaging.elastic import Pull, stability
-from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.centers.center import Center, Visit
 from lightning_hetero.comm.centers.visitor import Visitor
 from lightning_hetero.comm.links import ReplicaLinks
@@ -59,7 +58,7 @@ class VisitRates:
         return [b - a for a, b in zip(first, last, strict=True)]
 
 
-class VisitingAverager(Averager):
+class VisitingAverager(CenteredAverager):
     """Asynchronous EASGD: every tau steps of its own, a replica visits the center.
 
     Of p replicas, each with a share ``w_i`` of the samples::
@@ -82,8 +81,6 @@ class VisitingAverager(Averager):
         check: of the optimizers, before all begins.
     """
 
-    needs_others = False
-    fresh_start = "the center"
     lockstep = False
 
     def __init__(
@@ -97,26 +94,21 @@ class VisitingAverager(Averager):
         skip: bool = False,
         check: Callable[[Sequence[Optimizer]], None] = lambda _: None,
     ) -> None:
-        self.pull, self.tau, self.order, self.overlap, self.debias = pull, tau, order, overlap, debias
-        self._center, self._skip, self._check = center, skip, check
+        super().__init__(tau)
+        self.pull, self.order, self.overlap, self.debias = pull, order, overlap, debias
+        self._home, self._skip, self._check = center, skip, check
         self._visit: Callable[[], Visit] | None = None
-        self._distance = math.nan  # of this replica from the center, at the latest visit
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         self._check(optimizers())
         super().setup(replica, links, optimizers)
         self._rates = VisitRates(links.index)
-        self._visitor = Visitor(self._center, links)
-        self._difference = [torch.empty_like(c) for c in self._known]
+        self._visitor = Visitor(self._home, links)
+        self._difference = [torch.empty_like(c) for c in self.center]
         self._snapshot = self._packed[: replica.together]
-        self._center.open(self._known)
+        self._home.open(self.center)
         self.warning = stability(*self._strength())
-
-    @property
-    def _known(self) -> list[Tensor]:
-        """The center, as it was when all last looked."""
-        return self.reference[: self.replica.together]
 
     def _strength(self) -> tuple[float, float]:
         alpha = self.pull.alpha(self.optimizers(), self.links.count)
@@ -176,43 +168,38 @@ class VisitingAverager(Averager):
     def _take_center(self) -> None:
         for difference in self._difference:
             difference.neg_()
-        self.replica.unpack(self._difference)
-        self.replica.mend(self.reference)  # what takes no part
-        clear_broken(self.optimizers())
+        self.begin_again(self._difference)
         self.links.traffic.skipped.append(self.links.index)
 
     @override
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
-        self._visitor.read(self._known)
-        return [*self._known, *mean_apart(self, planned)]
+        self._visitor.read(self.center)
+        return super().consensus(planned)
 
     @override
     def finish(self, planned: Sequence[int]) -> None:
-        self.replica.unpack(self.consensus(planned))
-        self._center.leave()
-        if math.isnan(self._distance):
-            self.warning = not_moved(self.tau)
+        super().finish(planned)
+        self._home.leave()
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
         rates = {f"exchanges_per_s/replica{i}": rate for i, rate in enumerate(self._rates.per_second())}
-        return {"center_distance": self._distance, **rates}
+        return {**super().status(step), **rates}
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        counts = self._visitor.read(self._known)
+        counts = self._visitor.read(self.center)
         return {**super().state_dict(), "counts": counts}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for own, saved in zip(self.reference, state["reference"], strict=True):
-            own.copy_(saved)
-        self._visitor.write(self._known, state["counts"])
+        super().load_state_dict(state)
+        self._visitor.write(self.center, state["counts"])
 
     @override
     def lost(self) -> int | None:
-        return self._center.lost()
+        return self._home.lost()
 
     @override
     def close(self) -> None:
-        self._center.close()
+        self._home.close()
