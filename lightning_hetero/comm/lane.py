@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.replica import finite
 from lightning_hetero.comm.scratch import Scratch
+from lightning_hetero.comm.topology import group_of
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
 
@@ -59,7 +60,7 @@ class Lane:
 
     def __init__(self, rank: int, replicas: Sequence[Sequence[int]], turns: int, timeout: timedelta) -> None:
         self._rank = rank
-        self.index = next(i for i, ranks in enumerate(replicas) if rank in ranks)
+        self.index = group_of(rank, replicas)
         self.count, self._size = len(replicas), len(replicas[self.index])
         self._members = [[ranks[turn % len(ranks)] for ranks in replicas] for turn in range(turns)]
         # Every process takes part in the making of every group.

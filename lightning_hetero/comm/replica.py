@@ -56,7 +56,7 @@ class Replica:
     @property
     def bytes(self) -> int:
         """Size of one message, in bytes, as stored."""
-        return sum(t.numel() * t.element_size() for group in self._groups for t in group)
+        return sum(t.nbytes for group in self._groups for t in group)
 
     def views(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The parts of the first vectors that stand for parameters, and for buffers, in their shapes."""

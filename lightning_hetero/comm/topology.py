@@ -49,7 +49,7 @@ class Topology:
     @property
     def node(self) -> tuple[int, ...]:
         """The ranks of this process's node."""
-        return next(ranks for ranks in self.nodes if self.rank in ranks)
+        return self.nodes[group_of(self.rank, self.nodes)]
 
     def backend(self, ranks: Sequence[int]) -> str:
         """``"nccl"`` if each of ``ranks`` has a CUDA device of its own, else ``"gloo"``, which serves all."""
@@ -97,6 +97,11 @@ def consecutive(world: int, ranks_per_node: int | Sequence[int]) -> tuple[tuple[
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+
+
+def group_of(rank: int, groups: Sequence[Sequence[int]]) -> int:
+    """The number of the node, or replica, to which a rank belongs."""
+    return next(i for i, ranks in enumerate(groups) if rank in ranks)
 
 
 def device_identity(device: torch.device, host: str) -> str:

@@ -41,7 +41,7 @@ class Work:
     @property
     def size(self) -> int:
         """Bytes of the gradients, which are those of the trainable parameters."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
 
 
 def built_in(samples: int) -> Work:

@@ -23,7 +23,7 @@ class Line:
 
     def bytes(self, values: list[Tensor]) -> int:
         """That the values take in one direction."""
-        return sum(value.numel() * value.element_size() for value in values)
+        return sum(value.nbytes for value in values)
 
     def send(self, tensor: Tensor) -> None:
         """A tensor to the other end."""
