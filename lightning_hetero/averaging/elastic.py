@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.center import CenterAverager, Order
+from lightning_hetero.checks import is_number
 from lightning_hetero.comm.lane import Average
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
@@ -44,8 +45,8 @@ class Pull:
                 "alpha itself, with 'auto' for 0.9 / number of replicas; rho gives alpha = learning rate * rho."
             )
         for name, value in asdict(self).items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-            if value is not None and not number and (name, value) != ("moving_rate", "auto"):
+            fits = value is None or (is_number(value) and value >= 0)
+            if not fits and (name, value) != ("moving_rate", "auto"):
                 raise ConfigurationError(f"{name}={value!r} must be a number of at least 0.")
 
     def alpha(self, optimizers: Sequence[Optimizer], replicas: int) -> float:

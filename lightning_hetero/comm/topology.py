@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import ConfigurationError
+
+ReplicaKind = Literal["rank", "node"]
 
 
 class Place(NamedTuple):
@@ -50,6 +52,10 @@ class Topology:
     def node(self) -> tuple[int, ...]:
         """The ranks of this process's node."""
         return self.nodes[group_of(self.rank, self.nodes)]
+
+    def replicas(self, kind: ReplicaKind) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica, where what trains apart is each rank, or each node."""
+        return self.nodes if kind == "node" else tuple((rank,) for rank in range(self.world))
 
     def backend(self, ranks: Sequence[int]) -> str:
         """``"nccl"`` if each of ``ranks`` has a CUDA device of its own, else ``"gloo"``, which serves all."""

@@ -15,11 +15,12 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.checks import one_of
 from lightning_hetero.comm.agreement import together
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import ConfigurationError, NotFiniteError, UnsupportedError
+from lightning_hetero.errors import NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.losses import Losses
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
@@ -45,8 +46,7 @@ class ReplicaSteps(HeteroStrategy):
     averager: Averager | None = None
 
     def __init__(self, on_nan: Literal["error", "skip"] = "error", **kwargs: Any) -> None:
-        if on_nan not in ("error", "skip"):
-            raise ConfigurationError(f"on_nan={on_nan!r} must be 'error' or 'skip'.")
+        one_of("on_nan", on_nan, ("error", "skip"))
         self.on_nan: Literal["error", "skip"] = on_nan
         super().__init__(**kwargs)
 
