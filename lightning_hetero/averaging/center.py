@@ -29,7 +29,7 @@ class CenteredAverager(Averager):
         tau: optimizer steps from one exchange of a replica to the next.
 
     Attributes:
-        reference: the center; then, for values that stay apart, their last mean that all know.
+        reference: the center, as all know it; then, for values that stay apart, their last mean that all know.
     """
 
     needs_others = False
@@ -40,8 +40,8 @@ class CenteredAverager(Averager):
         self._distance = math.nan  # from the center, at the latest exchange
 
     @property
-    def center(self) -> list[Tensor]:
-        """``c``, as all ranks know it: vectors on the CPU, in fp32 or wider."""
+    def known(self) -> list[Tensor]:
+        """The center, as it was when all last looked: vectors on the CPU, in fp32 or wider."""
         return self.reference[: self.replica.together]
 
     def begin_again(self, center: Sequence[Tensor]) -> None:
@@ -54,9 +54,9 @@ class CenteredAverager(Averager):
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
         first = self.replica.together
         if first == len(self.reference):  # nothing stays apart
-            return self.center
+            return self.known
         apart = self.replica.pack()[first:]
-        return [*self.center, *self.links.average(apart, planned, self.reference[first:]).mean]
+        return [*self.known, *self.links.average(apart, planned, self.reference[first:]).mean]
 
     @override
     def finish(self, planned: Sequence[int]) -> None:
@@ -104,6 +104,11 @@ class CenterAverager(CenteredAverager):
         super().setup(replica, links, optimizers)
         self._snapshot = [torch.empty_like(flat) for flat in self._packed[: replica.together]]
         self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
+
+    @property
+    def center(self) -> list[Tensor]:
+        """``c``, which every rank keeps up to date."""
+        return self.known
 
     @override
     def due(self, context: StepContext) -> bool:

@@ -96,7 +96,7 @@ class VisitingAverager(CenteredAverager):
     ) -> None:
         super().__init__(tau)
         self.pull, self.order, self.overlap, self.debias = pull, order, overlap, debias
-        self._home, self._skip, self._check = center, skip, check
+        self._center, self._skip, self._check = center, skip, check
         self._visit: Callable[[], Visit] | None = None
 
     @override
@@ -104,10 +104,10 @@ class VisitingAverager(CenteredAverager):
         self._check(optimizers())
         super().setup(replica, links, optimizers)
         self._rates = VisitRates(links.index)
-        self._visitor = Visitor(self._home, links)
-        self._difference = [torch.empty_like(c) for c in self.center]
+        self._visitor = Visitor(self._center, links)
+        self._difference = [torch.empty_like(c) for c in self.known]
         self._snapshot = self._packed[: replica.together]
-        self._home.open(self.center)
+        self._center.open(self.known)
         self.warning = stability(*self._strength())
 
     def _strength(self) -> tuple[float, float]:
@@ -173,13 +173,13 @@ class VisitingAverager(CenteredAverager):
 
     @override
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
-        self._visitor.read(self.center)
+        self._visitor.read(self.known)
         return super().consensus(planned)
 
     @override
     def finish(self, planned: Sequence[int]) -> None:
         super().finish(planned)
-        self._home.leave()
+        self._center.leave()
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
@@ -188,18 +188,18 @@ class VisitingAverager(CenteredAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        counts = self._visitor.read(self.center)
+        counts = self._visitor.read(self.known)
         return {**super().state_dict(), "counts": counts}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._visitor.write(self.center, state["counts"])
+        self._visitor.write(self.known, state["counts"])
 
     @override
     def lost(self) -> int | None:
-        return self._home.lost()
+        return self._center.lost()
 
     @override
     def close(self) -> None:
-        self._home.close()
+        self._center.close()
