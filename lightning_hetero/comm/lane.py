@@ -56,6 +56,10 @@ class Lane:
         replicas: the ranks of each replica.
         turns: global groups to make.
         timeout: longest wait for another rank.
+
+    Attributes:
+        index: number of this rank's replica.
+        count: number of replicas.
     """
 
     def __init__(self, rank: int, replicas: Sequence[Sequence[int]], turns: int, timeout: timedelta) -> None:

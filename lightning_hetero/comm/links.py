@@ -57,6 +57,10 @@ class ReplicaLinks:
         on_nan: what to do about a replica whose values are not finite: ``"error"`` on every rank, or ``"skip"`` it.
 
     Attributes:
+        index: number of this rank's replica.
+        count: number of replicas.
+        leads: whether this rank is the first of its replica.
+        turns: global groups that take turns in :meth:`begin`: as many as the largest replica has ranks.
         traffic: what exchanges have cost so far.
     """
 

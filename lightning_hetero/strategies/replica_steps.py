@@ -36,7 +36,8 @@ class ReplicaSteps(HeteroStrategy):
 
     Args:
         on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
-            rank before they spread; ``"skip"`` leaves the replica out and gives it the mean of the others.
+            rank before they spread; ``"skip"`` leaves the replica out and lets it go on with the mean of the others,
+            or the center where there is one, or under gossip the values with which all began.
         **kwargs: as for :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
 
     Raises:
@@ -218,7 +219,8 @@ class ReplicaSteps(HeteroStrategy):
                 seen = self._links.gather(mine)
             else:  # nobody else knows
                 seen = [mine if rank == self.global_rank else (None, None) for rank in range(self.world_size)]
-            raise NotFiniteError(error.replicas, about(error.replicas, self._replicas, self._windows, seen)) from None
+            message = about(error.replicas, self._replicas, self._windows, seen, self.averager.fresh_start)
+            raise NotFiniteError(error.replicas, message) from None
         for replica in self.traffic.skipped[skipped:]:
             assert self.averager is not None
             warn = rank_zero_warn if self.averager.lockstep else warnings.warn
