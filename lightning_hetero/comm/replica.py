@@ -53,11 +53,6 @@ class Replica:
         """Of what travels: parameters, then buffers."""
         return [self._names[id(value)] for group in self._groups for value in group]
 
-    @property
-    def bytes(self) -> int:
-        """Size of one message, in bytes, as stored."""
-        return sum(t.nbytes for group in self._groups for t in group)
-
     def views(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The parts of the first vectors that stand for parameters, and for buffers, in their shapes."""
         found: tuple[list[Tensor], list[Tensor]] = [], []
