@@ -40,10 +40,10 @@ class DirectedAverager(PushAverager):
         targets, sources = to[me], tuple(peer for peer, others in to.items() if me in others)
         if self.pull:
             targets, sources = sources, targets
-        self.lay_out(self._sent)
+        self.lay_out(self._outgoing)
         for peer in targets:
             self.send(peer, turn, 1.0)
         with self.receiving(turn, sources) as pushes:
             fresh = [push for push in pushes if push.turn == turn]  # others' values have long moved on
             for push in fresh:
-                self.replica.add(self.apart(push.vectors, self._sent), 1 / (len(fresh) + 1))
+                self.replica.add(self.apart(push.vectors, self._outgoing), 1 / (len(fresh) + 1))
