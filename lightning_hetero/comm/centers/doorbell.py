@@ -32,24 +32,26 @@ class Doorbell:
         """
         self._listener.settimeout(seconds)
         until, missing, nameless = time.monotonic() + seconds, set(ranks), set[socket.socket]()
-        while missing:
-            ready = _ready([self._listener, *nameless], max(until - time.monotonic(), 0.0))
-            if not ready:
-                raise TimeoutError(f"rank(s) {sorted(missing)} did not come within {seconds:g} s")
-            if self._listener in ready:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                nameless.add(connection)
-            for connection in nameless.intersection(ready):  # nobody waits for one that says nothing
-                nameless.remove(connection)
-                rank = _name(connection)
-                if rank in missing:
-                    missing.remove(rank)
-                    self._visitors[rank] = connection
-                else:
-                    connection.close()
-        for connection in (self._listener, *nameless):
-            connection.close()
+        try:
+            while missing:
+                ready = _ready([self._listener, *nameless], max(until - time.monotonic(), 0.0))
+                if not ready:
+                    raise TimeoutError(f"rank(s) {sorted(missing)} did not come within {seconds:g} s")
+                if self._listener in ready:
+                    connection, _ = self._listener.accept()
+                    connection.setblocking(False)
+                    nameless.add(connection)
+                for connection in nameless.intersection(ready):  # nobody waits for one that says nothing
+                    nameless.remove(connection)
+                    rank = _name(connection)
+                    if rank in missing:
+                        missing.remove(rank)
+                        self._visitors[rank] = connection
+                    else:
+                        connection.close()
+        finally:
+            for connection in (self._listener, *nameless):
+                connection.close()
 
     def wait(self, ranks: Iterable[int] | None = None) -> int | None:
         """Wait until one of some ranks rings, by default of all that are there; ``None``: the wait has been ended.
