@@ -14,14 +14,11 @@ several times as long as computing them.
 import argparse
 import json
 import os
-import signal
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import network
+import runner
 from rich.console import Console
 from rich.table import Table
 
@@ -49,26 +46,14 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="where to keep the figures, as JSON")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for everything")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
     console = Console(highlight=False)
     console.print(
         f"{options.nodes} nodes of {options.ranks} ranks, links of {options.rate}, {options.epochs} epochs, "
         f"{options.seeds} seeds, steps of at least {1e3 * options.step:g} ms. "
         f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}."
     )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        network.Cluster(options.nodes, network.Link(options.rate), "lhlearn") as cluster,
-    ):
-        output = Path(folder) / "courses.json"
-        command = [sys.executable, str(Path(__file__).with_name("learn.py")), str(output)]
-        command += [str(options.epochs), str(options.seeds), str(options.step), *options.contenders]
-        status = cluster.run(command, [options.ranks] * options.nodes, None, options.timeout, Path(folder) / "log")
-        if any(status):
-            for file in sorted(Path(folder).glob("*.log")):
-                console.print(f"--- {file.stem}\n{file.read_text()[-3000:]}", markup=False)
-            raise SystemExit(f"Ranks ended with {status}.")
-        courses = json.loads(output.read_text())
+    numbers = options.epochs, options.seeds, options.step
+    courses = runner.run_script("learn.py", [*numbers, *options.contenders], options, None, console)
     if options.save:
         options.save.write_text(json.dumps(courses))
     console.print(table(courses, options.contenders))

@@ -1,11 +1,19 @@
 """Strategies by their strings: Lightning's, this package's, and what people build from PyTorch's parts on CPUs.
 
+And what every rank that trains with them does first and last.
+
 ``NAME`` or ``NAME:option=value,option=value``.
 """
 
 import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
@@ -59,6 +67,37 @@ def parse(text: str) -> Strategy:
         raise SystemExit(f"Unknown strategy {name!r}. There are: {known}")
     entry = StrategyRegistry[name]
     return entry["strategy"](**{**entry["init_params"], **values})
+
+
+def is_alone(text: str) -> bool:
+    """Whether every rank trains for itself under a strategy."""
+    return text.partition(":")[0] == "alone"
+
+
+def trainer(text: str, **options: Any) -> pl.Trainer:
+    """A Trainer that only trains, as a rank of the cluster, with a strategy from its string."""
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1 if is_alone(text) else int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=1 if is_alone(text) else int(os.environ["GROUP_WORLD_SIZE"]),
+        strategy=parse(text),
+        **off,
+        **options,
+    )
+
+
+@contextmanager
+def on_cluster() -> Iterator[None]:
+    """Be a rank of the cluster, on one thread and without Lightning's advice, until all are done."""
+    for logger in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _value(text: str) -> Any:

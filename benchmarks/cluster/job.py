@@ -1,11 +1,9 @@
 """What each rank of the emulated cluster runs: every contender in turn, several times, in the same processes."""
 
 import json
-import logging
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,22 +105,11 @@ def _digits(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def fit(contender: str, model: str, steps: int, batch: int, delay: float) -> dict[str, Any]:
     """Train, and measure this rank's steps after the first few."""
     pl.seed_everything(1, verbose=False)
-    strategy = contenders.parse(contender)
-    alone = contender.partition(":")[0] == "alone"
-    world = int(os.environ["WORLD_SIZE"])
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1 if alone else int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=1 if alone else int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=strategy,
-        max_steps=steps,
-        max_epochs=1,
-        callbacks=[EmulatedSpeed([Cost(delay, 1e-6)] * (1 if alone else world))] if delay else [],
-        **off,
-    )
+    world = 1 if contenders.is_alone(contender) else int(os.environ["WORLD_SIZE"])
+    slowed = [EmulatedSpeed([Cost(delay, 1e-6)] * world)] if delay else []
+    trainer = contenders.trainer(contender, max_steps=steps, max_epochs=1, callbacks=slowed)
     module = Watched(model)
-    samples = batch * steps * (1 if alone else world)
+    samples = batch * steps * world
     loader = DataLoader(Digits(samples), batch_size=batch, shuffle=True)
     trainer.fit(module, loader)
     elapsed = module.starts[-1] - module.starts[SKIP]
@@ -145,27 +132,21 @@ def fit(contender: str, model: str, steps: int, batch: int, delay: float) -> dic
 def main() -> None:
     output, model, names = Path(sys.argv[1]), sys.argv[2], sys.argv[7:]
     repeats, steps, batch, delay = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
-    for logger in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo")
-    everything: list[dict[str, Any]] = []
-    for repeat in range(repeats):
-        for name in names:
-            dist.barrier()
-            slow = name.startswith(SLOW) and rank == dist.get_world_size() - 1
-            network.throttle(0.5 if slow else 1.0)
-            mine = fit(name.removeprefix(SLOW), model, steps, batch, delay)
-            ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, mine)
-            everything.append({"contender": name, "repeat": repeat, "ranks": ranks})
-            if rank == 0:
-                output.write_text(json.dumps(everything))
-                print(f"{repeat + 1}/{repeats} {name}: {max(r['ms'] for r in ranks):.1f} ms per step", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    with contenders.on_cluster():
+        everything: list[dict[str, Any]] = []
+        for repeat in range(repeats):
+            for name in names:
+                dist.barrier()
+                slow = name.startswith(SLOW) and rank == dist.get_world_size() - 1
+                network.throttle(0.5 if slow else 1.0)
+                mine = fit(name.removeprefix(SLOW), model, steps, batch, delay)
+                ranks: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(ranks, mine)
+                everything.append({"contender": name, "repeat": repeat, "ranks": ranks})
+                if rank == 0:
+                    output.write_text(json.dumps(everything))
+                    print(f"{repeat + 1}/{repeats} {name}: {max(r['ms'] for r in ranks):.1f} ms per step", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """What each rank runs to compare accuracies: every contender trains to the end, once per seed."""
 
 import json
-import logging
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +80,9 @@ def learn(contender: str, seed: int, epochs: int, step: float) -> tuple[list[tup
     """Train to the end; the course of the accuracy on the test digits, and this rank's exchanges per step."""
     pl.seed_everything(seed, verbose=False)
     world = int(os.environ["WORLD_SIZE"])
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     module = Reader(epochs * (SAMPLES // (BATCH * world)))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=contenders.parse(contender),
-        max_epochs=epochs,
-        num_sanity_val_steps=0,
-        callbacks=[EmulatedSpeed([(step, 0.0)] * world)] if step else None,
-        **off,
-    )
+    slowed = [EmulatedSpeed([(step, 0.0)] * world)] if step else []
+    trainer = contenders.trainer(contender, max_epochs=epochs, num_sanity_val_steps=0, callbacks=slowed)
     glance = DataLoader(TensorDataset(torch.zeros(world, 1)), batch_size=1)
     trainer.fit(module, DataLoader(overlaid(True, SAMPLES), batch_size=BATCH, shuffle=True, drop_last=True), glance)
     traffic = getattr(trainer.strategy, "traffic", None)
@@ -102,25 +91,19 @@ def learn(contender: str, seed: int, epochs: int, step: float) -> tuple[list[tup
 
 def main() -> None:
     output, epochs, seeds, step, names = Path(sys.argv[1]), *map(int, sys.argv[2:4]), float(sys.argv[4]), sys.argv[5:]
-    for logger in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    courses: list[dict[str, Any]] = []
-    for seed in range(1, seeds + 1):
-        for name in names:
-            course, exchanges = learn(name, seed, epochs, step)
-            of_ranks = torch.tensor(exchanges)
-            dist.all_reduce(of_ranks)
-            exchanges = of_ranks.item() / dist.get_world_size()
-            courses.append({"contender": name, "seed": seed, "course": course, "exchanges": exchanges})
-            if dist.get_rank() == 0:
-                output.write_text(json.dumps(courses))
-                seconds, accuracy = course[-1]
-                print(f"seed {seed} {name}: {accuracy:.2%} after {seconds:.0f} s", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    with contenders.on_cluster():
+        courses: list[dict[str, Any]] = []
+        for seed in range(1, seeds + 1):
+            for name in names:
+                course, exchanges = learn(name, seed, epochs, step)
+                of_ranks = torch.tensor(exchanges)
+                dist.all_reduce(of_ranks)
+                exchanges = of_ranks.item() / dist.get_world_size()
+                courses.append({"contender": name, "seed": seed, "course": course, "exchanges": exchanges})
+                if dist.get_rank() == 0:
+                    output.write_text(json.dumps(courses))
+                    seconds, accuracy = course[-1]
+                    print(f"seed {seed} {name}: {accuracy:.2%} after {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

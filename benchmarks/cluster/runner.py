@@ -8,6 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +31,51 @@ def add_options(parser: argparse.ArgumentParser, nodes: int, ranks: int, rate: s
 
 def measure(options: argparse.Namespace, contenders: list[str], model: str, console: Console) -> list[dict[str, Any]]:
     """Run every contender in turn, several times; what `job.py` has written."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
-    link = network.Link(options.rate)
     console.print(
         f"{options.nodes} nodes of {options.ranks} ranks, {options.quota:.0%} of a core each, links of {options.rate}; "
         f"{options.batch} samples per rank and step, {1e3 * options.delay:.0f} ms at least; "
         f"{options.repeats} runs of {options.steps} steps each. {os.cpu_count()} cores, load average "
         f"{os.getloadavg()[0]:.2f}."
     )
-    with tempfile.TemporaryDirectory() as folder, network.Cluster(options.nodes, link) as cluster:
+    numbers = options.repeats, options.steps, options.batch, options.delay
+    return run_script("job.py", [model, *numbers, *contenders], options, options.quota, console)
+
+
+def run_script(
+    script: str, arguments: Sequence[object], options: argparse.Namespace, quota: float | None, console: Console
+) -> Any:
+    """Run a script of this folder as every rank of a cluster.
+
+    Args:
+        script: its name; it is given a path to write JSON to, and the arguments.
+        arguments: further ones.
+        options: what `nodes`, `ranks` and `rate` the cluster has, and for how many seconds it runs at most (`timeout`).
+        quota: the part of a core for each rank; `None`: all.
+        console: to say what went wrong, and how busy the machine was.
+
+    Returns:
+        What the script has written.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
+    name = f"lh{Path(script).stem}"  # two scripts' clusters can be there at the same time
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        network.Cluster(options.nodes, network.Link(options.rate), name) as cluster,
+    ):
         output, log = Path(folder) / "figures.json", Path(folder) / "log"
-        numbers = options.repeats, options.steps, options.batch, options.delay
-        command = [sys.executable, str(Path(__file__).with_name("job.py")), str(output), model]
-        command += [*map(str, numbers), *contenders]
+        command = [sys.executable, str(Path(__file__).with_name(script)), str(output), *map(str, arguments)]
         began, used = time.monotonic(), cluster.cpu_seconds()
-        status = cluster.run(command, [options.ranks] * options.nodes, options.quota, options.timeout, log)
+        status = cluster.run(command, [options.ranks] * options.nodes, quota, options.timeout, log)
         own, everyone = (b - a for a, b in zip(used, cluster.cpu_seconds(), strict=True))
         if any(status):
             for file in sorted(Path(folder).glob("*.log")):
                 console.print(f"--- {file.stem}\n{file.read_text()[-3000:]}", markup=False)
             raise SystemExit(f"Ranks ended with {status}.")
-        runs = json.loads(output.read_text())
+        figures = json.loads(output.read_text())
     console.print(
         f"The rest of the machine used {(everyone - own) / (time.monotonic() - began):.2f} cores meanwhile.\n"
     )
-    return runs
+    return figures
 
 
 def slowest(runs: list[dict[str, Any]], name: str) -> list[float]:

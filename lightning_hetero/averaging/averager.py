@@ -35,6 +35,9 @@ class Averager(ABC):
     for other replicas, but never mix, cancel or advance, so that validating and saving do not change the training.
 
     Attributes:
+        replica: this rank's values, since :meth:`setup`.
+        links: the wires to other replicas, likewise.
+        optimizers: gives the optimizers, likewise.
         reference: the last mean that all ranks know, on the CPU, in fp32 or wider. What travels is the difference from
             it, which is small, so that rounding it on the wire is harmless.
     """
@@ -46,7 +49,7 @@ class Averager(ABC):
     needs_others = True
     #: Whether replicas exchange at the same steps, so that all learn at once what one does.
     lockstep = True
-    #: With what a replica goes on that has been skipped.
+    #: What a replica goes on with that has been skipped, in words.
     fresh_start = "the mean of the others"
     #: Whether this rank has been asked to stop, for replicas that meet one by one and tell each other.
     wants_stop: Callable[[], bool] = staticmethod(lambda: False)

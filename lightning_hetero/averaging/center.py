@@ -1,4 +1,4 @@
-"""What elastic, local and outer averaging have in common: one kernel."""
+"""What algorithms with a center have in common; and one kernel for those whose replicas meet it all at once."""
 
 import math
 from abc import abstractmethod
@@ -22,7 +22,62 @@ from lightning_hetero.errors import ConfigurationError
 Order = Literal["jacobi", "gauss_seidel"]
 
 
-class CenterAverager(Averager):
+class CenteredAverager(Averager):
+    """What is validated, saved and left at the end is a center; values that take no part have their mean beside it.
+
+    Args:
+        tau: optimizer steps from one exchange of a replica to the next.
+
+    Attributes:
+        reference: the center, as all know it; then, for values that stay apart, their last mean that all know.
+    """
+
+    needs_others = False
+    fresh_start = "the center"
+
+    def __init__(self, tau: int) -> None:
+        self.tau = tau
+        self._distance = math.nan  # from the center, at the latest exchange
+
+    @property
+    def known(self) -> list[Tensor]:
+        """The center, as it was when all last looked: vectors on the CPU, in fp32 or wider."""
+        return self.reference[: self.replica.together]
+
+    def begin_again(self, center: Sequence[Tensor]) -> None:
+        """Let this replica, which is not finite, go on from the center."""
+        self.replica.unpack(center)
+        self.replica.mend(self.reference)  # what takes no part
+        clear_broken(self.optimizers())
+
+    @override
+    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+        first = self.replica.together
+        if first == len(self.reference):  # nothing stays apart
+            return self.known
+        apart = self.replica.pack()[first:]
+        return [*self.known, *self.links.average(apart, planned, self.reference[first:]).mean]
+
+    @override
+    def finish(self, planned: Sequence[int]) -> None:
+        self.replica.unpack(self.consensus(planned))
+        if math.isnan(self._distance):
+            self.warning = (
+                "No replica has met the center in this fit, so that it is left with the values with which it began: "
+                f"tau={self.tau} steps are more than there were, or alpha is 0. Lower tau, or train for longer."
+            )
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {"center_distance": self._distance}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for own, saved in zip(self.reference, state["reference"], strict=True):
+            own.copy_(saved)
+
+
+class CenterAverager(CenteredAverager):
     """Every tau steps replicas and their center move towards each other.
 
     With ``D_i = x_i - c`` and weights that sum to 1::
@@ -30,26 +85,19 @@ class CenterAverager(Averager):
         x_i <- x_i - a D_i
         c   <- Outer(c, grad = -sum_i w_i D_i)
 
-    and each algorithm is a setting of ``a`` and ``Outer``. Every rank keeps the center, bitwise the same. It is what is
-    validated, saved and left at the end.
+    and each algorithm is a setting of ``a`` and ``Outer``. Every rank keeps the center, bitwise the same.
 
     Args:
         tau: optimizer steps from one exchange to the next.
         order: when ``D_i`` is taken: before the replica's own step, or after it.
         wire: number format of the differences.
         overlap: exchange in the background of the step; needs differences from before it.
-
-    Attributes:
-        reference: the center; then, for values that stay apart, their last mean that all know.
     """
 
-    needs_others = False
-    fresh_start = "the center"
-
     def __init__(self, tau: int, order: Order, wire: Wire, overlap: bool) -> None:
-        self.tau, self.order, self.wire, self.overlap = tau, order, wire, overlap
+        super().__init__(tau)
+        self.order, self.wire, self.overlap = order, wire, overlap
         self._exchange: Callable[[], Average] | None = None
-        self._distance = math.nan  # RMS distance of the replicas from the center at the latest exchange
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -59,8 +107,8 @@ class CenterAverager(Averager):
 
     @property
     def center(self) -> list[Tensor]:
-        """``c``: vectors on the CPU, in fp32 or wider."""
-        return self.reference[: self.replica.together]
+        """``c``, which every rank keeps up to date."""
+        return self.known
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -82,13 +130,11 @@ class CenterAverager(Averager):
             self._begin(planned)
         assert self._exchange is not None
         average, self._exchange = self._exchange(), None
-        self._distance = average.displacement
+        self._distance = average.displacement  # RMS over the replicas
         own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
         self.move(own, average)
         if not average.healthy[self.links.index]:
-            self.replica.unpack(self.center)
-            self.replica.mend(self.reference)  # what takes no part
-            clear_broken(self.optimizers())
+            self.begin_again(self.center)
 
     def _begin(self, planned: Sequence[int]) -> None:
         """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
@@ -116,42 +162,6 @@ class CenterAverager(Averager):
             own: ``D_i``: vectors like the center.
             average: ``sum_i w_i D_i`` as its ``mean``.
         """
-
-    @override
-    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
-        return [*self.center, *mean_apart(self, planned)]
-
-    @override
-    def finish(self, planned: Sequence[int]) -> None:
-        self.replica.unpack(self.consensus(planned))
-        if math.isnan(self._distance):
-            self.warning = not_moved(self.tau)
-
-    @override
-    def status(self, step: int) -> dict[str, float | str]:
-        return {"center_distance": self._distance}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for own, saved in zip(self.reference, state["reference"], strict=True):
-            own.copy_(saved)
-
-
-def not_moved(tau: int) -> str:
-    """What to say of a center that is what it was."""
-    return (
-        f"No replica has met the center in this fit, so that it is left with the values with which it began: tau={tau} "
-        "steps are more than there were, or alpha is 0. Lower tau, or train for longer."
-    )
-
-
-def mean_apart(averager: Averager, planned: Sequence[int]) -> list[Tensor]:
-    """The mean over replicas of what does not take part in exchanges (collective)."""
-    first = averager.replica.together
-    values = averager.replica.pack()[first:]
-    if not values:
-        return []
-    return averager.links.average(values, planned, averager.reference[first:]).mean
 
 
 def check_patterns(apart: Sequence[str], names: Sequence[str]) -> None:

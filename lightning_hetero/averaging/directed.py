@@ -40,17 +40,10 @@ class DirectedAverager(PushAverager):
         targets, sources = to[me], tuple(peer for peer, others in to.items() if me in others)
         if self.pull:
             targets, sources = sources, targets
-        for sent, value, origin in zip(self._sent, self.pack(), self.reference, strict=True):
-            wide = value.to("cpu", origin.dtype)
-            sent.copy_(wide if self.wire == "fp32" else wide - origin)
-        self.check_wire(self._sent)
+        self.lay_out(self._outgoing)
         for peer in targets:
             self.send(peer, turn, 1.0)
         with self.receiving(turn, sources) as pushes:
             fresh = [push for push in pushes if push.turn == turn]  # others' values have long moved on
             for push in fresh:
-                found = [
-                    value.to(origin.dtype) - own.to(origin.dtype)
-                    for value, own, origin in zip(push.vectors, self._sent, self.reference, strict=True)
-                ]
-                self.replica.add(found, 1 / (len(fresh) + 1))
+                self.replica.add(self.apart(push.vectors, self._outgoing), 1 / (len(fresh) + 1))

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.center import CenterAverager, Order
+from lightning_hetero.checks import is_number
 from lightning_hetero.comm.lane import Average
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
@@ -44,8 +45,8 @@ class Pull:
                 "alpha itself, with 'auto' for 0.9 / number of replicas; rho gives alpha = learning rate * rho."
             )
         for name, value in asdict(self).items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-            if value is not None and not number and (name, value) != ("moving_rate", "auto"):
+            fits = value is None or (is_number(value) and value >= 0)
+            if not fits and (name, value) != ("moving_rate", "auto"):
                 raise ConfigurationError(f"{name}={value!r} must be a number of at least 0.")
 
     def alpha(self, optimizers: Sequence[Optimizer], replicas: int) -> float:
@@ -141,18 +142,15 @@ class EAMSGDAverager(ElasticAverager):
     @torch.no_grad()
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
         y = self._packed = self.replica.pack(self._packed)
-        for group in (group for optimizer in self.optimizers() for group in optimizer.param_groups):
+        pairs = [(optimizer, group) for optimizer in self.optimizers() for group in optimizer.param_groups]
+        for optimizer, group in pairs:
             for p in group["params"]:
-                buffer = self.optimizers_state(p).get("momentum_buffer")
+                buffer = optimizer.state.get(p, {}).get("momentum_buffer")
                 if buffer is not None:
                     p.add_(buffer, alpha=group["momentum"] * float(group["lr"]))
         x = self.replica.pack(out)
         self.replica.unpack(y)
         return x
-
-    def optimizers_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What the optimizer keeps of a parameter."""
-        return next((o.state[parameter] for o in self.optimizers() if parameter in o.state), {})
 
 
 def stability(alpha: float, beta: float) -> str | None:

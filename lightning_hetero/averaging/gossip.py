@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,14 +21,15 @@ from lightning_hetero.comm.gossip.pairing import Pairing, Swap
 from lightning_hetero.comm.gossip.peers import Peers
 from lightning_hetero.comm.gossip.pushing import Push, Pushing
 from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.replica import Replica, finite
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import NotFiniteError
 
+T = TypeVar("T", Pairing, Pushing)
 log = logging.getLogger("lightning_hetero")
 
 
-class GossipAverager(Averager):
+class GossipAverager(Averager, Generic[T]):
     """What all forms of gossip have in common: replicas wait for each other at the ends of epochs only.
 
     An exact average precedes validation and checkpoints, and ends the run.
@@ -43,6 +45,8 @@ class GossipAverager(Averager):
         missed: those that were not, by peer: late, frozen, dead, unreachable.
     """
 
+    kind: type[T]  # of transport, which leaders have
+    _transport: T | None = None
     lockstep = False
     fresh_start = "the values with which all have begun"
 
@@ -56,12 +60,20 @@ class GossipAverager(Averager):
         super().setup(replica, links, optimizers)
         narrow = DTYPES[self.wire]
         like = [old if narrow is None else torch.empty(old.numel(), dtype=narrow) for old in self.reference]
-        self.open(like)
+        self._transport = introduce(self.kind, self._place, self.links, like)
+        # What this replica lays out to be sent; its leader, who sends it, does so straight into the outbox.
+        own = None if self._transport is None else self._transport.outbox.vectors
+        self._outgoing = own or [torch.empty_like(value) for value in like]
 
     @property
-    @abstractmethod
     def peers(self) -> Peers | None:
         """The transport's connections, on leaders."""
+        return None if self._transport is None else self._transport.peers
+
+    @override
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
     @override
     def after_step(self, context: StepContext) -> None:
@@ -79,10 +91,6 @@ class GossipAverager(Averager):
             self.peers.tell_stop()
         [stops] = self.tell([float(self.peers is not None and self.peers.stop)], ())
         self.stops |= bool(stops)
-
-    @abstractmethod
-    def open(self, like: Sequence[Tensor]) -> None:
-        """Make the transport, for vectors like these (collective)."""
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -112,7 +120,7 @@ class GossipAverager(Averager):
             NotFiniteError: it may not begin again (``on_nan="error"``).
         """
         self._packed = self.replica.pack(self._packed)
-        if not all(bool(value.isfinite().all()) for value in self._packed):
+        if not finite(self._packed):
             if not self._skip:
                 raise NotFiniteError([self.links.index])
             self.replica.unpack(self.reference)
@@ -121,13 +129,31 @@ class GossipAverager(Averager):
             self._packed = self.replica.pack(self._packed)
         return self._packed
 
+    def lay_out(self, out: Sequence[Tensor]) -> None:
+        """Write this replica's values where they are sent from, in the format of the wire.
+
+        Raises:
+            NotFiniteError: as for :meth:`pack` and :meth:`check_wire`.
+        """
+        for place, value, origin in zip(out, self.pack(), self.reference, strict=True):
+            own = value.to("cpu", origin.dtype)
+            place.copy_(own if self.wire == "fp32" else own - origin)
+        self.check_wire(out)
+
+    def apart(self, theirs: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+        """How far what a peer has laid out is from what this replica has."""
+        return [
+            their.to(origin.dtype) - mine.to(origin.dtype)
+            for their, mine, origin in zip(theirs, own, self.reference, strict=True)
+        ]
+
     def check_wire(self, laid_out: Sequence[Tensor]) -> None:
         """Before what is laid out travels: fp16 holds numbers up to 65504 only, and others would be poisoned.
 
         Raises:
             NotFiniteError: it is too large for the wire.
         """
-        if self.wire == "fp16" and not all(bool(vector.isfinite().all()) for vector in laid_out):
+        if self.wire == "fp16" and not finite(laid_out):
             raise NotFiniteError([self.links.index])
 
     @override
@@ -146,24 +172,16 @@ class GossipAverager(Averager):
         return {"peer_distance": self._distance, "missed": sum(self.missed.values()), **met}
 
 
-class PushAverager(GossipAverager):
+class PushAverager(GossipAverager[Pushing]):
     """Sends to some peers in each round, and takes what has come from others."""
 
-    @property
-    @override
-    def peers(self) -> Peers | None:
-        return None if self._pushing is None else self._pushing.peers
-
-    @override
-    def open(self, like: Sequence[Tensor]) -> None:
-        self._pushing: Pushing | None = introduce(Pushing, self._place, self.links, like)
-        self._sent = _laid_out(self._pushing, like)
+    kind = Pushing
 
     def send(self, peer: int, turn: int, weight: float) -> bool:
-        """Send what lies in ``_sent``, which is the outbox; whether it has gone (collective over the replica)."""
+        """Send what is laid out; whether it has gone (collective over the replica)."""
         began, sent = time.perf_counter(), None
-        if self._pushing is not None:
-            sent = self._pushing.push(peer, turn, weight)
+        if self._transport is not None:
+            sent = self._transport.push(peer, turn, weight)
         gone, bytes_sent = self.tell([sent is not None, sent or 0], ())
         self._waited(began)
         if not gone:
@@ -178,64 +196,47 @@ class PushAverager(GossipAverager):
     def receiving(self, turn: int, sources: Sequence[int]) -> Iterator[list[Push]]:
         """What has come by a round, waiting for some peers (collective over the replica); valid within the block."""
         began = time.perf_counter()
-        pushes = [] if self._pushing is None else self._pushing.collect(turn, sources, self._place.deadline)
+        pushes = [] if self._transport is None else self._transport.collect(turn, sources, self._place.deadline)
         taken = []
         for i in range(int(self.tell([len(pushes)], ())[0])):
-            push = pushes[i] if pushes else Push(0, 0, 0.0, [torch.empty_like(sent) for sent in self._sent])
+            push = pushes[i] if pushes else Push(0, 0, 0.0, [torch.empty_like(sent) for sent in self._outgoing])
             _, peer, then, weight = self.tell([1.0, push.peer, push.turn, push.weight], push.vectors)
             taken.append(Push(int(peer), int(then), weight, push.vectors))
         self._waited(began)
         for peer in set(sources) - {push.peer for push in taken if push.turn == turn}:
             self.miss(peer)
         yield taken
-        if self._pushing is not None:
-            self._pushing.recycle(pushes)
+        if self._transport is not None:
+            self._transport.recycle(pushes)
 
     def _waited(self, began: float) -> None:
         seconds = time.perf_counter() - began
         self.links.traffic.seconds += seconds
         self.links.traffic.exposed += seconds
 
-    @override
-    def close(self) -> None:
-        if self._pushing is not None:
-            self._pushing.close()
 
-
-class PairAverager(GossipAverager):
+class PairAverager(GossipAverager[Pairing]):
     """A pair meets halfway, by weight: ``x_i += s_j / (s_i + s_j) (x_j' - x_i')``.
 
     ``x'`` are the values when each offered them. As both move by the same difference the weighted sum is kept exactly,
     though they may have taken steps since.
     """
 
+    kind = Pairing
     _offered = False  # something that has not been exchanged, as far as all ranks of the replica know
 
-    @property
     @override
-    def peers(self) -> Peers | None:
-        return None if self._pairing is None else self._pairing.peers
-
-    @override
-    def open(self, like: Sequence[Tensor]) -> None:
-        self._pairing: Pairing | None = introduce(Pairing, self._place, self.links, like)
-        self._own = _laid_out(self._pairing, like)  # what has been offered
-        self._theirs = [torch.empty_like(value) for value in like]
+    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        super().setup(replica, links, optimizers)
+        self._theirs = [torch.empty_like(own) for own in self._outgoing]  # where other ranks than the leader get it
 
     def offer(self, planned: Sequence[int], whom: Sequence[int], turn: float) -> None:
         """Offer this replica's values to some peers."""
-        for own, value, origin in zip(self._own, self.pack(), self.reference, strict=True):
-            wide = value.to("cpu", origin.dtype)
-            own.copy_(wide if self.wire == "fp32" else wide - origin)
-        self.check_wire(self._own)
-        self._weight, self._whom, self._offered, self._began = (
-            planned[self.links.index],
-            whom,
-            True,
-            time.perf_counter(),
-        )
-        if self._pairing is not None:
-            self._pairing.offer(self._weight, whom, turn)
+        self.lay_out(self._outgoing)
+        self._weight, self._whom, self._offered = planned[self.links.index], whom, True
+        self._began = time.perf_counter()
+        if self._transport is not None:
+            self._transport.offer(self._weight, whom, turn)
 
     def found(self, wait: float, withdraw: bool) -> Swap | None:
         """What the offer has brought within so many seconds, on all ranks of the replica (collective over it).
@@ -245,8 +246,8 @@ class PairAverager(GossipAverager):
             withdraw: the offer, if it has brought nothing.
         """
         swap = None
-        if self._pairing is not None:
-            swap = self._pairing.result(wait) or (self._pairing.withdraw() if withdraw else None)
+        if self._transport is not None:
+            swap = self._transport.result(wait) or (self._transport.withdraw() if withdraw else None)
         vectors = self._theirs if swap is None else swap.vectors
         numbers = (0.0, 0.0, 0.0, 0.0) if swap is None else (1.0, swap.peer, swap.weight, swap.sent)
         well, peer, weight, sent = self.tell(numbers, vectors)
@@ -257,31 +258,17 @@ class PairAverager(GossipAverager):
         began = time.perf_counter()
         swap = self.found(wait, withdraw)
         now = time.perf_counter()
-        self.links.traffic.exposed += now - began if wait else 0.0
+        exposed = now - began if wait else 0.0
         if swap is None:
+            self.links.traffic.exposed += exposed
             return False
         self.replica.add(*self.difference(swap))
         self.met[swap.peer] += 1
-        self.links.traffic.exchanges += 1
-        self.links.traffic.bytes += swap.sent
-        self.links.traffic.seconds += now - self._began
+        self.links.traffic.add(swap.sent, now - self._began, exposed)
         return True
 
     def difference(self, swap: Swap) -> tuple[list[Tensor], float]:
         """How far the peer's offer is from this one's, and the part of the way to go."""
-        found = [
-            their.to(origin.dtype) - own.to(origin.dtype)
-            for their, own, origin in zip(swap.vectors, self._own, self.reference, strict=True)
-        ]
+        found = self.apart(swap.vectors, self._outgoing)
         self._distance = math.sqrt(sum(float(vector.dot(vector)) for vector in found))
         return found, swap.weight / (swap.weight + self._weight) if swap.weight else 0.0
-
-    @override
-    def close(self) -> None:
-        if self._pairing is not None:
-            self._pairing.close()
-
-
-def _laid_out(transport: Pairing | Pushing | None, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Where a replica lays what it sends: its leader, who sends it, straight into the outbox."""
-    return [torch.empty_like(value) for value in like] if transport is None else transport.outbox.vectors

@@ -1,7 +1,7 @@
 """Who exchanges with whom in a round of gossip: pure functions of (members, round, seed), the same on every member."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 import numpy as np
@@ -106,9 +106,9 @@ def rule_of(topology: str, known: dict[str, Rule], form: str) -> Rule:
     return known[topology]
 
 
-def _paired(n: int, pairs: object) -> Sends:
+def _paired(n: int, pairs: Iterable[tuple[int, int]]) -> Sends:
     result: Sends = [()] * n
-    for i, j in pairs:  # type: ignore[attr-defined]
+    for i, j in pairs:
         result[i], result[j] = (j,), (i,)
     return result
 

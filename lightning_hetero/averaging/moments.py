@@ -22,14 +22,15 @@ class Moments:
     @staticmethod
     def names(optimizers: Sequence[Optimizer]) -> list[tuple[int, str]]:
         """Entries that this rank has: (number of the optimizer, name of the state entry)."""
-        found = {
-            (i, name)
-            for i, optimizer in enumerate(optimizers)
-            for parameter, state in optimizer.state.items()
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
-        }
-        return sorted(found)
+        found: dict[tuple[int, str], bool] = {}
+        for i, optimizer in enumerate(optimizers):
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items():
+                    if not isinstance(value, Tensor):
+                        continue
+                    # Of all parameters: a number beside a parameter that is one itself only happens to have its shape.
+                    found[i, name] = found.get((i, name), name != "step") and _is_moment(value, parameter)
+        return sorted(entry for entry, is_moment in found.items() if is_moment)
 
     def pack(self) -> list[Tensor]:
         """One vector per entry; zeros where a parameter has no such state yet."""
@@ -43,13 +44,18 @@ class Moments:
         for (optimizer, name), flat in zip(self._slots, flats, strict=True):
             parameters = _parameters(optimizer)
             for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                if name in optimizer.state.get(parameter, {}):
-                    optimizer.state[parameter][name].copy_(part.view_as(parameter))
+                value = optimizer.state.get(parameter, {}).get(name)
+                if _is_moment(value, parameter):
+                    value.copy_(part.view_as(parameter))
 
     @staticmethod
     def _value(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
         value = optimizer.state.get(parameter, {}).get(name)
-        return torch.zeros_like(parameter) if value is None else value.detach()
+        return value.detach() if _is_moment(value, parameter) else torch.zeros_like(parameter)
+
+
+def _is_moment(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

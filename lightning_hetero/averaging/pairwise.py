@@ -79,22 +79,22 @@ class FirstComeAverager(PairAverager):
         if not self._offered and context.step % self.every == 0:
             others = [peer for peer in range(self.links.count) if peer != self.links.index]
             self.offer(context.planned, others, ANY)
-        if self._pairing is not None:
-            for peer, count in self._pairing.misses.items():
+        if self._transport is not None:
+            for peer, count in self._transport.misses.items():
                 while self.missed[peer] < count:
                     self.miss(peer)
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Exchange nothing meanwhile, so that all that one of a pair has counted the other has, too (collective)."""
-        if self._pairing is not None:
-            self._pairing.pause()
+        if self._transport is not None:
+            self._transport.pause()
         try:
             yield
             self.links.gather(None)  # all have seen what they have, before anything changes
         finally:
-            if self._pairing is not None:
-                self._pairing.resume()
+            if self._transport is not None:
+                self._transport.resume()
 
     def _brought(self) -> tuple[list[Tensor], float] | None:
         """What has been exchanged, but not added yet (collective over the replica)."""

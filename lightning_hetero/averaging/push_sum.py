@@ -82,12 +82,12 @@ class PushSumAverager(PushAverager):
 
     def _give(self, to: Sequence[int], turn: int) -> None:
         part = self._weight / (len(to) + 1)
-        for own, x, origin in zip(self._sent, self._x, self.reference, strict=True):
+        for own, x, origin in zip(self._outgoing, self._x, self.reference, strict=True):
             own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
-        self.check_wire(self._sent)
+        self.check_wire(self._outgoing)
         gone = [peer for peer in to if self.send(peer, turn, part)]
         for _ in gone:
-            self._add(self._sent, part, -1)
+            self._add(self._outgoing, part, -1)
 
     def _add(self, vectors: Sequence[Tensor], weight: float, sign: int) -> None:
         for x, vector, origin in zip(self._x, vectors, self.reference, strict=True):
@@ -101,7 +101,7 @@ class PushSumAverager(PushAverager):
         self.links.gather(None)  # nothing is on its way any more
         kept = [x.clone() for x in self._x], self._weight
         self._learn(planned)
-        for push in [] if self._pushing is None else self._pushing.waiting():
+        for push in [] if self._transport is None else self._transport.waiting():
             self._add(push.vectors, push.weight, 1)
         weights = [weight for weight, leads in self.links.gather((self._weight, self.links.leads)) if leads]
         mean = self.links.average(self._unbiased(), weights, self.reference).mean
@@ -120,7 +120,7 @@ class PushSumAverager(PushAverager):
     @override
     def state_dict(self) -> dict[str, Any]:
         self.links.gather(None)
-        arrived = [] if self._pushing is None else self._pushing.waiting()
+        arrived = [] if self._transport is None else self._transport.waiting()
         pushes = [tuple(push) for push in arrived]
         own = {"x": self._x, "weight": self._weight, "arrived": pushes}
         return {**super().state_dict(), **own}
@@ -131,5 +131,5 @@ class PushSumAverager(PushAverager):
         for x, saved in zip(self._x, state["x"], strict=True):
             x.copy_(saved)
         self._weight = state["weight"]
-        if self._pushing is not None:
-            self._pushing.put([Push(*push) for push in state["arrived"]])
+        if self._transport is not None:
+            self._transport.put([Push(*push) for push in state["arrived"]])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal
 
+from lightning_hetero.checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
@@ -36,13 +37,12 @@ class RateSchedule:
         threshold: float = 0.05,
     ) -> None:
         for name, value in (("global_every", every), ("max_global_every", max_every), ("patience", patience)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+            at_least_one(name, value)
         if wait != "auto" and (type(wait) is not int or not 0 <= wait <= every):
             raise ConfigurationError(
                 f"wait={wait!r} must be 'auto', or lie between 0 (blocking) and global_every={every} steps."
             )
-        if not 0 <= threshold < 1:
+        if not is_number(threshold) or not 0 <= threshold < 1:
             raise ConfigurationError(f"threshold={threshold!r} must be at least 0 and below 1.")
         self.every, self.max_every = every, max_every
         self.auto = wait == "auto"

@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, StepContext
-from lightning_hetero.averaging.center import Order, mean_apart, not_moved
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.center import CenteredAverager, Order
 from lightning_hetero.averaging.elastic import Pull, stability
-from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.centers.center import Center, Visit
 from lightning_hetero.comm.centers.visitor import Visitor
 from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.replica import Replica, finite
 from lightning_hetero.errors import NotFiniteError
 
 
@@ -59,7 +58,7 @@ class VisitRates:
         return [b - a for a, b in zip(first, last, strict=True)]
 
 
-class VisitingAverager(Averager):
+class VisitingAverager(CenteredAverager):
     """Asynchronous EASGD: every tau steps of its own, a replica visits the center.
 
     Of p replicas, each with a share ``w_i`` of the samples::
@@ -82,8 +81,6 @@ class VisitingAverager(Averager):
         check: of the optimizers, before all begins.
     """
 
-    needs_others = False
-    fresh_start = "the center"
     lockstep = False
 
     def __init__(
@@ -97,10 +94,10 @@ class VisitingAverager(Averager):
         skip: bool = False,
         check: Callable[[Sequence[Optimizer]], None] = lambda _: None,
     ) -> None:
-        self.pull, self.tau, self.order, self.overlap, self.debias = pull, tau, order, overlap, debias
+        super().__init__(tau)
+        self.pull, self.order, self.overlap, self.debias = pull, order, overlap, debias
         self._center, self._skip, self._check = center, skip, check
         self._visit: Callable[[], Visit] | None = None
-        self._distance = math.nan  # of this replica from the center, at the latest visit
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -108,15 +105,10 @@ class VisitingAverager(Averager):
         super().setup(replica, links, optimizers)
         self._rates = VisitRates(links.index)
         self._visitor = Visitor(self._center, links)
-        self._difference = [torch.empty_like(c) for c in self._known]
+        self._difference = [torch.empty_like(c) for c in self.known]
         self._snapshot = self._packed[: replica.together]
-        self._center.open(self._known)
+        self._center.open(self.known)
         self.warning = stability(*self._strength())
-
-    @property
-    def _known(self) -> list[Tensor]:
-        """The center, as it was when all last looked."""
-        return self.reference[: self.replica.together]
 
     def _strength(self) -> tuple[float, float]:
         alpha = self.pull.alpha(self.optimizers(), self.links.count)
@@ -159,7 +151,7 @@ class VisitingAverager(Averager):
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)
         share = planned[self.links.index] / sum(planned)
-        self._healthy = all(bool(value.isfinite().all()) for value in self._difference)
+        self._healthy = finite(self._difference)
         if not self._healthy:
             if not self._skip:
                 raise NotFiniteError([self.links.index])
@@ -176,38 +168,33 @@ class VisitingAverager(Averager):
     def _take_center(self) -> None:
         for difference in self._difference:
             difference.neg_()
-        self.replica.unpack(self._difference)
-        self.replica.mend(self.reference)  # what takes no part
-        clear_broken(self.optimizers())
+        self.begin_again(self._difference)
         self.links.traffic.skipped.append(self.links.index)
 
     @override
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
-        self._visitor.read(self._known)
-        return [*self._known, *mean_apart(self, planned)]
+        self._visitor.read(self.known)
+        return super().consensus(planned)
 
     @override
     def finish(self, planned: Sequence[int]) -> None:
-        self.replica.unpack(self.consensus(planned))
+        super().finish(planned)
         self._center.leave()
-        if math.isnan(self._distance):
-            self.warning = not_moved(self.tau)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
         rates = {f"exchanges_per_s/replica{i}": rate for i, rate in enumerate(self._rates.per_second())}
-        return {"center_distance": self._distance, **rates}
+        return {**super().status(step), **rates}
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        counts = self._visitor.read(self._known)
+        counts = self._visitor.read(self.known)
         return {**super().state_dict(), "counts": counts}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for own, saved in zip(self.reference, state["reference"], strict=True):
-            own.copy_(saved)
-        self._visitor.write(self._known, state["counts"])
+        super().load_state_dict(state)
+        self._visitor.write(self.known, state["counts"])
 
     @override
     def lost(self) -> int | None:

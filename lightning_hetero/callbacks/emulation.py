@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
@@ -17,6 +16,7 @@ from typing_extensions import override
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.workload.shares import Cost
+from lightning_hetero.workload.timer import after_own_backward
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -99,17 +99,13 @@ class EmulatedSpeed(Callback):
         self._began = None
         if loss.requires_grad:
             self._resumed = time.perf_counter()
-            loss.register_hook(self._queue)
+            after_own_backward(loss, self._backward_done)
 
     @staticmethod
     def _waited(trainer: "pl.Trainer") -> float:
         """Seconds of the step that were no work, such as waiting for an exchange before the forward pass."""
         strategy = trainer.strategy
         return strategy.share.timer.waited if isinstance(strategy, HeteroStrategy) else 0.0
-
-    def _queue(self, grad: Tensor) -> None:
-        # Runs when all of this rank's own gradients are ready, before the callback in which DDP waits for the others.
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
         self._backward.append(time.perf_counter() - self._resumed)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from typing_extensions import override
 from lightning_hetero.callbacks.record import Exchanged, Record, StepRecord, View, thin
 from lightning_hetero.callbacks.report import fit_of, write
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.links import Traffic
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.replicas import ReplicaStrategy
@@ -80,7 +82,8 @@ class HeteroMonitor(Callback):
         self._folder: str | None = None  # for the report of the running fit
         self._steps: StepRecord | None = None  # of the running fit, if it is to be reported
         self._seen: object = None
-        self._at = math.nan  # when the latest exchange was seen
+        self._before = Traffic()  # what exchanges had cost at the latest one that was seen
+        self._at = math.nan  # when that was
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -94,6 +97,9 @@ class HeteroMonitor(Callback):
                 f"HeteroMonitor shows how batches are split by speed, which {type(trainer.strategy).__name__} does not "
                 "do. Use a strategy of this package, such as Trainer(strategy='hetero_ddp'), or leave the callback out."
             )
+        # An earlier fit's exchanges may have been another strategy's, or this one's that are counted on.
+        self._before = replace(trainer.strategy.traffic) if isinstance(trainer.strategy, ReplicaStrategy) else Traffic()
+        self._at = math.nan
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -164,23 +170,22 @@ class HeteroMonitor(Callback):
             rank_zero_info(f"HeteroMonitor: who was slowest and why, who waited, what it cost: {where}")
 
     def _see_exchanges(self, trainer: "pl.Trainer", strategy: ReplicaStrategy) -> None:
-        traffic = strategy.traffic
-        if traffic.exchanges == (self.exchanges[-1].exchanges if self.exchanges else 0):
+        traffic, before = strategy.traffic, self._before
+        if traffic.exchanges == before.exchanges:
             return
-        hidden = max(traffic.seconds - traffic.exposed, 0.0)
+        hidden, hidden_before = (max(at.seconds - at.exposed, 0.0) for at in (traffic, before))
         costs = traffic.exchanges, traffic.bytes, hidden, traffic.exposed, traffic.distance
         record = Exchanged(strategy.share.step, *costs, strategy.status())
-        last = self.exchanges[-1] if self.exchanges else record._replace(exchanges=0, hidden=0.0, exposed=0.0)
         self.exchanges.append(record)
         thin(self.exchanges)
         names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
         numbers = {name: value for name, value in record.status.items() if not isinstance(value, str)}
         now = time.perf_counter()
-        spent = hidden - last.hidden, traffic.exposed - last.exposed
+        spent = hidden - hidden_before, traffic.exposed - before.exposed
         if self._steps is not None and spent[0] > 0:
             self._steps.hidden(now - sum(spent), now - spent[1])  # its wait, if any, came last
-        pace = (traffic.exchanges - last.exchanges) / (now - self._at)
-        self._at = now
+        pace = (traffic.exchanges - before.exchanges) / (now - self._at)
+        self._before, self._at = replace(traffic), now
         known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
         self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
         short = {name: value for name, value in record.status.items() if "/" not in name}  # not of each replica

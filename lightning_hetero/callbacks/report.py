@@ -18,6 +18,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from lightning_hetero.callbacks.record import Fit, View
 from lightning_hetero.callbacks.verdict import Totals, Verdict, judge
+from lightning_hetero.comm.topology import group_of
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.replicas import ReplicaStrategy
 
@@ -163,7 +164,7 @@ def _row(fit: Fit, view: View, own: Totals) -> Row:
     times = [f"{1e3 * getattr(own, part) / own.steps:.2f}" for part in ("compute", "data", "wait", "exchange")]
     return (
         view.rank,
-        _replica(fit, view),
+        group_of(view.rank, fit.replicas),
         *fit.places[view.rank],
         f"{own.samples / own.steps:.1f}",
         f"{own.speed:,.0f}",
@@ -205,15 +206,11 @@ def totals(fit: Fit) -> list[Totals]:
     for view in fit.views:
         own = view.settled
         exchange = least(late, "exchange") if fit.lockstep else own.exchange
-        replica = fit.replicas[_replica(fit, view)]
+        replica = fit.replicas[group_of(view.rank, fit.replicas)]
         network = least(replica if len(replica) > 1 else late, "wait") + exchange  # alone it waits for no gradients
         times = own.data, own.compute, own.wait, own.exchange
         found.append(Totals(view.rank, own.steps, own.samples, *times, network))
     return found
-
-
-def _replica(fit: Fit, view: View) -> int:
-    return next(i for i, ranks in enumerate(fit.replicas) if view.rank in ranks)
 
 
 def _count(number: int, name: str) -> str:

@@ -1,1 +1,1 @@
-"""How bytes move between ranks: topology, agreement, pulses."""
+"""How bytes move between ranks: topology, agreement, averages over replicas, parameter centers, gossip."""

@@ -15,13 +15,17 @@ class Background(Generic[T]):
 
     Args:
         function: takes no arguments; must not write what others read meanwhile.
+
+    Attributes:
+        seconds: how long the function took, once it has ended.
+        waited: of these, seconds for which :meth:`result` has had to wait.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
         self._value: T
         self._error: BaseException | None = None
-        self._seconds = 0.0
+        self.seconds = self.waited = 0.0
         self._thread = threading.Thread(target=self._run, name="hetero-exchange", daemon=True)
         self._thread.start()
 
@@ -31,16 +35,13 @@ class Background(Generic[T]):
             self._value = self._function()
         except BaseException as error:
             self._error = error
-        self._seconds = time.perf_counter() - began
+        self.seconds = time.perf_counter() - began
 
     def result(self) -> T:
         """Wait for the function to end; its value, or the error that it raised."""
+        began = time.perf_counter()
         self._thread.join()
+        self.waited += time.perf_counter() - began
         if self._error is not None:
             raise self._error
         return self._value
-
-    @property
-    def seconds(self) -> float:
-        """How long it took, once it has ended."""
-        return self._seconds

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.groups import new_group
+from lightning_hetero.comm.replica import finite
 from lightning_hetero.comm.scratch import Scratch
+from lightning_hetero.comm.topology import group_of
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
 
@@ -54,11 +56,15 @@ class Lane:
         replicas: the ranks of each replica.
         turns: global groups to make.
         timeout: longest wait for another rank.
+
+    Attributes:
+        index: number of this rank's replica.
+        count: number of replicas.
     """
 
     def __init__(self, rank: int, replicas: Sequence[Sequence[int]], turns: int, timeout: timedelta) -> None:
         self._rank = rank
-        self.index = next(i for i, ranks in enumerate(replicas) if rank in ranks)
+        self.index = group_of(rank, replicas)
         self.count, self._size = len(replicas), len(replicas[self.index])
         self._members = [[ranks[turn % len(ranks)] for ranks in replicas] for turn in range(turns)]
         # Every process takes part in the making of every group.
@@ -134,7 +140,7 @@ class Lane:
             moved = torch.sub(x, r, out=self._scratch.vector("chunk", len(r), r.dtype))
             square += float(moved.dot(moved))
             o.copy_(moved.mul_(part))
-            if o.dtype == torch.float16 and not o.isfinite().all():
+            if o.dtype == torch.float16 and not finite([o]):
                 return math.inf  # too large for it
         return square
 

@@ -37,6 +37,13 @@ class Traffic:
     distance: float = math.nan
     skipped: list[int] = field(default_factory=list)
 
+    def add(self, sent: int, seconds: float, exposed: float) -> None:
+        """Count an exchange: its bytes, for how long it was under way, and for how much of that this rank waited."""
+        self.exchanges += 1
+        self.bytes += sent
+        self.seconds += seconds
+        self.exposed += exposed
+
 
 class ReplicaLinks:
     """Lets replicas average vectors: one rank of each exchanges them, and tells its own replica.
@@ -50,6 +57,10 @@ class ReplicaLinks:
         on_nan: what to do about a replica whose values are not finite: ``"error"`` on every rank, or ``"skip"`` it.
 
     Attributes:
+        index: number of this rank's replica.
+        count: number of replicas.
+        leads: whether this rank is the first of its replica.
+        turns: global groups that take turns in :meth:`begin`: as many as the largest replica has ranks.
         traffic: what exchanges have cost so far.
     """
 
@@ -143,10 +154,8 @@ class ReplicaLinks:
     def _account(self, average: Average, wire: Wire, seconds: float, exposed: float) -> None:
         if self.count == 1:
             return
-        self.traffic.exchanges += 1
-        self.traffic.bytes += sum(bytes_sent(m.numel(), m.element_size(), wire, self.count) for m in average.mean)
-        self.traffic.seconds += seconds
-        self.traffic.exposed += exposed
+        sent = sum(bytes_sent(mean.numel(), mean.element_size(), wire, self.count) for mean in average.mean)
+        self.traffic.add(sent, seconds, exposed)
         self.traffic.distance = average.distance
         self.traffic.skipped += [i for i, healthy in enumerate(average.healthy) if not healthy]
 
@@ -166,9 +175,8 @@ class Exchange:
 
     def result(self) -> Average:
         """Wait for the average; to be asked once."""
-        began = time.perf_counter()
         average = self._background.result()
-        self._links._account(average, self._wire, self._background.seconds, time.perf_counter() - began)
+        self._links._account(average, self._wire, self._background.seconds, self._background.waited)
         return average
 
     @property

@@ -30,7 +30,7 @@ class Mapped:
     """
 
     def __init__(self, like: Sequence[Tensor], path: str | None = None) -> None:
-        sizes = [value.numel() * value.element_size() for value in like]
+        sizes = [value.nbytes for value in like]
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)

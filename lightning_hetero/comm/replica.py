@@ -1,6 +1,6 @@
 """A replica's values in few flat vectors: one message is far cheaper than one per layer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,11 +52,6 @@ class Replica:
     def names(self) -> list[str]:
         """Of what travels: parameters, then buffers."""
         return [self._names[id(value)] for group in self._groups for value in group]
-
-    @property
-    def bytes(self) -> int:
-        """Size of one message, in bytes, as stored."""
-        return sum(t.numel() * t.element_size() for group in self._groups for t in group)
 
     def views(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The parts of the first vectors that stand for parameters, and for buffers, in their shapes."""
@@ -138,6 +133,14 @@ class Replica:
 def wide(flat: Tensor) -> torch.dtype:
     """The dtype to reckon in: fp32, or the vector's own if that is wider."""
     return torch.promote_types(flat.dtype, torch.float32)
+
+
+def finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements are.
+
+    The sum tells for a fraction of what a look at each of them costs; only if it has overflowed, that is needed.
+    """
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def flatten(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import ConfigurationError
+
+ReplicaKind = Literal["rank", "node"]
 
 
 class Place(NamedTuple):
@@ -49,7 +51,11 @@ class Topology:
     @property
     def node(self) -> tuple[int, ...]:
         """The ranks of this process's node."""
-        return next(ranks for ranks in self.nodes if self.rank in ranks)
+        return self.nodes[group_of(self.rank, self.nodes)]
+
+    def replicas(self, kind: ReplicaKind) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica, where what trains apart is each rank, or each node."""
+        return self.nodes if kind == "node" else tuple((rank,) for rank in range(self.world))
 
     def backend(self, ranks: Sequence[int]) -> str:
         """``"nccl"`` if each of ``ranks`` has a CUDA device of its own, else ``"gloo"``, which serves all."""
@@ -97,6 +103,11 @@ def consecutive(world: int, ranks_per_node: int | Sequence[int]) -> tuple[tuple[
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+
+
+def group_of(rank: int, groups: Sequence[Sequence[int]]) -> int:
+    """The number of the node, or replica, to which a rank belongs."""
+    return next(i for i, ranks in enumerate(groups) if rank in ranks)
 
 
 def device_identity(device: torch.device, host: str) -> str:

@@ -1,1 +1,1 @@
-"""Lightning's ``ddp`` and ``hetero_ddp`` side by side, on devices of unequal speed that one machine emulates."""
+"""``ddp``, ``hetero_ddp`` and ``hetero_daso`` side by side, on devices of unequal speed that one machine emulates."""

@@ -5,6 +5,7 @@ import subprocess
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -18,27 +19,17 @@ from lightning_hetero.workload.shares import Cost
 
 
 def examine(
-    devices: str,
-    accelerator: str,
-    num_nodes: int,
-    ranks_per_node: int | None,
-    config: Path | None,
-    batch_size: int,
-    timeout: float,
+    ranks_per_node: int | None, config: Path | None, batch_size: int, timeout: float, **trainer_options: Any
 ) -> None:
     """Measure ranks and links, and print a suggestion on the first rank.
 
-    The ranks are those that ``Trainer(devices=, accelerator=, num_nodes=)`` would have: a launcher's, such as those of
-    torchrun or mpiexec, or new ones.
-
     Args:
-        devices: as for the Trainer.
-        accelerator: likewise.
-        num_nodes: likewise.
         ranks_per_node: take so many consecutive ranks for a node.
         config: a YAML file whose model and data to measure. Default: a built-in model.
         batch_size: samples of each rank, for the built-in model.
         timeout: longest wait for another rank, in seconds.
+        **trainer_options: ``devices`` and the like. The ranks are those that such a Trainer would have: a launcher's,
+            such as those of torchrun or mpiexec, or new ones.
 
     Raises:
         HeteroError: the launcher's variables, an option, or another rank is not as it should be.
@@ -50,9 +41,7 @@ def examine(
     strategy = HeteroDDPStrategy(ranks_per_node=ranks_per_node, timeout=timeout)
     trainer = Trainer(
         strategy=strategy,
-        accelerator=accelerator,
-        devices=devices,
-        num_nodes=num_nodes,
+        **trainer_options,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_hetero.comm.topology import Topology
+from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.doctor.advice import Advice
 from lightning_hetero.doctor.links import Link
 from lightning_hetero.doctor.speed import Work
@@ -50,7 +50,7 @@ def _ranks(topology: Topology, work: Work, costs: Sequence[Cost]) -> Table:
     for heading in ("rank", "node", "host", "device", "per step", "per sample", f"{work.samples} samples"):
         table.add_column(heading, justify="right" if heading in ("per step", "per sample") else "left")
     for rank, (place, cost) in enumerate(zip(topology.places, costs, strict=True)):
-        node = next(i for i, ranks in enumerate(topology.nodes) if rank in ranks)
+        node = group_of(rank, topology.nodes)
         seconds = cost.seconds(work.samples)
         speed = f"{1e3 * seconds:.2f} ms, {work.samples / seconds:.0f}/s"
         times = f"{1e3 * cost.fixed:.2f} ms", f"{1e3 * cost.per_sample:.3f} ms", speed

@@ -41,7 +41,7 @@ class Work:
     @property
     def size(self) -> int:
         """Bytes of the gradients, which are those of the trainable parameters."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
 
 
 def built_in(samples: int) -> Work:
@@ -66,7 +66,7 @@ def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
         from lightning.pytorch.cli import LightningCLI
 
         cli = LightningCLI(args=["-c", str(path)], run=False, save_config_callback=None)
-    except (ImportError, ModuleNotFoundError) as error:
+    except ImportError as error:
         raise ConfigurationError(f"-c {path}: {error}. YAML files need pip install 'lightning-hetero[cli]'.") from error
     module: LightningModule = cli.model
     if not module.automatic_optimization:

@@ -1,1 +1,1 @@
-"""Ragged and mixed nodes: cluster environments, device and backend choice."""
+"""How processes start: ragged nodes, ranks that are watched, scripts that are run unchanged."""

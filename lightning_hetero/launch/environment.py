@@ -134,5 +134,5 @@ def local_devices(environment: ClusterEnvironment, devices: list[torch.device]) 
 
 
 def hostname() -> str:
-    """This machine's name, for messages."""
+    """This machine's name; ranks of the same name are taken to share its memory."""
     return socket.gethostname()

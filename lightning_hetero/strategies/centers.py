@@ -1,18 +1,17 @@
 """Strategies whose replicas exchange with a center: the options that they have in common."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from lightning_hetero.averaging.center import check_patterns
+from lightning_hetero.checks import one_of
 from lightning_hetero.comm.replica import Replica
-from lightning_hetero.comm.topology import Topology
+from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.replicas import ReplicaStrategy
-
-ReplicaKind = Literal["rank", "node"]
 
 
 class CenterStrategy(ReplicaStrategy):
@@ -57,20 +56,10 @@ class CenterStrategy(ReplicaStrategy):
 
     @override
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        return topology.nodes if self.replica == "node" else tuple((rank,) for rank in range(topology.world))
+        return topology.replicas(self.replica)
 
     @override
     def make_replica(self, module: torch.nn.Module) -> Replica:
         replica = Replica(module, self._settle, self.exclude, self.packed)
         check_patterns(self.exclude, replica.names)
         return replica
-
-
-def one_of(name: str, value: object, known: Sequence[object]) -> None:
-    """See that an option has one of some values.
-
-    Raises:
-        ConfigurationError: it has not.
-    """
-    if value not in known:
-        raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(map(repr, known))}.")

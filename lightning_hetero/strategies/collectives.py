@@ -76,9 +76,9 @@ class Collectives(DDPStrategy):
             samples = self._step_samples() if self._step_samples is not None else 1.0
             weighted = value * samples if samples else torch.zeros_like(value)  # a filler's may not be finite
             value = torch.cat([weighted, value.new_tensor([samples])])
-        op = (
-            ReduceOp.SUM if mean or name is None else getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
-        )
+        op: Any = ReduceOp.SUM
+        if not mean and name is not None:
+            op = getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
         with self._timer.waiting(), deadline("reduce a tensor"):
             dist.all_reduce(value, op=op, group=group)
         if mean:

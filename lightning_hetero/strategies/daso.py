@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.averaging.daso import DASOAverager, Mixing
 from lightning_hetero.averaging.schedule import RateSchedule
+from lightning_hetero.checks import at_least_one, one_of
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
@@ -61,14 +62,12 @@ class DASOStrategy(ReplicaStrategy):
         **kwargs: Any,
     ) -> None:
         RateSchedule(global_every, wait, max_global_every, patience, threshold)  # raises now
-        for name, word, known in (("mixing", mixing, ("daso", "delta")), ("wire", wire, tuple(DTYPES))):
-            if word not in known:
-                raise ConfigurationError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}.")
+        one_of("mixing", mixing, ("daso", "delta"))
+        one_of("wire", wire, tuple(DTYPES))
         for name, length in (("warmup", warmup), ("cooldown", cooldown)):
             _steps(name, length, 100, 10)
-        ticks = schedule_every_n_steps
-        if ticks is not None and (type(ticks) is not int or ticks < 1):
-            raise ConfigurationError(f"schedule_every_n_steps={ticks!r} must be a whole number of at least 1, or None.")
+        if schedule_every_n_steps is not None:
+            at_least_one("schedule_every_n_steps", schedule_every_n_steps, ", or None")
         self._daso: dict[str, Any] = {
             "warmup": warmup,
             "cooldown": cooldown,

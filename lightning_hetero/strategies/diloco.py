@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.averaging.outer import OuterAverager
+from lightning_hetero.checks import is_number, one_of
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.centers import CenterStrategy, one_of
+from lightning_hetero.strategies.centers import CenterStrategy
 
 
 class DiLoCoStrategy(CenterStrategy):
@@ -49,12 +50,10 @@ class DiLoCoStrategy(CenterStrategy):
                 f"outer={outer!r} brings options of its own: outer_lr={outer_lr!r}, outer_momentum={outer_momentum!r} "
                 "would have no effect. Leave them out, or outer."
             )
-        outer_lr, outer_momentum = (
-            0.7 if outer_lr is None else outer_lr,
-            0.9 if outer_momentum is None else outer_momentum,
-        )
-        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (outer_lr, outer_momentum))
-        if not numbers or not 0 < outer_lr < float("inf") or not 0 <= outer_momentum < 1:
+        outer_lr = 0.7 if outer_lr is None else outer_lr
+        outer_momentum = 0.9 if outer_momentum is None else outer_momentum
+        numbers = is_number(outer_lr) and is_number(outer_momentum)
+        if not numbers or outer_lr <= 0 or not 0 <= outer_momentum < 1:
             raise ConfigurationError(
                 f"outer_lr={outer_lr!r}, outer_momentum={outer_momentum!r}: the first must be above 0, the second at "
                 "least 0 and below 1."

@@ -7,10 +7,10 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.averaging.elastic import check_momentum
 from lightning_hetero.averaging.visits import VisitingAverager
+from lightning_hetero.checks import one_of
 from lightning_hetero.comm.centers import Center, Home, job_of, open_center
 from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.centers import one_of
 from lightning_hetero.strategies.elastic import ElasticStrategy
 
 

@@ -6,8 +6,9 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.center import Order
 from lightning_hetero.averaging.elastic import Pull
+from lightning_hetero.checks import one_of
 from lightning_hetero.comm.wire import DTYPES, Wire
-from lightning_hetero.strategies.centers import CenterStrategy, one_of
+from lightning_hetero.strategies.centers import CenterStrategy
 
 
 class ElasticStrategy(CenterStrategy):

@@ -12,12 +12,12 @@ from lightning_hetero.averaging.gossip import GossipAverager
 from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, rule_of
 from lightning_hetero.averaging.pairwise import FirstComeAverager, MatchedAverager
 from lightning_hetero.averaging.push_sum import PushSumAverager
+from lightning_hetero.checks import at_least_one, is_number, one_of
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.gossip.introduction import Place
-from lightning_hetero.comm.topology import Topology
+from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.centers import ReplicaKind, one_of
 from lightning_hetero.strategies.replicas import ReplicaStrategy
 
 
@@ -50,10 +50,8 @@ class GossipBase(ReplicaStrategy):
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
-        if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps={every_n_steps!r} must be a whole number of at least 1.")
-        number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-        if not number or not 0 < deadline < float("inf"):
+        at_least_one("every_n_steps", every_n_steps)
+        if not is_number(deadline) or deadline <= 0:
             raise ConfigurationError(f"deadline={deadline!r} must be a number of seconds above 0.")
         if type(seed) is not int:
             raise ConfigurationError(f"seed={seed!r} must be a whole number.")
@@ -70,7 +68,7 @@ class GossipBase(ReplicaStrategy):
 
     @override
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        return topology.nodes if self.replica == "node" else tuple((rank,) for rank in range(topology.world))
+        return topology.replicas(self.replica)
 
     @override
     def make_averager(self) -> Averager:

@@ -252,9 +252,9 @@ class HeteroStrategy(Data):
         self._timer.restart()
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        with readable(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with readable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, and the plan if the number of ranks is what it was."""

@@ -9,7 +9,7 @@ from torch import Tensor
 class Losses:
     """The training loss since the last look at it, and the first step at which it was not finite.
 
-    Nothing here waits for the device until somebody asks.
+    Nothing here waits for the device until somebody asks; a number that was copied to it would.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Losses:
             return
         value = loss.detach().double()
         finite = value.isfinite()
-        row = torch.stack([value * samples, value.new_tensor(samples)])
+        row = torch.stack([value * samples, value.new_full((), samples)])
         self._sums = self._sums.to(value.device) + torch.where(finite, row, 0.0)
         broken = self._broken.to(value.device)
         self._broken = torch.where((broken < 0) & ~finite, step + 1, broken)

@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.averaging.node import PeriodicAverager
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.checks import at_least_one
 from lightning_hetero.strategies.replicas import ReplicaStrategy
 
 
@@ -29,8 +29,8 @@ class NodeAverageStrategy(ReplicaStrategy):
     """
 
     def __init__(self, every_n_steps: int | None = None, average_optimizer_state: bool = False, **kwargs: Any) -> None:
-        if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
-            raise ConfigurationError(f"every_n_steps={every_n_steps!r} must be a whole number of at least 1, or None.")
+        if every_n_steps is not None:
+            at_least_one("every_n_steps", every_n_steps, ", or None")
         self.every_n_steps, self.average_optimizer_state = every_n_steps, average_optimizer_state
         super().__init__(**kwargs)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.checks import at_least_one
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.workload.planner import Planner
 
@@ -35,8 +36,8 @@ class Options:
             )
         for name in ("global_batch_size", "rebalance_every_n_steps"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+            if value is not None:
+                at_least_one(name, value)
         if self.timeout <= timedelta(0):
             raise ConfigurationError(f"timeout={self.timeout}: the longest wait must be above 0 seconds.")
         nodes = [self.ranks_per_node] if isinstance(self.ranks_per_node, int) else self.ranks_per_node

@@ -12,7 +12,11 @@ _SEEN_WITHIN = 0.5  # seconds in which the kernel lets go of all that a dead pro
 
 
 def about(
-    broken: Sequence[int], replicas: Sequence[Sequence[int]], step: int, seen: Sequence[tuple[str | None, int | None]]
+    broken: Sequence[int],
+    replicas: Sequence[Sequence[int]],
+    step: int,
+    seen: Sequence[tuple[str | None, int | None]],
+    fresh_start: str,
 ) -> str:
     """What to say of replicas that are not finite.
 
@@ -21,6 +25,7 @@ def about(
         replicas: the ranks of each.
         step: optimizer step after which they were found.
         seen: of each rank, the first parameter or buffer that is not finite, and the step of the first such loss.
+        fresh_start: with what such a replica would go on, were it left out.
     """
     parts = []
     for index in broken:
@@ -38,8 +43,8 @@ def about(
         )
     return (
         f"When replicas met after step {step}, {'; '.join(parts)}. Nothing of it has reached the others. Lower the "
-        "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with the "
-        "mean of the others."
+        "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with "
+        f"{fresh_start}."
     )
 
 

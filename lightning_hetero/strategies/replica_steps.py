@@ -15,11 +15,12 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.checks import one_of
 from lightning_hetero.comm.agreement import together
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import ConfigurationError, NotFiniteError, UnsupportedError
+from lightning_hetero.errors import NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.losses import Losses
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
@@ -35,7 +36,8 @@ class ReplicaSteps(HeteroStrategy):
 
     Args:
         on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
-            rank before they spread; ``"skip"`` leaves the replica out and gives it the mean of the others.
+            rank before they spread; ``"skip"`` leaves the replica out and lets it go on with the mean of the others,
+            or the center where there is one, or under gossip the values with which all began.
         **kwargs: as for :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
 
     Raises:
@@ -45,8 +47,7 @@ class ReplicaSteps(HeteroStrategy):
     averager: Averager | None = None
 
     def __init__(self, on_nan: Literal["error", "skip"] = "error", **kwargs: Any) -> None:
-        if on_nan not in ("error", "skip"):
-            raise ConfigurationError(f"on_nan={on_nan!r} must be 'error' or 'skip'.")
+        one_of("on_nan", on_nan, ("error", "skip"))
         self.on_nan: Literal["error", "skip"] = on_nan
         super().__init__(**kwargs)
 
@@ -218,7 +219,8 @@ class ReplicaSteps(HeteroStrategy):
                 seen = self._links.gather(mine)
             else:  # nobody else knows
                 seen = [mine if rank == self.global_rank else (None, None) for rank in range(self.world_size)]
-            raise NotFiniteError(error.replicas, about(error.replicas, self._replicas, self._windows, seen)) from None
+            message = about(error.replicas, self._replicas, self._windows, seen, self.averager.fresh_start)
+            raise NotFiniteError(error.replicas, message) from None
         for replica in self.traffic.skipped[skipped:]:
             assert self.averager is not None
             warn = rank_zero_warn if self.averager.lockstep else warnings.warn

@@ -144,7 +144,7 @@ class Workshare:
                     work.wait()
             self._weighing = mine, everyone, None
             own, total = mine.item(), everyone.item()
-            if total != total:
+            if math.isnan(total):
                 raise DataError(
                     "`batch_weight(batch)` was negative or NaN, infinite, or not one number, on some rank; it must be "
                     "a finite number of at least 0."

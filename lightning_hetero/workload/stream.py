@@ -1,5 +1,6 @@
 """Batches whose sizes only their own rank knows: iterable datasets, and loaders that the user has sharded."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ class Stream:
             ended = current is end
             samples, problem = self._measure(current) if not ended else (0.0, None)
             tally = self._exchange(Tally(samples, float(not ended), float(ended and batch is end)))
-            if tally.samples != tally.samples:  # NaN: on every rank at once
+            if math.isnan(tally.samples):  # on every rank at once
                 raise DataError(
                     "the number of samples in a training batch cannot be told"
                     + (f": {problem}" if problem else " on another rank.")

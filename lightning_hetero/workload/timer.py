@@ -34,8 +34,7 @@ class StepTimer:
     """Tells a rank's own work from waiting.
 
     At the end of a data-parallel backward pass every rank reads the same time, because all wait for the slowest. The
-    work ends earlier: when the rank's last own gradient is ready. Autograd runs queued callbacks then, in order, and
-    this timer's comes before the one in which DDP waits.
+    work ends earlier: when the rank's last own gradient is ready.
 
     On CUDA the host runs ahead of the device, so each span of work is also bracketed by events; the work of a step is
     the greater of both clocks' sums. Such laps come out a few steps late, when their events have passed.
@@ -99,7 +98,7 @@ class StepTimer:
     def watch(self, loss: Tensor) -> None:
         """Note when the backward pass of ``loss`` has done all of this rank's own work."""
         if loss.requires_grad:
-            loss.register_hook(self._queue)
+            after_own_backward(loss, self._own_work_done)
 
     def backward_done(self) -> None:
         """The backward pass has returned: all since the own work was done was waiting."""
@@ -122,9 +121,6 @@ class StepTimer:
             known.append(lap._replace(work=max(lap.work, on_device)))
         return known
 
-    def _queue(self, grad: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._own_work_done)
-
     def _own_work_done(self) -> None:
         if self._ready is None and self._depth == 0:
             self._pause()
@@ -145,3 +141,12 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def after_own_backward(loss: Tensor, callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass of a loss has done this rank's own work, before it waits for others.
+
+    Autograd runs callbacks that a pass has queued once all gradients are ready, in order. This one is queued when the
+    pass begins, and so comes before that in which DDP waits.
+    """
+    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(callback))

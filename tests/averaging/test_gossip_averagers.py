@@ -64,6 +64,11 @@ def test_no_samples() -> None:
     assert torch.equal(one._x[0], torch.full((2,), 3.0).double())
 
 
+def test_one_that_could_not_be_set_up_can_be_closed() -> None:
+    MatchedAverager(1, random_matching, 0, False, "fp32", HERE, False).close()
+    PushSumAverager(1, one_peer_exponential, 0, "fp32", HERE, False).close()
+
+
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("form", ["matched", "first_come", "push", "push_sum"])
 def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> None:
@@ -75,8 +80,7 @@ def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> No
     one = {"matched": matched, "first_come": first_come, "push": push, "push_sum": summed}[form]
     alone(one, module)
     laid_out: list[Tensor] = [torch.empty(2, dtype=torch.float16)]
-    one._own = one._sent = laid_out
-    one._pairing = one._pushing = None
+    one._outgoing = laid_out
     one._x = [torch.zeros(2)]
     step(module, 1e6)
     with pytest.raises(NotFiniteError):

@@ -79,6 +79,8 @@ def test_it_goes_on_where_it_was_saved() -> None:
         {"patience": 0},
         {"threshold": 1.0},
         {"every": 2.5},
+        {"every": True},
+        {"threshold": "0.1"},
     ],
 )
 def test_what_cannot_be(options: dict) -> None:

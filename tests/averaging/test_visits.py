@@ -59,7 +59,7 @@ class NoLinks:
 class Inline:
     """As Background, at once: virtual time needs no threads."""
 
-    seconds = 0.0
+    seconds = waited = 0.0
 
     def __init__(self, function: Callable[[], Visit]) -> None:
         self._visit = function()

@@ -169,3 +169,19 @@ def test_exchanges_of_nodes_and_their_distance() -> None:
     first, _ = run(_fit_replicas, 2, _node)
     assert [row[0] for row in first["exchanges"]] == [5, 10, 15, 20]
     assert all(row[5] > 0 for row in first["exchanges"])
+
+
+def _fit_twice() -> tuple[list[tuple[int, int]], list[float]]:
+    monitor, logger = HeteroMonitor(report=None), Memory()
+    for _ in range(2):
+        trainer = pl.Trainer(strategy=_node(), max_epochs=1, **{**FAST, "logger": logger, "callbacks": [monitor]})
+        trainer.fit(Net(), DataLoader(dataset(160), batch_size=4))
+    paces = [row[1]["hetero/exchanges_per_s"] for row in logger.rows if "hetero/exchanges_per_s" in row[1]]
+    return [(record.step, record.exchanges) for record in monitor.exchanges], paces
+
+
+def test_another_fit_is_not_compared_with_the_one_before() -> None:
+    for exchanges, paces in run(_fit_twice, 2):
+        assert exchanges == 2 * [(5, 1), (10, 2), (15, 3), (20, 4)]
+        assert len(paces) in (0, 6)  # of rank 0: between two exchanges of a fit
+        assert all(pace > 0 for pace in paces)

@@ -103,17 +103,17 @@ class Gap(GossipAsyncStrategy):
         state, consensus = averager.state_dict, averager.consensus
 
         def hold(planned: Any) -> Any:
-            averager._pairing.resume = lambda: None
+            averager._transport.resume = lambda: None
             mean = consensus(planned)
-            del averager._pairing.resume
+            del averager._transport.resume
             return mean
 
         def late() -> Any:
             if self.global_rank == 1:  # out of the way
-                averager._pairing.resume = lambda: None
+                averager._transport.resume = lambda: None
             if self.global_rank == 2:
                 time.sleep(0.3)
-                averager._pairing.resume()
+                averager._transport.resume()
                 time.sleep(0.5)
             return state()
 

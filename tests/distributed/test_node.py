@@ -299,7 +299,7 @@ def test_a_fast_node_does_not_wait_for_a_slow_one_between_meetings() -> None:
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [0, -1, 2.5])
+@pytest.mark.parametrize("every", [0, -1, 2.5, True])
 def test_a_period_that_cannot_be(every: Any) -> None:
     with pytest.raises(ConfigurationError, match="every_n_steps"):
         NodeAverageStrategy(every_n_steps=every)

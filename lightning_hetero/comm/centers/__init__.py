@@ -8,7 +8,7 @@ from lightning_hetero.comm.centers.center import Center, Job, Visit
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
-from lightning_hetero.comm.topology import Topology
+from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import UnsupportedError
 
@@ -56,5 +56,4 @@ def open_center(
 
 def job_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> Job:
     """The visitors of a center: the first rank of each replica."""
-    index = next(i for i, ranks in enumerate(replicas) if rank in ranks)
-    return Job(rank, world, tuple(ranks[0] for ranks in replicas), index, timeout)
+    return Job(rank, world, tuple(ranks[0] for ranks in replicas), group_of(rank, replicas), timeout)

@@ -1,7 +1,8 @@
 """How a center's host learns that somebody wants to visit: a wait that can be ended, unlike one of gloo's."""
 
-import select
+import selectors
 import socket
+import time
 from collections.abc import Iterable
 
 _RANK = 4  # bytes
@@ -30,17 +31,27 @@ class Doorbell:
             OSError: they do not within so many seconds.
         """
         self._listener.settimeout(seconds)
-        missing = set(ranks)
-        while missing:
-            connection, _ = self._listener.accept()
-            connection.settimeout(seconds)
-            rank = int.from_bytes(connection.recv(_RANK, socket.MSG_WAITALL), "big")
-            if rank in missing:
-                missing.remove(rank)
-                self._visitors[rank] = connection
-            else:
+        until, missing, nameless = time.monotonic() + seconds, set(ranks), set[socket.socket]()
+        try:
+            while missing:
+                ready = _ready([self._listener, *nameless], max(until - time.monotonic(), 0.0))
+                if not ready:
+                    raise TimeoutError(f"rank(s) {sorted(missing)} did not come within {seconds:g} s")
+                if self._listener in ready:
+                    connection, _ = self._listener.accept()
+                    connection.setblocking(False)
+                    nameless.add(connection)
+                for connection in nameless.intersection(ready):  # nobody waits for one that says nothing
+                    nameless.remove(connection)
+                    rank = _name(connection)
+                    if rank in missing:
+                        missing.remove(rank)
+                        self._visitors[rank] = connection
+                    else:
+                        connection.close()
+        finally:
+            for connection in (self._listener, *nameless):
                 connection.close()
-        self._listener.close()
 
     def wait(self, ranks: Iterable[int] | None = None) -> int | None:
         """Wait until one of some ranks rings, by default of all that are there; ``None``: the wait has been ended.
@@ -50,7 +61,7 @@ class Doorbell:
         """
         there = self._visitors if ranks is None else {rank: self._visitors[rank] for rank in ranks}
         sockets = {connection: rank for rank, connection in there.items()}
-        ready, _, _ = select.select([self._wake, *sockets], [], [])
+        ready = _ready([self._wake, *sockets])
         if self._wake in ready:
             return None
         rank = sockets[ready[0]]
@@ -100,8 +111,25 @@ class Button:
     def host_ended(self) -> bool:
         """Whether the host has ended, or serves no more."""
         # It never says anything: what could be read is the end.
-        return self._connection.fileno() >= 0 and bool(select.select([self._connection], [], [], 0)[0])
+        return self._connection.fileno() >= 0 and bool(_ready([self._connection], 0.0))
 
     def close(self) -> None:
         """Leave; idempotent."""
         self._connection.close()
+
+
+def _ready(connections: Iterable[socket.socket], seconds: float | None = None) -> list[socket.socket]:
+    """Those on which something has come, or that have ended; waits for one, by default for ever."""
+    with selectors.DefaultSelector() as selector:  # `select` itself fails where a process has a thousand files open
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_READ, connection)
+        return [key.data for key, _ in selector.select(seconds)]
+
+
+def _name(connection: socket.socket) -> int | None:
+    """The rank with which a visitor introduces itself; ``None``: it is none of ours."""
+    try:
+        name = connection.recv(_RANK)
+    except OSError:
+        return None
+    return int.from_bytes(name, "big") if len(name) == _RANK else None

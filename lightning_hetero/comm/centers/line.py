@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.comm.replica import finite
+
 
 class Line:
     """Values as they are: a visitor's there, its distance from the center back.
@@ -21,7 +23,7 @@ class Line:
 
     def bytes(self, values: list[Tensor]) -> int:
         """That the values take in one direction."""
-        return sum(value.numel() * value.element_size() for value in values)
+        return sum(value.nbytes for value in values)
 
     def send(self, tensor: Tensor) -> None:
         """A tensor to the other end."""
@@ -97,7 +99,7 @@ class NarrowLine(Line):
         return self._finite()
 
     def _finite(self) -> bool:
-        if all(bool(short.isfinite().all()) for short in self._short):
+        if finite(self._short):
             return True
         for short in self._short:
             short.zero_()

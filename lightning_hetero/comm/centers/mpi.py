@@ -43,7 +43,7 @@ class MPICenter(Center):
         from mpi4py import MPI
 
         self._communicator = MPI.COMM_WORLD.Dup()
-        sizes = [8 * (len(self.job.leaders) + 1), *(value.numel() * value.element_size() for value in values)]
+        sizes = [8 * (len(self.job.leaders) + 1), *(value.nbytes for value in values)]
         *self._starts, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
         here = self.job.rank == self.job.host
         self._window = MPI.Win.Allocate(total if here else 0, 1, comm=self._communicator)
@@ -71,7 +71,7 @@ class MPICenter(Center):
         own[self.job.replica], own[-1] = 1, stop
         self._add(own, 0)
         self._get(self._table, 0, MPI.NO_OP)
-        sent = 0 if self.job.rank == self.job.host else sum(v.numel() * v.element_size() for v in values)
+        sent = 0 if self.job.rank == self.job.host else sum(v.nbytes for v in values)
         *counts, stopped = map(int, self._table.tolist())
         return Visit(square, counts, sent, stopped > 0)
 
@@ -124,7 +124,7 @@ class MPICenter(Center):
             return
         table = torch.tensor([*counts, 0], dtype=torch.float64)
         for start, value in zip(self._starts, (table, *values), strict=True):
-            self._memory[start : start + value.numel() * value.element_size()].view(value.dtype).copy_(value)
+            self._memory[start : start + value.nbytes].view(value.dtype).copy_(value)
         self._window.Sync()
 
     def _progress(self) -> None:

@@ -46,7 +46,7 @@ class SharedCenter(Center):
             try:
                 memory = Mapped(like)
             except OSError as error:
-                size = sum(value.numel() * value.element_size() for value in like)
+                size = sum(value.nbytes for value in like)
                 problem = ConfigurationError(
                     f"no room for a center of {size} bytes in shared memory: {error}. Use center='thread', or make "
                     "room: containers take --shm-size."

@@ -142,7 +142,9 @@ class ThreadCenter(Center):
             self._button.close()
         if self._doorbell is not None:
             self._doorbell.end()
-            if self._server is not None:
+            if self._server is None:
+                self._doorbell.close()
+            else:  # which closes it
                 self._server.join(self.job.timeout.total_seconds())  # at most the visit that it is at
         self._lines = {}
 

@@ -1,6 +1,5 @@
 """A replica's way to a center: its first rank goes, and tells the others what it has learned."""
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -51,13 +50,8 @@ class Visitor:
         background = Background(work)
 
         def result() -> Visit:
-            began = time.perf_counter()
             visit = background.result()
-            traffic = self._links.traffic
-            traffic.exchanges += 1
-            traffic.bytes += visit.sent
-            traffic.seconds += background.seconds
-            traffic.exposed += time.perf_counter() - began
+            self._links.traffic.add(visit.sent, background.seconds, background.waited)
             return visit
 
         return result

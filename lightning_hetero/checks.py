@@ -1,0 +1,36 @@
+"""What an option may be."""
+
+import math
+from collections.abc import Sequence
+
+from lightning_hetero.errors import ConfigurationError
+
+
+def one_of(name: str, value: object, known: Sequence[object]) -> None:
+    """See that an option has one of some values.
+
+    Raises:
+        ConfigurationError: it has not.
+    """
+    if value not in known:
+        raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(map(repr, known))}.")
+
+
+def at_least_one(name: str, value: object, otherwise: str = "") -> None:
+    """See that an option counts something: ``True`` does not, though Python takes it for 1.
+
+    Args:
+        name: of the option.
+        value: which it has.
+        otherwise: what else it might have been, for the message, such as ``", or None"``.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    if type(value) is not int or value < 1:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1{otherwise}.")
+
+
+def is_number(value: object) -> bool:
+    """Whether an option is a finite number; ``True`` and ``False`` are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

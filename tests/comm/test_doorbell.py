@@ -1,0 +1,96 @@
+"""Who may ring at a center's host, and that its host hears it however much else its process does."""
+
+import gc
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.centers.center import Job
+from lightning_hetero.comm.centers.doorbell import Button, Doorbell
+from lightning_hetero.comm.centers.thread import ThreadCenter
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def doorbell() -> Iterator[Doorbell]:
+    doorbell = Doorbell(HERE)
+    yield doorbell
+    doorbell.end()
+    doorbell.close()
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """The next file of this process has a number that `select` does not take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    files = [os.open(os.devnull, os.O_RDONLY)]
+    while files[-1] < 1100:
+        files.append(os.dup(files[0]))
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_strangers_are_sent_away_and_keep_nobody_waiting(doorbell: Doorbell) -> None:
+    strangers = [socket.create_connection(doorbell.address) for _ in range(4)]
+    _mute, gone, short, loud = strangers
+    gone.close()
+    short.sendall(b"\x01")  # begins like a rank
+    loud.sendall(b"GET / HTTP/1.1")
+    buttons = [Button(doorbell.address, rank, 5.0) for rank in (7, 1)]
+    began = time.monotonic()
+    doorbell.welcome([1, 7], 5.0)
+    assert time.monotonic() - began < 2
+    short.settimeout(5.0)
+    assert short.recv(1) == b""
+    for button, rank in zip(buttons, (7, 1), strict=True):
+        button.press()
+        assert doorbell.wait() == rank
+    for connection in (*strangers, *buttons):
+        connection.close()
+
+
+def test_who_does_not_come_is_named(doorbell: Doorbell) -> None:
+    button = Button(doorbell.address, 2, 5.0)
+    with pytest.raises(TimeoutError, match=r"rank\(s\) \[1, 3\] did not come within 0\.2 s"):
+        doorbell.welcome([1, 2, 3], 0.2)
+    button.close()
+
+
+@pytest.mark.usefixtures("many_open_files")
+def test_it_is_heard_in_a_process_with_many_open_files() -> None:
+    doorbell = Doorbell(HERE)
+    button = Button(doorbell.address, 1, 5.0)
+    doorbell.welcome([1], 5.0)
+    button.press()
+    assert doorbell.wait() == 1
+    assert not button.host_ended
+    doorbell.end()
+    assert doorbell.wait() is None
+    doorbell.close()
+    assert button.host_ended
+    button.close()
+
+
+def test_a_host_without_visitors_leaves_no_socket_open() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        center = ThreadCenter(Job(0, 1, (0,), 0, timedelta(seconds=5)))
+        center.open([torch.ones(3)])
+        center.close()
+        del center
+        gc.collect()  # a socket that is left open warns now, which is an error here
+    finally:
+        dist.destroy_process_group()
