@@ -54,7 +54,7 @@ class PushSumAverager(PushAverager):
     @override
     def exchange(self, context: StepContext) -> None:
         if context.step % self.every == 0:
-            self._learn(context.planned)
+            self._learn(self.pack(), context.planned)
             turn = context.step // self.every
             to = sends(self.rule, range(self.links.count), turn, self.seed)
             self._give(to[self.links.index], turn)
@@ -68,9 +68,9 @@ class PushSumAverager(PushAverager):
         """``z``."""
         return [x / self._weight for x in self._x] if self._weight else self._packed
 
-    def _learn(self, planned: Sequence[int]) -> None:
-        """``x += s (z_after - z_before)``."""
-        z = [value.to("cpu", x.dtype) for value, x in zip(self.pack(), self._x, strict=True)]
+    def _learn(self, values: Sequence[Tensor], planned: Sequence[int]) -> None:
+        """``x += s (z_after - z_before)``, where ``values`` are ``z_after``."""
+        z = [value.to("cpu", x.dtype) for value, x in zip(values, self._x, strict=True)]
         samples = planned[self.links.index] * len(planned) / sum(planned)  # s
         if not self._weight:
             self._weight = samples
@@ -100,7 +100,8 @@ class PushSumAverager(PushAverager):
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
         self.links.gather(None)  # nothing is on its way any more
         kept = [x.clone() for x in self._x], self._weight
-        self._learn(planned)
+        self._packed = self.replica.pack(self._packed)  # as it is: who is not finite is left out below, or an error
+        self._learn(self._packed, planned)
         for push in [] if self._transport is None else self._transport.waiting():
             self._add(push.vectors, push.weight, 1)
         weights = [weight for weight, leads in self.links.gather((self._weight, self.links.leads)) if leads]

@@ -72,11 +72,11 @@ def test_the_connection_breaks(name: str) -> None:
 def _hasty(self: Pairing, peer: int, turn: float, weight: float) -> Swap:
     """As the one who asks, but counting at COMMIT."""
     channel, numbers = self.peers.channel(peer), (turn, weight, 1.0)
-    channel.send(Kind.ASK, numbers, (), self._soon())
-    assert channel.receive(nowhere, self._soon()).kind is Kind.YES
-    channel.send(Kind.SWAP, numbers, self.outbox.vectors, self._soon())
-    answer = channel.receive(lambda _: self._inbox, self._soon())
-    channel.send(Kind.COMMIT, (), (), self._soon())
+    channel.send(Kind.ASK, numbers, (), self.peers.soon())
+    assert channel.receive(nowhere, self.peers.soon()).kind is Kind.YES
+    channel.send(Kind.SWAP, numbers, self.outbox.vectors, self.peers.soon())
+    answer = channel.receive(lambda _: self._inbox, self.peers.soon())
+    channel.send(Kind.COMMIT, (), (), self.peers.soon())
     return Swap(peer, answer.numbers[1], self._inbox, 0)
 
 

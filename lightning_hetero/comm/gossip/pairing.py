@@ -68,7 +68,7 @@ class Pairing:
     """
 
     def __init__(self, me: int, job: Job, interface: str, like: Sequence[Tensor]) -> None:
-        self.me, self._limit = me, job.deadline
+        self.me = me
         self.misses = Counter[int]()
         self.outbox = Mapped(like)
         self._inbox = [torch.empty_like(value) for value in like]
@@ -139,7 +139,7 @@ class Pairing:
 
     def _wait_for_exchange(self) -> None:
         # As long as all its messages may take together.
-        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self._limit)
+        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self.peers.job.deadline)
 
     def pause(self) -> None:
         """Exchange nothing more for now; waits for what is under way."""
@@ -221,8 +221,8 @@ class Pairing:
         """As the one who asks; ``None`` if the peer does not want to."""
         self._number += 1
         channel, numbers = self.peers.channel(peer), (turn, weight, self._number)
-        sent = channel.send(Kind.ASK, numbers, (), self._soon())
-        reply = channel.receive(nowhere, self._soon())
+        sent = channel.send(Kind.ASK, numbers, (), self.peers.soon())
+        reply = channel.receive(nowhere, self.peers.soon())
         if reply.kind is not Kind.YES:
             if reply.numbers and turn != ANY and reply.numbers[0] > turn:
                 raise _GoneOnError
@@ -234,19 +234,13 @@ class Pairing:
             self._changed.notify_all()
         near = peer in self._boxes
         vectors = () if near else self.outbox.vectors
-        answer, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self._soon())
+        answer, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self.peers.soon())
         sent += more
         if answer.kind is not Kind.SWAP or len(answer.numbers) != 2:
             raise RefusedError("uninvited")
         if near:
             self._take(peer)
-        try:
-            sent += channel.send(Kind.COMMIT, (), (), self._soon())
-            done = channel.receive(nowhere, self._soon(2)).kind is Kind.DONE
-        except (OSError, RefusedError):
-            done = False
-        if not done and not self.peers.counted(peer, self._number):
-            raise TimeoutError("too late")
+        sent += self.peers.commit(channel, peer, self._number)
         return Swap(peer, answer.numbers[1], self._inbox, sent)
 
     # -- who is asked ------------------------------------------------------------------------------
@@ -256,7 +250,7 @@ class Pairing:
         if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
         if not self._engage(ask):
-            channel.send(Kind.NO, (self._agenda.turn,), (), self._soon())
+            channel.send(Kind.NO, (self._agenda.turn,), (), self.peers.soon())
             return
         swap = None
         try:
@@ -266,7 +260,7 @@ class Pairing:
                 self._end(swap)
                 if swap is None:
                     self.misses[ask.sender] += 1
-        channel.send(Kind.DONE, (), (), self._soon())
+        channel.send(Kind.DONE, (), (), self.peers.soon())
 
     def _engage(self, ask: Message) -> bool:
         turn = ask.numbers[0]
@@ -293,18 +287,15 @@ class Pairing:
             return False
 
     def _answer(self, channel: Channel, peer: int, number: float) -> Swap:
-        near, sent = peer in self._boxes, channel.send(Kind.YES, (), (), self._soon())
+        near, sent = peer in self._boxes, channel.send(Kind.YES, (), (), self.peers.soon())
         numbers, vectors = (self._agenda.turn, self._weight), () if near else self.outbox.vectors
-        theirs, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self._soon())
+        theirs, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self.peers.soon())
         sent += more
+        if theirs.kind is not Kind.SWAP or len(theirs.numbers) != 3:
+            raise RefusedError("uninvited")
         if near:
             self._take(peer)
-        until = self._soon()
-        commit = channel.receive(nowhere, until)
-        if (theirs.kind, commit.kind, len(theirs.numbers)) != (Kind.SWAP, Kind.COMMIT, 3):
-            raise RefusedError("uninvited")
-        if time.monotonic() > until or not self.peers.ledger.count(peer, number):
-            raise TimeoutError("too late")  # this process was frozen, perhaps
+        self.peers.await_commit(channel, peer, number)
         return Swap(peer, theirs.numbers[1], self._inbox, sent)
 
     # -- both --------------------------------------------------------------------------------------
@@ -323,6 +314,3 @@ class Pairing:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def _soon(self, times: float = 1.0) -> float:
-        return time.monotonic() + times * self._limit

@@ -90,7 +90,7 @@ class Peers:
         return self._out[peer]
 
     def _connect(self, peer: int) -> Channel:
-        deadline = time.monotonic() + self.job.deadline
+        deadline = self.soon()
         connection = socket.create_connection(self._addresses[peer], self.job.deadline)
         try:
             drawn = b""
@@ -105,15 +105,46 @@ class Peers:
             raise
         return self._channel(connection, drawn)
 
+    def soon(self, times: float = 1.0) -> float:
+        """The end of some deadlines that begin now, by the monotonic clock."""
+        return time.monotonic() + times * self.job.deadline
+
+    def commit(self, channel: Channel, peer: int, number: float) -> int:
+        """End an exchange that this peer has begun, when it has all of it; the bytes sent.
+
+        Raises:
+            TimeoutError: it has not counted with the other.
+        """
+        sent, done = 0, False
+        with suppress(OSError, RefusedError):
+            sent = channel.send(Kind.COMMIT, (), (), self.soon())
+            done = channel.receive(nowhere, self.soon(2)).kind is Kind.DONE
+        if not done and not self.counted(peer, number):
+            raise TimeoutError("too late")
+        return sent
+
+    def await_commit(self, channel: Channel, peer: int, number: float) -> None:
+        """Count an exchange that another has begun, once it has all of it; then, it is to be told that it is done.
+
+        Raises:
+            OSError: it came too late, or not at all.
+            RefusedError: something else came.
+        """
+        until = self.soon()
+        if channel.receive(nowhere, until).kind is not Kind.COMMIT:
+            raise RefusedError("uninvited")
+        if time.monotonic() > until or not self.ledger.count(peer, number):
+            raise TimeoutError("too late")  # this process was frozen, perhaps
+
     def counted(self, peer: int, number: float) -> bool:
         """Whether this peer's exchange of a number has counted with another; asks until it answers or seems dead."""
-        until = time.monotonic() + 3 * self.job.deadline
+        until = self.soon(3)
         while time.monotonic() < until and not self._closed:
             self.drop(peer)
             try:
                 channel = self.channel(peer)
-                channel.send(Kind.COUNTED, (number,), (), time.monotonic() + self.job.deadline)
-                return channel.receive(nowhere, time.monotonic() + self.job.deadline).kind is Kind.YES
+                channel.send(Kind.COUNTED, (number,), (), self.soon())
+                return channel.receive(nowhere, self.soon()).kind is Kind.YES
             except ConnectionRefusedError:
                 return False  # nobody is there any more
             except (OSError, RefusedError):
@@ -130,7 +161,7 @@ class Peers:
     def _tell_stop(self, peer: int) -> None:
         with suppress(OSError):  # it hears of it from another, or at the end of the epoch
             channel = self._connect(peer)  # of its own: exchanges go on over the other
-            channel.send(Kind.STOP, (), (), time.monotonic() + self.job.deadline)
+            channel.send(Kind.STOP, (), (), self.soon())
             channel.close()
 
     def drop(self, peer: int) -> None:
@@ -177,13 +208,13 @@ class Peers:
 
     def _converse(self, channel: Channel) -> None:
         """Answer what a peer begins, until it hangs up."""
-        first: float | None = time.monotonic() + self.job.deadline
+        first: float | None = self.soon()
         while True:
             message = channel.receive(self._into, first)
             first = None  # those who have said a word may be silent between two exchanges
             if message.kind is Kind.COUNTED and len(message.numbers) == 1:
                 counted = self.ledger.settle(message.sender, message.numbers[0])
-                channel.send(Kind.YES if counted else Kind.NO, (), (), time.monotonic() + self.job.deadline)
+                channel.send(Kind.YES if counted else Kind.NO, (), (), self.soon())
             elif message.kind is Kind.STOP and not message.numbers:
                 self.stop = True
                 self._heard_stop()

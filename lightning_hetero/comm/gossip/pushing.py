@@ -50,7 +50,7 @@ class Pushing:
     """
 
     def __init__(self, me: int, job: Job, interface: str, like: Sequence[Tensor]) -> None:
-        self.me, self._limit = me, job.deadline
+        self.me = me
         self.misses = Counter[int]()
         self.outbox = Mapped(like)
         self._boxes: dict[int, Mapped] = {}
@@ -71,17 +71,10 @@ class Pushing:
             channel, near = self.peers.channel(peer), peer in self._boxes
             vectors = () if near else self.outbox.vectors
             self._number += 1
-            sent = channel.send(Kind.PUSH, (turn, weight, self._number), vectors, self._soon())
-            if channel.receive(nowhere, self._soon()).kind is not Kind.YES:
+            sent = channel.send(Kind.PUSH, (turn, weight, self._number), vectors, self.peers.soon())
+            if channel.receive(nowhere, self.peers.soon()).kind is not Kind.YES:
                 raise RefusedError("uninvited")
-            try:
-                sent += channel.send(Kind.COMMIT, (), (), self._soon())
-                done = channel.receive(nowhere, self._soon(2)).kind is Kind.DONE
-            except (OSError, RefusedError):
-                done = False
-            if not done and not self.peers.counted(peer, self._number):
-                raise TimeoutError("too late")
-            return sent
+            return sent + self.peers.commit(channel, peer, self._number)
         except (OSError, RefusedError) as error:
             self.peers.drop(peer)
             self.misses[peer] += 1
@@ -134,18 +127,14 @@ class Pushing:
         if push.sender in self._boxes:
             for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
                 own.copy_(value)
-        channel.send(Kind.YES, (), (), self._soon())
-        until = self._soon()
-        if channel.receive(nowhere, until).kind is not Kind.COMMIT:
-            raise RefusedError("uninvited")
+        channel.send(Kind.YES, (), (), self.peers.soon())
         turn, weight, number = push.numbers
-        if time.monotonic() > until or not self.peers.ledger.count(push.sender, number):
-            raise TimeoutError("too late")  # this process was frozen, perhaps
+        self.peers.await_commit(channel, push.sender, number)
         with self._changed:
             self._absent.discard(push.sender)
             self._arrived.append(Push(push.sender, int(turn), weight, vectors))
             self._changed.notify_all()
-        channel.send(Kind.DONE, (), (), self._soon())
+        channel.send(Kind.DONE, (), (), self.peers.soon())
 
     def _place(self, kind: Kind) -> Sequence[Tensor]:
         return self._memory() if kind is Kind.PUSH else nowhere(kind)
@@ -157,6 +146,3 @@ class Pushing:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def _soon(self, times: float = 1.0) -> float:
-        return time.monotonic() + times * self._limit
