@@ -67,14 +67,13 @@ def test_interrupted_it_leaves_nothing_behind(tmp_path: Path, number: int) -> No
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
         deadline = time.monotonic() + 90
-        while len(running()) < 1 + len(DEVICES):  # the demo and its ranks
+        while len(running(patience=0)) < 1 + len(DEVICES):  # the demo and its ranks
             assert time.monotonic() < deadline
             assert demo.poll() is None
             time.sleep(0.2)
         demo.send_signal(number)
-        demo.communicate(timeout=15)
+        demo.communicate(timeout=60)
         assert demo.returncode not in (0, None)
-        time.sleep(0.2)
         assert running() == []
     assert not (tmp_path / "demo.png").exists()
 
@@ -84,7 +83,6 @@ def test_a_failed_training_ends_the_demo_and_its_processes() -> None:
     with watched() as running:
         with pytest.raises(SystemExit, match="exit status 3"):
             run_alone([sys.executable, "-c", script])
-        time.sleep(0.2)
         assert running() == []
 
 
