@@ -60,7 +60,8 @@ def duel(
         counted = one.take(wait * limit), other.take(wait * limit)
         off = total([one, other]) - before
         before = total([one, other])
-        assert not again or any(meet(one, other, turn + 2 + i) == (True, True) for i in range(5))
+        # Who was late may not be waited for in the first round; then that one waits in vain, and asks.
+        assert not again or any(meet(one, other, turn + 2 + i, 3 * limit) == (True, True) for i in range(8))
         assert torch.equal(total([one, other]), before)
         return counted, off, one.pairing.peers.refused + other.pairing.peers.refused
 
