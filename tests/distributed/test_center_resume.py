@@ -115,33 +115,6 @@ def test_resuming_is_as_if_never_stopped(resumed: tuple[Path, list[Any]]) -> Non
                 assert all(state["momentum_buffer"].any() for state in outer.values())
 
 
-def test_one_visitor_alone_resumes_bitwise(tmp_path: Path) -> None:
-    for whole, parts in run(_resume, 1, str(tmp_path), [("async", PULL), ("hogwild", PULL)])[0]:
-        _, second = parts[11]
-        assert torch.equal(second["path"], whole["path"][11:])
-        assert torch.equal(second["final"], whole["final"])
-
-
-def test_a_narrow_line_goes_on_to_the_rounding_of_one_visit(tmp_path: Path) -> None:
-    # Where the line takes the visitor to be (the center at its last visit) is not saved.
-    case = ("round_robin", {**PULL, "wire": "bf16"})
-    for [(whole, parts)] in run(_resume, 3, str(tmp_path), [case], nodes=APART):
-        _, second = parts[11]
-        torch.testing.assert_close(second["path"], whole["path"][11:], rtol=0, atol=2.0**-8)
-
-
-@pytest.mark.parametrize("home", ["shared_memory", "thread"])
-def test_the_visited_center_and_its_counts_come_back(tmp_path: Path, home: str) -> None:
-    case = ("async", {**PULL, "center": home})
-    for [(_, parts)] in run(_resume, 3, str(tmp_path), [case], nodes=APART):
-        _, second = parts[11]
-        saved = torch.load(tmp_path / "0-11" / "step=11.ckpt", weights_only=True)
-        values = torch.cat([value.reshape(-1) for value in saved["state_dict"].values()])
-        assert second["found"]["counts"] == [2, 2, 2]
-        assert torch.equal(second["found"]["center"], values)
-        assert not torch.equal(second["found"]["weights"], values)
-
-
 def _elsewhere(cases: list[Any], paths: list[str]) -> list[Any]:
     results = []
     for (name, options), path in zip(cases, paths, strict=True):
@@ -172,6 +145,33 @@ def test_with_other_ranks_all_start_from_the_center(resumed: tuple[Path, list[An
 def _first(folder: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
     for i, (name, options) in enumerate(cases):
         _fit(name, options, f"{folder}/{i}-11", stop=11)
+
+
+def test_one_visitor_alone_resumes_bitwise(tmp_path: Path) -> None:
+    for whole, parts in run(_resume, 1, str(tmp_path), [("async", PULL), ("hogwild", PULL)])[0]:
+        _, second = parts[11]
+        assert torch.equal(second["path"], whole["path"][11:])
+        assert torch.equal(second["final"], whole["final"])
+
+
+def test_a_narrow_line_goes_on_to_the_rounding_of_one_visit(tmp_path: Path) -> None:
+    # Where the line takes the visitor to be (the center at its last visit) is not saved.
+    case = ("round_robin", {**PULL, "wire": "bf16"})
+    for [(whole, parts)] in run(_resume, 3, str(tmp_path), [case], nodes=APART):
+        _, second = parts[11]
+        torch.testing.assert_close(second["path"], whole["path"][11:], rtol=0, atol=2.0**-8)
+
+
+@pytest.mark.parametrize("home", ["shared_memory", "thread"])
+def test_the_visited_center_and_its_counts_come_back(tmp_path: Path, home: str) -> None:
+    case = ("async", {**PULL, "center": home})
+    for [(_, parts)] in run(_resume, 3, str(tmp_path), [case], nodes=APART):
+        _, second = parts[11]
+        saved = torch.load(tmp_path / "0-11" / "step=11.ckpt", weights_only=True)
+        values = torch.cat([value.reshape(-1) for value in saved["state_dict"].values()])
+        assert second["found"]["counts"] == [2, 2, 2]
+        assert torch.equal(second["found"]["center"], values)
+        assert not torch.equal(second["found"]["weights"], values)
 
 
 def test_another_strategy_starts_from_the_center(tmp_path: Path) -> None:
