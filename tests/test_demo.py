@@ -50,11 +50,11 @@ def test_demo(tmp_path: Path) -> None:
     assert ddp.epoch_seconds / hetero.epoch_seconds > 1.25
     assert hetero.waiting() < ddp.waiting()
     # The global batches are the same, and so are the weights, to rounding.
-    assert ddp.accuracy > 0.85
+    assert ddp.accuracy > 0.8
     assert hetero.accuracy == pytest.approx(ddp.accuracy, abs=0.006)
     assert daso.shares[0] > daso.shares[3]
     assert ddp.epoch_seconds / daso.epoch_seconds > 1.1
-    assert daso.accuracy > 0.85
+    assert daso.accuracy > 0.8
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
