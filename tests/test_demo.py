@@ -19,7 +19,7 @@ DEMO = [sys.executable, "-m", "lightning_hetero", "demo"]
 
 @pytest.mark.clock
 def test_demo(tmp_path: Path) -> None:
-    command = [*DEMO, "--epochs", "3", "--out", str(tmp_path)]
+    command = [*DEMO, "--epochs", "2", "--out", str(tmp_path)]
     with watched() as running:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert running() == []
@@ -28,9 +28,9 @@ def test_demo(tmp_path: Path) -> None:
     assert done.stderr == ""  # no noise
 
     text = done.stdout
-    assert "ddp: Epoch 2: " in text
-    assert "hetero_ddp: Epoch 2: " in text
-    assert "hetero_daso: Epoch 2: " in text
+    assert "ddp: Epoch 1: " in text
+    assert "hetero_ddp: Epoch 1: " in text
+    assert "hetero_daso: Epoch 1: " in text
     for row in ("│ ddp ", "│ hetero_ddp ", "│ hetero_daso ", "│ the bound "):
         assert row in text
     assert "Emulated" in text
@@ -50,11 +50,11 @@ def test_demo(tmp_path: Path) -> None:
     assert ddp.epoch_seconds / hetero.epoch_seconds > 1.25
     assert hetero.waiting() < ddp.waiting()
     # The global batches are the same, and so are the weights, to rounding.
-    assert ddp.accuracy > 0.85
+    assert ddp.accuracy > 0.8
     assert hetero.accuracy == pytest.approx(ddp.accuracy, abs=0.006)
     assert daso.shares[0] > daso.shares[3]
     assert ddp.epoch_seconds / daso.epoch_seconds > 1.1
-    assert daso.accuracy > 0.85
+    assert daso.accuracy > 0.8
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -67,14 +67,13 @@ def test_interrupted_it_leaves_nothing_behind(tmp_path: Path, number: int) -> No
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
         deadline = time.monotonic() + 90
-        while len(running()) < 1 + len(DEVICES):  # the demo and its ranks
+        while len(running(patience=0)) < 1 + len(DEVICES):  # the demo and its ranks
             assert time.monotonic() < deadline
             assert demo.poll() is None
             time.sleep(0.2)
         demo.send_signal(number)
-        demo.communicate(timeout=15)
+        demo.communicate(timeout=60)
         assert demo.returncode not in (0, None)
-        time.sleep(0.2)
         assert running() == []
     assert not (tmp_path / "demo.png").exists()
 
@@ -84,7 +83,6 @@ def test_a_failed_training_ends_the_demo_and_its_processes() -> None:
     with watched() as running:
         with pytest.raises(SystemExit, match="exit status 3"):
             run_alone([sys.executable, "-c", script])
-        time.sleep(0.2)
         assert running() == []
 
 

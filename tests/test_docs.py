@@ -197,7 +197,7 @@ def _check_script(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPat
     path = ROOT / name
     assert path.exists(), path
     source = (path / "__main__.py" if path.is_dir() else path).read_text()
-    if arguments and ".parse_args(" in source:
+    if arguments and (".parse_args(" in source or "jobs.options(" in source):
         monkeypatch.setattr(sys, "argv", [str(path), *arguments])
         sys.path.insert(0, str(path if path.is_dir() else path.parent))
         with pytest.raises(Read):

@@ -4,12 +4,14 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lightning_hetero
 from lightning_hetero.averaging.mixing import (
     DIRECTED,
     MATCHINGS,
@@ -125,7 +127,11 @@ def test_members_of_any_numbers(name: str, members: list[int], turn: int, seed: 
 
 
 def test_another_process_draws_alike() -> None:
+    package = str(Path(lightning_hetero.__file__).parent)
     script = (
+        "import sys; from types import ModuleType\n"
+        "sys.modules['lightning_hetero'] = ModuleType('lightning_hetero')\n"  # Lightning's import takes seconds
+        f"sys.modules['lightning_hetero'].__path__ = [{package!r}]\n"
         "from lightning_hetero.averaging.mixing import *; import random; random.seed(9)\n"
         "print([[rule(11, turn, 5) for turn in range(30)] for rule in (*MATCHINGS.values(), *DIRECTED.values())])"
     )

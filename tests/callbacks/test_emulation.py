@@ -101,7 +101,7 @@ def test_one_cost_per_rank() -> None:
         _fit(EmulatedSpeed([(0.1, 0.0), (0.1, 0.0)]))
 
 
-def _train(strategy: Any, change_at: Any = None) -> dict[str, Any]:
+def _train(strategy: Any, epochs: int, change_at: Any = None) -> dict[str, Any]:
     emulated = EmulatedSpeed([(0.005, 0.001), (0.005, 0.004)], change_at)
     if strategy == "hetero":
         monitor = HeteroMonitor(report=None)
@@ -109,19 +109,21 @@ def _train(strategy: Any, change_at: Any = None) -> dict[str, Any]:
     else:
         monitor, callbacks = None, []
     clock = Clock()
-    trainer = pl.Trainer(strategy=strategy, devices=2, max_epochs=4, callbacks=[*callbacks, clock, emulated], **FAST)
-    trainer.fit(Net(), DataLoader(dataset(400), batch_size=20))  # 40 steps of 40 samples
+    trainer = pl.Trainer(
+        strategy=strategy, devices=2, max_epochs=epochs, callbacks=[*callbacks, clock, emulated], **FAST
+    )
+    trainer.fit(Net(), DataLoader(dataset(400), batch_size=20))  # 10 steps of 40 samples
     return {"steps": clock.steps, "shares": [record.shares for record in monitor.history] if monitor else None}
 
 
 def test_under_ddp_every_rank_steps_at_the_pace_of_the_slowest() -> None:
-    for rank in run(_train, 2, "ddp"):
+    for rank in run(_train, 2, "ddp", 2):
         assert 0.080 < median(rank["steps"]) < 0.110  # 5 ms + 20 * 4 ms
 
 
 def test_hetero_ddp_finds_the_split_and_follows_a_change() -> None:
     # The best split of 40 is 32 and 8 (37 ms); when both devices change places, 8 and 32.
-    first, second = run(_train, 2, "hetero", {20: [(0.005, 0.004), (0.005, 0.001)]})
+    first, second = run(_train, 2, "hetero", 4, {20: [(0.005, 0.004), (0.005, 0.001)]})
     assert first["shares"] == second["shares"]
     assert 29 <= first["shares"][3][0] <= 35
     assert 5 <= first["shares"][-1][0] <= 11

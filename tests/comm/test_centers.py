@@ -224,7 +224,7 @@ CASES = {
 }
 ALL = ["shared", "hogwild", "thread", "bf16", "fp16", "mpi", "mpi-across"]
 LOCKED = ["shared", *THREADS]
-homes = pytest.mark.parametrize("home", ALL)
+homes = pytest.mark.parametrize("home", ALL, scope="module")  # so that all tests of a home run after each other
 
 
 @functools.cache
@@ -294,15 +294,13 @@ def test_a_crowd_of_visitors_loses_nothing(home: str) -> None:
     for value, total in zip(values, added, strict=True):
         lost = float((value != total).double().mean())
         assert lost == 0 or (home == "hogwild" and lost < 0.5)
+    if home == "hogwild":  # without the lock visits are torn
+        assert sum(rank[1] for rank in ranks) > 0
     if home not in LOCKED:
         return
     assert sorted(count for rank in ranks for count in rank[2]) == list(range(1, WORLD * VISITS + 1))
     # A visit as a whole is atomic: it sees a center that is the same number everywhere. Without the lock it is not.
     assert [rank[1] for rank in ranks] == [0] * WORLD
-
-
-def test_without_the_lock_visits_are_torn() -> None:
-    assert sum(rank[1] for rank in results("hogwild", "crowd")) > 0
 
 
 def lost(ranks: list[Any]) -> float:
@@ -312,11 +310,8 @@ def lost(ranks: list[Any]) -> float:
 @homes
 def test_adds_are_not_lost(home: str) -> None:
     assert abs(lost(results(home, "careful"))) < (0.05 if home == "hogwild" else 1e-5)
-
-
-@pytest.mark.parametrize("home", ["shared", "mpi", "mpi-across"])
-def test_control_to_read_and_to_write_loses_adds(home: str) -> None:
-    assert lost(results(home, "careless")) > 0.05
+    if home in ("shared", "mpi", "mpi-across"):  # the control: to read and to write loses adds
+        assert lost(results(home, "careless")) > 0.05
 
 
 @homes

@@ -36,8 +36,8 @@ def cut(message: bytes) -> None:
     return None
 
 
-def late(times: float) -> Callable[[bytes], bytes]:
-    return lambda message: time.sleep(times * LIMIT) or message
+def late(times: float, limit: float = LIMIT) -> Callable[[bytes], bytes]:
+    return lambda message: time.sleep(times * limit) or message
 
 
 def flip(at: int) -> Callable[[bytes], bytes]:
@@ -45,19 +45,23 @@ def flip(at: int) -> Callable[[bytes], bytes]:
 
 
 def duel(
-    act: Judge, turn: float = 1.0, wait: float = 2.2 * LIMIT, again: bool = True
+    act: Judge, turn: float = 1.0, wait: float = 2.2, again: bool = True, limit: float = LIMIT
 ) -> tuple[tuple[bool, bool], torch.Tensor, Any]:
-    """Peer 0 asks peer 1 in bad weather; then both try again. Who counted, by how much the sum is off, refusals."""
-    with team([1, 3], limit=LIMIT, proxy=act) as (one, other):
+    """Peer 0 asks peer 1 in bad weather; then both try again. Who counted, by how much the sum is off, refusals.
+
+    Offers are open for ``wait`` limits.
+    """
+    with team([1, 3], limit=limit, proxy=act) as (one, other):
         one.x[:], other.x[:] = torch.tensor([0.0, 8.0, -4.0]), torch.tensor([4.0, 0.0, 12.0])
         before = total([one, other])
         one.offer([1], turn)
         other.offer([0], turn)
         other.pairing._agenda._at = time.monotonic() + 60  # asks nobody itself
-        counted = one.take(wait), other.take(wait)
+        counted = one.take(wait * limit), other.take(wait * limit)
         off = total([one, other]) - before
         before = total([one, other])
-        assert not again or any(meet(one, other, turn + 2 + i) == (True, True) for i in range(5))
+        # Who was late may not be waited for in the first round; then that one waits in vain, and asks.
+        assert not again or any(meet(one, other, turn + 2 + i, 3 * limit) == (True, True) for i in range(8))
         assert torch.equal(total([one, other]), before)
         return counted, off, one.pairing.peers.refused + other.pairing.peers.refused
 
@@ -90,30 +94,41 @@ def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["BACK", "DONE"])
 def test_the_connection_breaks_among_those_who_take_whoever_comes(name: str) -> None:
     # The offer stays open, and is taken at the next try; if DONE is lost, who asked finds out that it has counted.
-    counted, off, _ = duel(Once(name, cut), ANY)
+    counted, off, _ = duel(Once(name, cut), ANY, wait=20)
     assert counted == (True, True)
     assert not off.any()
 
 
-@pytest.mark.parametrize("name", ["YES", "COMMIT", "DONE"])
+@pytest.mark.parametrize("name", ["YES", "COMMIT"])
 def test_a_message_is_late(name: str) -> None:
     counted, off, _ = duel(Once(name, late(1.5)))
-    assert counted == ((True, True) if name == "DONE" else (False, False))
+    assert counted == (False, False)
+    assert not off.any()
+
+
+def test_the_last_message_has_twice_as_long() -> None:
+    limit = 1.0  # second; nearly as much is left, for a busy machine
+    counted, off, _ = duel(Once("DONE", late(1.1, limit)), limit=limit)
+    assert counted == (True, True)
     assert not off.any()
 
 
 def test_a_message_is_very_late() -> None:
-    counted, off, _ = duel(Once("DONE", late(3.2)), wait=4 * LIMIT)
+    counted, off, _ = duel(Once("DONE", late(3.2)), wait=4)
     assert counted[0] == counted[1]
     assert not off.any()
 
 
 def test_all_messages_are_slow() -> None:
+    limit = 1.5
+
     def slow(name: str, message: bytes) -> bytes:
-        time.sleep(0.4 * LIMIT)
+        time.sleep(
+            0.3 * limit
+        )  # two are in time, and leave some for a busy machine; all of them together would be late
         return message
 
-    counted, off, _ = duel(slow, wait=8 * LIMIT, again=False)
+    counted, off, _ = duel(slow, wait=8, again=False, limit=limit)
     assert counted == (True, True)
     assert not off.any()
 
@@ -224,7 +239,9 @@ def test_port_scanners_and_strangers() -> None:
                 scanner.sendall(words)
         stranger.pairing.peers.know({0: address})
         stranger.offer([0])
-        time.sleep(2 * LIMIT)
+        deadline = time.monotonic() + 20
+        while not (stranger.pairing.misses and one.pairing.peers.refused["token"] >= 3) and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert not stranger.take(0)
         assert one.pairing.is_open
         assert set(one.pairing.peers.refused) == {"token"}
@@ -239,7 +256,7 @@ def test_a_scanner_that_says_nothing_is_sent_away() -> None:
     with team([1], limit=LIMIT) as [one]:
         scanner = socket.create_connection(one.pairing.peers.address)
         read(scanner, 16)
-        scanner.settimeout(4 * LIMIT)
+        scanner.settimeout(20)  # seconds; else this test hangs
         try:
             assert scanner.recv(1) == b""
         finally:

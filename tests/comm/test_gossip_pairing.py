@@ -200,7 +200,7 @@ def test_moving_meanwhile_keeps_the_sum() -> None:
 
 
 def test_only_the_same_round_will_do() -> None:
-    with team([1, 1], limit=0.5) as (one, other):
+    with team([1, 1]) as (one, other):
         one.x[:] = 2.0
         one.offer([1], 3)
         other.offer([0], 4)
@@ -260,11 +260,12 @@ def test_who_did_not_answer_in_time_is_not_waited_for_again_until_it_asks() -> N
     awake = threading.Event()
 
     def judge(name: str, message: bytes) -> bytes:
-        awake.wait(30)
+        if name in ("YES", "NO"):  # not ASK: the other hangs up on a visitor that says nothing, just as late
+            awake.wait(30)
         return message
 
     with team([1, 1], limit=2.0, proxy=judge) as (one, other):
-        for turn, least, most in ((1.0, 1.9, 9.0), (2.0, 0.0, 1.0), (3.0, 0.0, 1.0)):
+        for turn, least, most in ((1.0, 1.9, 9.0), (2.0, 0.0, 1.8), (3.0, 0.0, 1.8)):
             one.offer([1], turn)
             began = time.monotonic()
             assert not one.take(2.0)
@@ -301,7 +302,7 @@ def test_three_who_ask_each_other_in_a_circle_over_a_slow_link() -> None:
             member.pairing._agenda.wants((i + 1) % 3, ANY)
         for member in members:
             member.offer([i for i in range(3) if i != member.pairing.me])
-        deadline = time.monotonic() + 4
+        deadline = time.monotonic() + 20
         while (left := sum(member.pairing.is_open for member in members)) != 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert left == 1

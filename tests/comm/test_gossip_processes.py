@@ -128,6 +128,13 @@ class Herd:
             assert self.ends[i].poll(20), f"peer {i} hangs"
         return [self.ends[i].recv() for i in peers]
 
+    def ask_until(self, enough: Callable[[list[Any]], bool], peers: range) -> list[Any]:
+        """How they do, as soon as that is enough, or after a while."""
+        deadline = time.monotonic() + 20 * LIMIT
+        while not enough(told := self.ask("how", peers)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return told
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
@@ -160,8 +167,7 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
         linked() if how == "link down" else nullcontext() as link,
         herd(body, boxes, proxies=how == "cut off", link=link) as peers,
     ):
-        time.sleep(0.5)
-        before = peers.ask("how")
+        before = peers.ask_until(lambda told: all(sum(met.values()) > 0 for met, *_ in told), range(COUNT))
         assert all(sum(met.values()) > 0 for met, *_ in before)
         peers.down = how == "cut off"
         if link:
@@ -170,10 +176,16 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
             os.kill(peers.processes[3].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         time.sleep(4 * LIMIT)
         one = peers.ask("how", others)
-        time.sleep(6 * LIMIT)
-        two = peers.ask("how", others)
-        for i in others:
-            gained = {j: two[i][0][j] - one[i][0][j] for j in range(COUNT)}
+
+        def gains(told: list[Any]) -> list[dict[int, int]]:
+            return [{j: told[i][0][j] - one[i][0][j] for j in range(COUNT)} for i in others]
+
+        time.sleep(2 * LIMIT)
+        two = peers.ask_until(
+            lambda told: all(sum(gained.values()) > 0 for gained in gains(told)) and all(3 in how[1] for how in told),
+            others,
+        )
+        for i, gained in enumerate(gains(two)):
             assert sum(gained[j] for j in others) > 0, (i, gained)
             assert gained[3] == 0
             assert two[i][1][3] > 0

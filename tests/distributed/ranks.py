@@ -4,6 +4,7 @@ Processes are forked from a server that has imported Lightning once, so that a j
 """
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lightning_hetero", "torchmetrics", "tasks"])
+_context.set_forkserver_preload(["lightning_hetero", "torchmetrics", "pytest", "psutil", "tasks"])
 
 
 @dataclass
@@ -145,6 +146,7 @@ def quiet() -> None:
 
 def _rank(end: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     os.setpgid(0, 0)
+    gc.freeze()  # what all ranks share, need not be looked through, nor copied for that
     os.environ.update(variables)
     torch.set_num_threads(1)
     # A child of the server would start a server of its own for each rank's dataloader workers.

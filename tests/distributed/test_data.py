@@ -48,6 +48,7 @@ def test_every_index_once_per_epoch_while_shares_change(workers: int) -> None:
     assert len({len(batch) for batch in results[0]["seen"]}) > 1
 
 
+@pytest.mark.clock
 def test_measured_shares_with_prefetching_workers() -> None:
     strategy = {"balance": "auto", "rebalance_every_n_steps": 2}
     loader = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}

@@ -37,21 +37,19 @@ class Scheduled(Net):
         ]
 
 
-def _resume(folder: str, module_class: Any, workers: int, stop_after: int, limits: dict[str, Any]) -> dict[str, Any]:
+def _resume(folder: str, module_class: Any, workers: int, stops: list[int], limits: dict[str, Any]) -> list[Any]:
+    """The whole fit; and of each stop the fit until then, and the one that goes on."""
     loader = {"batch_size": 4, "shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
-    seen = []
-    weights = []
-    for part in ("whole", "first", "second"):
+
+    def part(stop_after: int = -1, resume: int = -1) -> tuple[list[list[int]], torch.Tensor]:
         module, strategy = module_class(), HeteroDDPStrategy(balance=UNEVEN, timeout=60)
-        options = {**FAST, **limits}
-        if part == "first":
-            options["callbacks"] = [SaveAt(stop_after, folder, stop=True)]
+        options = {**FAST, **limits, "callbacks": [SaveAt(stop_after, folder, stop=True)]}
         trainer = pl.Trainer(strategy=strategy, **options)
-        path = f"{folder}/step={stop_after}.ckpt" if part == "second" else None
+        path = f"{folder}/step={resume}.ckpt" if resume > 0 else None
         trainer.fit(module, DataLoader(dataset(96), **loader), ckpt_path=path)
-        seen.append(module.seen)
-        weights.append(parameters(module))
-    return {"seen": seen, "weights": weights}
+        return module.seen, parameters(module)
+
+    return [part(), *((part(stop), part(resume=stop)) for stop in stops)]
 
 
 class SaveAt(pl.Callback):
@@ -66,27 +64,22 @@ class SaveAt(pl.Callback):
             trainer.should_stop = self.stop
 
 
-@pytest.mark.parametrize("module_class", [Net, Scheduled])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_steps": 22, "max_epochs": -1}])
-def test_resuming_within_an_epoch(tmp_path: Path, module_class: Any, workers: int, limits: dict[str, Any]) -> None:
-    # 8 batches an epoch; stop after 11: in the second epoch.
-    results = run(_resume, WORLD, str(tmp_path), module_class, workers, 11, limits)
-    for result in results:
-        whole, first, second = result["seen"]
-        assert first == whole[:11]
-        assert second == whole[11:]
-        # DDP lays its buckets out anew after its first step, and so sums three ranks in another order.
-        assert error(result["weights"][2], result["weights"][0]) <= 1e-12
-        assert error(result["weights"][1], result["weights"][0]) > 1e-3
+EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 22, "max_epochs": -1}
 
 
-@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_steps": 22, "max_epochs": -1}])
-def test_resuming_at_the_end_of_an_epoch(tmp_path: Path, limits: dict[str, Any]) -> None:
-    for result in run(_resume, WORLD, str(tmp_path), Net, 2, 8, limits):
-        whole, first, second = result["seen"]
-        assert first == whole[:8]
-        assert second == whole[8:]
+@pytest.mark.parametrize(  # each with each of the others' values
+    ("module_class", "workers", "limits"),
+    [(Net, 2, EPOCHS), (Net, 0, STEPS), (Scheduled, 0, EPOCHS), (Scheduled, 2, STEPS)],
+)
+def test_resuming(tmp_path: Path, module_class: Any, workers: int, limits: dict[str, Any]) -> None:
+    stops = [8, 11]  # of 8 batches an epoch: at its end, and within one
+    for (seen, weights), *parts in run(_resume, WORLD, str(tmp_path), module_class, workers, stops, limits):
+        for stop, ((first, early), (second, late)) in zip(stops, parts, strict=True):
+            assert first == seen[:stop]
+            assert second == seen[stop:]
+            # DDP lays its buckets out anew after its first step, and so sums three ranks in another order.
+            assert error(late, weights) <= 1e-12
+            assert error(early, weights) > 1e-3
 
 
 def _portable(folder: str) -> dict[str, Any]:
@@ -299,22 +292,23 @@ class Model(pl.LightningModule):
 
 if __name__ == "__main__":
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = pl.Trainer(strategy=STRATEGY, accelerator="cpu", devices=2, max_epochs=1, **quiet)
-    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4))
+    for strategy in STRATEGIES:
+        trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **quiet)
+        trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4))
 """
 
 
-@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_ddp_spawn", "hetero_ddp_fork"])
-def test_lightning_starts_the_ranks(tmp_path: Path, name: str) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("STRATEGY", repr(name)))
+@pytest.mark.parametrize("names", [["hetero_ddp"], ["hetero_ddp_fork", "hetero_ddp_spawn"]], ids=lambda names: names[0])
+def test_lightning_starts_the_ranks(tmp_path: Path, names: list[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("STRATEGIES", repr(names)))
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "ranks 2" in done.stdout
+    assert done.stdout.count("ranks 2") == len(names)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_when_a_rank_that_lightning_started_fails_its_name_is_said(tmp_path: Path, failing: int) -> None:
-    script = SCRIPT.replace("STRATEGY", "lightning_hetero.HeteroDDPStrategy(timeout=20)").replace(
+    script = SCRIPT.replace("STRATEGIES", "[lightning_hetero.HeteroDDPStrategy(timeout=20)]").replace(
         "        return self.net",
         f"        if batch_idx == 1 and self.global_rank == {failing}:\n"
         f"            raise ValueError('a fault of rank {failing}')\n"

@@ -202,6 +202,9 @@ def test_a_frozen_rank_is_missed_and_nothing_is_lost(kind: Any, options: dict[st
         assert np.array_equal(table, table.T)
 
 
+DEADLINE = 0.8  # seconds
+
+
 class Killed(pl.Callback):
     """Rank 2 is gone after a few steps; the others note how long each step takes them."""
 
@@ -217,7 +220,7 @@ class Killed(pl.Callback):
 def _killed(kind: Any, options: dict[str, Any]) -> Any:
     killed = Killed()
     try:
-        fit(kind, Line(), epochs=1, deadline=0.5, timeout=5, trainer={"callbacks": [killed]}, **options)
+        fit(kind, Line(), epochs=1, deadline=DEADLINE, timeout=5, trainer={"callbacks": [killed]}, **options)
     except Exception:
         return killed.times
     return []
@@ -233,7 +236,7 @@ def test_a_dead_rank_is_not_waited_for_again_and_again(kind: Any, options: dict[
         assert outcome.error is None
         assert len(outcome.value) == 20  # to the end of the epoch; then they must know
         steps = np.diff(outcome.value)
-        assert sum(steps > 0.4) <= 5, steps.round(2)
+        assert sum(steps > 0.9 * DEADLINE) <= 5, steps.round(2)
 
 
 def _left() -> Any:
@@ -246,7 +249,14 @@ def _left() -> Any:
 
 
 def test_nothing_is_left() -> None:
-    before = set(Path("/dev/shm").glob("lightning-hetero-*"))
+    def files() -> set[Path]:
+        return set(Path("/dev/shm").glob("lightning-hetero-*"))
+
+    before = files()
     for left in run(_left, 2, nodes=[1, 1]):
         assert not left
-    assert not set(Path("/dev/shm").glob("lightning-hetero-*")) - before
+    more, deadline = files() - before, time.monotonic() + 20
+    while more and time.monotonic() < deadline:  # others on this machine may have theirs for a moment
+        time.sleep(0.1)
+        more &= files()
+    assert not more

@@ -36,10 +36,10 @@ def _train(folder: str, kill: bool = False, resume: str | None = None) -> torch.
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     callbacks = [ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")]
     callbacks += [Killed(13)] if kill else []
-    options = {**FAST, "max_epochs": 3, "enable_checkpointing": True, "callbacks": callbacks}
+    options = {**FAST, "max_epochs": 2, "enable_checkpointing": True, "callbacks": callbacks}
     module = Dropping()
     trainer = pl.Trainer(strategy=strategy, **options)
-    loader = DataLoader(dataset(96), batch_size=4, shuffle=True, num_workers=2)
+    loader = DataLoader(dataset(96), batch_size=4, shuffle=True, num_workers=1)
     torch.manual_seed(trainer.global_rank)  # each rank drops out other units
     trainer.fit(module, loader, ckpt_path=resume)
     return parameters(module)
@@ -49,7 +49,7 @@ def test_a_job_killed_with_an_exchange_in_flight_resumes_bitwise(tmp_path: Path)
     whole = run(_train, 3, str(tmp_path / "whole"), nodes=NODES)
     began = time.monotonic()
     outcomes = attempt(_train, 3, str(tmp_path / "killed"), kill=True, nodes=NODES, timeout=60)
-    assert time.monotonic() - began < 45
+    assert time.monotonic() - began < 55
     assert outcomes[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         assert "another rank has failed" in str(outcomes[rank].error), outcomes[rank].trace

@@ -127,6 +127,7 @@ def _balance(strategy_class: Any) -> dict[str, Any]:
     return {"shares": strategy.share.planner.shares(strategy.share.step)}
 
 
+@pytest.mark.clock
 def test_waiting_is_no_work() -> None:
     assert run(_balance, 2, HeteroDDPStrategy)[0]["shares"] in ([10, 2], [9, 3], [11, 1])
     mutant = run(_balance, 2, CountsWaiting)[0]["shares"]

@@ -232,14 +232,16 @@ def _resume(folder: str, workers: int, name: str = "node") -> list[torch.Tensor]
         strategy = _strategy(name)
         callbacks = [Save(path if part == "first" else f"{folder}/{part}.ckpt", 11, part == "first")]
         trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3, "callbacks": callbacks})
-        loader = DataLoader(dataset(96), batch_size=4, shuffle=True, num_workers=workers)
+        loader = DataLoader(
+            dataset(96), batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        )
         torch.manual_seed(trainer.global_rank)  # each rank drops out other units
         trainer.fit(module, loader, ckpt_path=path if part == "second" else None)
         weights.append(parameters(module))
     return weights
 
 
-@pytest.mark.parametrize(("workers", "name"), [(0, "node"), (2, "node"), (2, "delta"), (0, "daso")])
+@pytest.mark.parametrize(("workers", "name"), [(0, "node"), (2, "delta"), (0, "daso")])
 def test_resuming_between_two_meetings_is_as_if_never_stopped(tmp_path: Path, workers: int, name: str) -> None:
     # Stopped after 11 steps; K = 5, or with an exchange under way; dropout; the loader has workers.
     for whole, first, second in run(_resume, 3, str(tmp_path), workers, name, nodes=NODES, timeout=45):
@@ -290,6 +292,7 @@ def _beside_a_sleeper() -> float:
     return module.times[50] - module.times[0]
 
 
+@pytest.mark.clock
 def test_a_fast_node_does_not_wait_for_a_slow_one_between_meetings() -> None:
     fast, slow = run(_beside_a_sleeper, 2)
     assert slow > 50 * 0.02

@@ -324,7 +324,7 @@ def test_an_error_in_backward_is_not_taken_for_a_lost_rank(tmp_path: Path) -> No
 class Stalls(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_rank == 1 and batch_idx == 2:
-            time.sleep(12)
+            time.sleep(9)
         return super().training_step(batch, batch_idx)
 
 

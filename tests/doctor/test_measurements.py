@@ -12,6 +12,7 @@ from lightning_hetero.doctor import links, speed
 from lightning_hetero.errors import CommunicationError
 
 
+@pytest.mark.clock
 def test_fixed_cost_and_cost_per_sample_are_told_apart() -> None:
     cost = speed.fit(lambda n: time.sleep(0.004 + 0.0005 * n), samples=32, seconds=0.5, least=9)
     assert cost.seconds(32) == pytest.approx(0.020, rel=0.2)
@@ -41,6 +42,7 @@ def measured(delay: float) -> links.Link:
     return link
 
 
+@pytest.mark.clock
 def test_a_late_answer_is_latency() -> None:
     first, second = run(measured, 2, 0.02)
     assert first == second  # all know it

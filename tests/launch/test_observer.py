@@ -1,54 +1,58 @@
 """The observer of processes that the popen launcher starts."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-WATCHED = """
-import subprocess, sys, time
+import psutil
+import pytest
+from ranks import Outcome, attempt
+
 from lightning_hetero.launch.observer import Observer
 
-child = subprocess.Popen([sys.executable, "-c", "import os, time; CHILD"])
-other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print(other.pid, flush=True)
-observer = Observer([child, other], grace=GRACE, poll=0.05)
-observer.start()
-time.sleep(SECONDS)
-observer.children = []
-other.kill()
-"""
+
+def _job(folder: Path, child: str, grace: float, ends: bool) -> None:
+    """Rank 0 of a job, whose rank 1 runs ``child``; ends by itself a while after that has, or never."""
+    with open(folder / "stderr", "w") as said:
+        os.dup2(said.fileno(), sys.stderr.fileno())
+    one = subprocess.Popen([sys.executable, "-S", "-c", f"import os; {child}"])
+    other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(200)"])
+    (folder / "other").write_text(str(other.pid))
+    observer = Observer([one, other], grace=grace, poll=0.05)
+    observer.start()
+    one.wait()
+    time.sleep(0.5 if ends else 100)
+    observer.children = []
+    other.kill()
+    other.wait()
 
 
-def watch(child: str, grace: float, seconds: float) -> tuple[subprocess.CompletedProcess, float]:
-    script = WATCHED.replace("CHILD", child).replace("GRACE", str(grace)).replace("SECONDS", str(seconds))
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
-    return done, time.monotonic() - began
+def observed(folder: Path, child: str, grace: float, ends: bool = True) -> tuple[Outcome, str]:
+    """How rank 0 has ended, and what it has said."""
+    [outcome] = attempt(_job, 1, folder, child, grace, ends, timeout=80)
+    return outcome, (folder / "stderr").read_text()
 
 
 def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_job_that_does_not_end_by_itself_is_killed_after_the_grace() -> None:
-    done, seconds = watch("time.sleep(0.2); os._exit(3)", grace=0.5, seconds=50)
-    assert "local rank 1 ended with exit code 3" in done.stderr
-    assert done.returncode == -9
-    assert seconds < 45
-    assert not alive(int(done.stdout))
+def test_a_job_that_does_not_end_by_itself_is_killed_after_the_grace(tmp_path: Path) -> None:
+    outcome, said = observed(tmp_path, "os._exit(3)", grace=0.5, ends=False)
+    assert "local rank 1 ended with exit code 3" in said
+    assert outcome.exitcode == -signal.SIGKILL
+    assert "still running" not in outcome.trace  # not killed by this test
+    assert not alive(int((tmp_path / "other").read_text()))
 
 
-def test_a_job_that_ends_within_the_grace_ends_as_it_likes() -> None:
-    done, _ = watch("os.kill(os.getpid(), 9)", grace=60, seconds=1)
-    assert "local rank 1 was killed by signal 9" in done.stderr
-    assert done.returncode == 0
-
-
-def test_nothing_is_said_when_nothing_fails() -> None:
-    done, _ = watch("pass", grace=60, seconds=1)
-    assert done.stderr == ""
-    assert done.returncode == 0
+@pytest.mark.parametrize(
+    ("child", "words"), [("os.kill(os.getpid(), 9)", "local rank 1 was killed by signal 9"), ("pass", "")]
+)
+def test_a_job_that_ends_within_the_grace_ends_as_it_likes(tmp_path: Path, child: str, words: str) -> None:
+    outcome, said = observed(tmp_path, child, grace=60)
+    assert outcome.exitcode == 0
+    assert words in said
+    assert words or not said  # nothing is said when nothing fails

@@ -215,8 +215,8 @@ def test_with_a_real_clock():
     backward(timer, own=lambda: time.sleep(0.01), waiting=lambda: time.sleep(0.3))
     ((samples, work, wait),) = lap(timer, 8)
     assert samples == 8
-    assert 0.01 <= work < 0.2
-    assert 0.3 <= wait < 1.5
+    assert 0.01 <= work < 0.3  # or it would hold the waiting
+    assert wait >= 0.3
 
 
 # -- a device that runs behind the host --------------------------------------------------------------------
