@@ -256,11 +256,12 @@ def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytes
         assert not any(member.pairing.misses for member in members)
 
 
-def test_who_did_not_answer_in_time_is_not_waited_for_again_until_it_asks() -> None:
+@pytest.mark.parametrize("held", ["ASK", "NO"])  # of ASK: the other hangs up on who says nothing, just as late
+def test_who_did_not_answer_in_time_is_not_waited_for_again_until_it_asks(held: str) -> None:
     awake = threading.Event()
 
     def judge(name: str, message: bytes) -> bytes:
-        if name in ("YES", "NO"):  # not ASK: the other hangs up on a visitor that says nothing, just as late
+        if name == held:
             awake.wait(30)
         return message
 

@@ -189,13 +189,14 @@ class Pairing:
                     continue
                 peer, offer, turn, weight = self._agenda.choose(), self._offers, self._agenda.turn, self._weight
                 self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
-            swap, missed, late, in_vain = None, False, False, False
+            swap, missed, late, in_vain, began = None, False, False, False, time.monotonic()
             try:
                 swap = self._exchange_with(peer, turn, weight)
             except _GoneOnError:
                 in_vain = True
             except (OSError, RefusedError) as error:
-                missed, late = True, isinstance(error, TimeoutError)
+                missed = True
+                late = time.monotonic() - began > self.peers.job.deadline / 2  # whatever it was that broke at last
                 self.peers.drop(peer)
                 if isinstance(error, RefusedError):
                     self.peers.refused[str(error)] += 1
