@@ -43,10 +43,10 @@ def step(module: nn.Module, size: float) -> None:
 def test_shares_may_change_meanwhile() -> None:
     module = nn.Linear(2, 1, bias=False).double()
     one = push_sum(module)
-    one._learn([6, 6])
+    one._learn(one.pack(), [6, 6])
     before = one._x[0].clone()
     step(module, 2.0)
-    one._learn([9, 3])
+    one._learn(one.pack(), [9, 3])
     assert torch.allclose(one._x[0], before + 1.5 * 2.0)
     assert one._weight == 1.0  # weights go their own ways: their sum stays what it was
 
@@ -54,12 +54,12 @@ def test_shares_may_change_meanwhile() -> None:
 def test_no_samples() -> None:
     module = nn.Linear(2, 1, bias=False).double()
     one, start = push_sum(module), module.weight.detach().clone().reshape(-1)
-    one._learn([0, 12])
+    one._learn(one.pack(), [0, 12])
     assert torch.equal(one._unbiased()[0], start)  # nothing has come yet
     one._add([torch.full((2,), 3.0).double()], 0.5, 1)
     assert torch.equal(one._unbiased()[0], torch.full((2,), 6.0).double())
     one.replica.unpack(one._unbiased())
-    one._learn([0, 12])
+    one._learn(one.pack(), [0, 12])
     assert one._weight == 0.5  # what has come is kept
     assert torch.equal(one._x[0], torch.full((2,), 3.0).double())
 
