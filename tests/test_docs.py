@@ -267,3 +267,12 @@ def test_every_error_is_in_the_table() -> None:
 def test_every_feature_names_its_test() -> None:
     for row in rows(ROOT / "docs" / "features.md"):
         assert named_tests(row[2]) or "the same" in row[2], row
+
+
+# -- what is made by a script --------------------------------------------------------------------------------
+
+
+def test_the_messages_are_those_of_the_code() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "messages.py"))["page"]()
+    assert (ROOT / "docs" / "messages.md").read_text() == made, "run: python docs/messages.py"
+    assert "shares are numbers, one per rank." in made

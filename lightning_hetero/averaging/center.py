@@ -41,7 +41,7 @@ class CenteredAverager(Averager):
 
     @property
     def known(self) -> list[Tensor]:
-        """The center, as it was when all last looked: vectors on the CPU, in fp32 or wider."""
+        """The center as it was when all last looked, as vectors on the CPU, in fp32 or wider."""
         return self.reference[: self.replica.together]
 
     def begin_again(self, center: Sequence[Tensor]) -> None:

@@ -86,7 +86,7 @@ class ElasticAverager(CenterAverager):
 
     Args:
         pull: gives alpha, of the first replica for all, and beta.
-        tau: as for :class:`CenterAverager`.
+        tau: as for :class:`~lightning_hetero.averaging.center.CenterAverager`.
         order: likewise.
         wire: likewise.
         overlap: likewise.

@@ -33,10 +33,10 @@ class PushSumAverager(PushAverager):
     Source: SGP, Assran et al. 2019, algorithm 1.
 
     Args:
-        every: as for :class:`GossipAverager`.
+        every: as for :class:`~lightning_hetero.averaging.gossip.GossipAverager`.
         rule: who sends to whom.
         seed: of what is drawn at random.
-        wire: as for :class:`GossipAverager`.
+        wire: as for :class:`~lightning_hetero.averaging.gossip.GossipAverager`.
         place: likewise.
         skip: likewise.
     """

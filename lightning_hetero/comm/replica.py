@@ -50,7 +50,7 @@ class Replica:
 
     @property
     def names(self) -> list[str]:
-        """Of what travels: parameters, then buffers."""
+        """Of what travels, parameters first, then buffers."""
         return [self._names[id(value)] for group in self._groups for value in group]
 
     def views(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -59,7 +59,7 @@ class Result:
 
     @property
     def epoch_seconds(self) -> float:
-        """Seconds per epoch: the mean time from one step's start to the next one's, times the steps of an epoch."""
+        """Seconds per epoch, as the mean time from one step's start to the next one's, times the steps of an epoch."""
         steps = self.ranks[0]
         pairs = zip(steps[WARM_UP:], steps[WARM_UP + 1 :], strict=False)
         return mean(b.start - a.start for a, b in pairs if a.epoch == b.epoch) * self.steps_per_epoch

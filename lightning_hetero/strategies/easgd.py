@@ -40,7 +40,7 @@ class EASGDOverlapStrategy(EASGDStrategy):
 
     Args:
         order: ``"jacobi"`` only: differences from after the step are not there before it.
-        **kwargs: as for :class:`EASGDStrategy`.
+        **kwargs: as for :class:`~lightning_hetero.EASGDStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -65,7 +65,7 @@ class EAMSGDStrategy(EASGDStrategy):
     Source: EAMSGD, Zhang et al. 2015.
 
     Args:
-        **kwargs: as for :class:`EASGDStrategy`.
+        **kwargs: as for :class:`~lightning_hetero.EASGDStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.

@@ -104,7 +104,7 @@ class GossipStrategy(GossipBase):
         overlap: a pair exchanges in the background of a step what it had before it; ``False``: after the step.
         wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
             travel.
-        **kwargs: as for :class:`GossipBase`.
+        **kwargs: as for :class:`~lightning_hetero.strategies.gossip.GossipBase`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -151,7 +151,7 @@ class GossipPushSumStrategy(GossipBase):
         topology: ``"one_peer_exponential"``, ``"exponential"``, ``"ring"``, ``"random"`` or ``"hypercube"``.
         wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
             travel.
-        **kwargs: as for :class:`GossipBase`.
+        **kwargs: as for :class:`~lightning_hetero.strategies.gossip.GossipBase`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -184,7 +184,7 @@ class GossipAsyncStrategy(GossipBase):
         every_n_steps: at least so many optimizer steps lie between two offers.
         wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
             travel.
-        **kwargs: as for :class:`GossipBase`.
+        **kwargs: as for :class:`~lightning_hetero.strategies.gossip.GossipBase`.
 
     Raises:
         ConfigurationError: a value that cannot work.

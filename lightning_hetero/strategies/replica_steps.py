@@ -66,7 +66,7 @@ class ReplicaSteps(HeteroStrategy):
 
     @property
     def pairings(self) -> list[list[int]] | None:
-        """Under gossip, once a fit has ended: of each replica, its completed exchanges with each; else nothing."""
+        """Of each replica, its completed exchanges with each; under gossip, once a fit has ended, else nothing."""
         return None if self.averager is None else self.averager.pairings
 
     @abstractmethod

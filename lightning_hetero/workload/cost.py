@@ -38,7 +38,7 @@ class CostModel:
 
     @property
     def ready(self) -> bool:
-        """Whether there is anything to go by: three measurements beyond the warm-up."""
+        """Whether there is anything to go by, which takes three measurements beyond the warm-up."""
         return self.count >= self.warm_up + 3
 
     @property
