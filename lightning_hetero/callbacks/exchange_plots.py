@@ -26,6 +26,7 @@ def exchanges(fit: Fit) -> Picture | None:
         right.plot(steps, [0, *(e.bytes / 1e6 for e in view.exchanges)], color=colour, drawstyle="steps-post")
     dress(left, "step", "exchanges so far")
     dress(right, "step", "MB sent over the network so far")
+    right.set_ylim(0, 1.05 * max(view.latest.bytes for view in leaders) / 1e6 or 1)
     if alike or len(leaders) <= len(RANKS):
         above(left)
     return picture(

@@ -23,7 +23,7 @@ PARTS = {
     "exchange": ("#D55E00", "exposed exchange between replicas"),
 }
 HIDDEN = ("#009E73", "hidden exchange, in the background")
-BETWEEN = ("#CC79A7", "between steps: end of an epoch, validation, checkpoints")
+BETWEEN = ("#CC79A7", "between steps")
 #: Most lanes of a time line, and most points of a curve.
 LANES, POINTS = 16, 60
 #: A time line shows about so many steps.
@@ -66,7 +66,8 @@ def _time_lines(fit: Fit) -> Picture:
         "timeline",
         "Who works and who waits",
         "One row per rank, time from left to right: the less grey and red, the better. Blank is what lies between "
-        "steps, such as validation. Within a step the parts are drawn in a fixed order." + _fewer(fit),
+        "steps, such as validation and waiting at the end of an epoch. Within a step parts are drawn in a fixed order."
+        + _fewer(fit),
     )
 
 
@@ -129,10 +130,10 @@ def _parts(fit: Fit) -> Picture:
         "parts",
         "What each rank's time goes to",
         "Blue is useful work. Much grey on all ranks but one: that one holds them up. Much orange: data come too "
-        "slowly. Much red: exchanges between replicas, and the wait for others at them, are not hidden. Much purple on "
-        "some ranks only: they wait at the ends of epochs; on all: validation and the like. Where ranks average "
-        "gradients, that communication is within the grey, since it cannot be told from waiting step by step; the "
-        "verdict estimates it." + _fewer(fit),
+        "slowly. Much red: exchanges between replicas, and the wait for others at them, are not hidden. Purple is "
+        "between steps: on some ranks only, they wait at the ends of epochs; on all, it is validation and the like. "
+        "Where ranks average gradients, that communication is within the grey, since it cannot be told from waiting "
+        "step by step; the verdict estimates it." + _fewer(fit),
     )
 
 

@@ -66,6 +66,8 @@ def _paced_fits(root: Path) -> None:
 def _fits(root: Path) -> dict[str, Any]:
     daso = DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off", timeout=60)
     _fit(root / "daso", daso, HeteroMonitor(), logger=CSVLogger(root / "logs", version="first"), max_epochs=1)
+    fixed = HeteroDDPStrategy(balance=[1, 0], timeout=60)
+    _fit(root / "filler", fixed, HeteroMonitor(), dataset(64), max_epochs=1)
     none = HeteroMonitor(report=None)
     _fit(root / "none", HeteroDDPStrategy(timeout=60), none, max_epochs=1)
     _fit(root / "fast", HeteroDDPStrategy(timeout=60), HeteroMonitor(), fast_dev_run=True)
@@ -151,6 +153,13 @@ def test_what_an_exchange_costs(reports: Any) -> None:
     assert not (root / "daso").exists()  # the logger has a folder
 
 
+def test_a_rank_without_samples_takes_part_but_does_not_count(reports: Any) -> None:
+    found = figures(reports[0] / "filler" / "hetero_report")
+    assert [sum(s["samples"] for s in view["stretches"]) for view in found["views"]] == [64, 0]
+    assert found["views"][1]["samples_per_s"] == 0
+    assert found["verdict"]["slowest"] == 0 or found["verdict"]["cause"] is None
+
+
 def test_no_report_unless_asked_for(reports: Any) -> None:
     root, results = reports
     assert not any((root / name).exists() and any((root / name).iterdir()) for name in ("none", "fast"))
@@ -170,7 +179,9 @@ def test_an_error_ends_the_fit_without_waiting_and_rank_zero_reports_what_it_saw
     found = figures(tmp_path / "hetero_report")
     assert [view["rank"] for view in found["views"]] == [0]
     assert found["ended"].startswith(type(outcomes[0].error).__name__)
-    assert "ended early by" in (tmp_path / "hetero_report" / "report.html").read_text()
+    words = (tmp_path / "hetero_report" / "report.html").read_text()
+    assert "ended early by" in words
+    assert "Only rank 0&#x27;s view is there" in words
 
 
 def fit(**changes: Any) -> Fit:
