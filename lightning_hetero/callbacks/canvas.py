@@ -67,6 +67,14 @@ def dress(axis: Axes, x: str, y: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
+def above(axis: Axes) -> None:
+    """A legend that covers no curve."""
+    labels = axis.get_legend_handles_labels()[1]
+    axis.legend(
+        frameon=False, fontsize="small", ncols=max(1, min(4, len(labels))), loc="lower left", bbox_to_anchor=(0, 1)
+    )
+
+
 def picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
     """The figure as a file with its words."""
     file = io.BytesIO()

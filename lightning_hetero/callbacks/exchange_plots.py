@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_hetero.callbacks.canvas import RANKS, Picture, colours, dress, picture
+from lightning_hetero.callbacks.canvas import RANKS, Picture, above, colours, dress, picture
 from lightning_hetero.callbacks.record import Exchanged, Fit, View
 
 
@@ -25,15 +25,17 @@ def exchanges(fit: Fit) -> Picture | None:
         left.plot(steps, [0, *(e.exchanges for e in view.exchanges)], color=colour, drawstyle="steps-post", label=label)
         right.plot(steps, [0, *(e.bytes / 1e6 for e in view.exchanges)], color=colour, drawstyle="steps-post")
     dress(left, "step", "exchanges so far")
-    dress(right, "step", "MB sent so far")
+    dress(right, "step", "MB sent over the network so far")
+    right.set_ylim(0, 1.05 * max(view.latest.bytes for view in leaders) / 1e6 or 1)
     if alike or len(leaders) <= len(RANKS):
-        left.legend(frameon=False)
+        above(left)
     return picture(
         figure,
         "exchanges",
         "Exchanges between replicas",
-        "How often replicas have exchanged parameters, and how much each has sent. Steep parts are where they meet "
-        "often; a replica whose line is lower meets others more rarely.",
+        "How often replicas have exchanged parameters, and how much each has sent over the network: within a host, "
+        "gossip and asynchronous centers hand values over in shared memory, which does not count. Steep parts are "
+        "where they meet often; a replica whose line is lower meets others more rarely.",
     )
 
 
@@ -68,7 +70,7 @@ def course(fit: Fit) -> Picture | None:
             axis.plot([e.step for e in view.exchanges], row, color=colour, lw=1.2, label=f"replica {i}")
         axis.set_ylim(bottom=0)
         if 1 < len(rows) <= len(RANKS):
-            axis.legend(frameon=False, fontsize="small", ncols=2)
+            above(axis)
     return picture(
         figure,
         "course",
@@ -113,7 +115,7 @@ def _rates(axis: Axes, exchanges: Sequence[Exchanged]) -> None:
         axis.plot(steps, cycling, color=colour, drawstyle="steps-pre", label=label, lw=2)
     axis.set_ylim(0, 1.35 * max(float(e.status["global_every"]) for e in exchanges))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.legend(frameon=False, loc="center right")
+    above(axis)
 
 
 def pairs(fit: Fit) -> Picture | None:

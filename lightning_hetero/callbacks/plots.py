@@ -2,13 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
-from lightning_hetero.callbacks.canvas import WAITING, Picture, colours, lane, lanes, picture, plane
+from lightning_hetero.callbacks.canvas import WAITING, Picture, above, colours, lane, lanes, picture, plane
 from lightning_hetero.callbacks.exchange_plots import course, exchanges, pairs
 from lightning_hetero.callbacks.record import Fit, Stretch, View, coarser
+from lightning_hetero.callbacks.totals import Totals, end_of, totals
+
+FloatArray = NDArray[np.float64]
 
 PARTS = {
     "data": ("#E69F00", "loads data"),
@@ -17,6 +23,7 @@ PARTS = {
     "exchange": ("#D55E00", "exposed exchange between replicas"),
 }
 HIDDEN = ("#009E73", "hidden exchange, in the background")
+BETWEEN = ("#CC79A7", "between steps")
 #: Most lanes of a time line, and most points of a curve.
 LANES, POINTS = 16, 60
 #: A time line shows about so many steps.
@@ -59,22 +66,25 @@ def _time_lines(fit: Fit) -> Picture:
         "timeline",
         "Who works and who waits",
         "One row per rank, time from left to right: the less grey and red, the better. Blank is what lies between "
-        "steps, such as validation. Within a step the parts are drawn in a fixed order." + _fewer(fit),
+        "steps, such as validation and waiting at the end of an epoch. Within a step parts are drawn in a fixed order."
+        + _fewer(fit),
     )
 
 
 def _slowest(fit: Fit) -> list[View]:
     """The slowest ranks, where there are too many, in the order of ranks."""
-    return sorted(sorted(fit.views, key=_speed)[:LANES], key=lambda view: view.rank)
+    return [view for view, _ in _rows(fit)]
+
+
+def _rows(fit: Fit) -> list[tuple[View, Totals]]:
+    """Likewise, with their sums over the settled part."""
+    both = zip(fit.views, totals(fit), strict=True)
+    slowest = sorted(both, key=lambda pair: pair[1].speed if fit.automatic else -pair[1].work)[:LANES]
+    return sorted(slowest, key=lambda pair: pair[0].rank)
 
 
 def _fewer(fit: Fit) -> str:
     return f" Of {len(fit.views)} ranks the {LANES} slowest are shown." if len(fit.views) > LANES else ""
-
-
-def _speed(view: View) -> float:
-    own = view.settled
-    return own.samples / max(own.data + own.compute, 1e-12)
 
 
 def _window(ranks: Sequence[Sequence[Stretch]], at_the_end: bool) -> tuple[float, float]:
@@ -98,12 +108,12 @@ def _spans(steps: Sequence[Stretch]) -> Iterator[tuple[str, list[tuple[float, fl
 
 
 def _parts(fit: Fit) -> Picture:
-    views = _slowest(fit)
-    figure = Figure(figsize=(12, 1.3 + 0.36 * len(views)), layout="constrained")
+    rows = _rows(fit)
+    figure = Figure(figsize=(12, 1.3 + 0.36 * len(rows)), layout="constrained")
     axis = figure.subplots()
-    left = [0.0] * len(views)
-    for part, (colour, label) in PARTS.items():
-        widths = [100 * getattr(v.settled, part) / max(v.settled.seconds, 1e-12) for v in views]
+    left = [0.0] * len(rows)
+    for part, (colour, label) in {**PARTS, "between": BETWEEN}.items():
+        widths = [100 * getattr(own, part) / max(own.seconds, 1e-12) for _, own in rows]
         if any(widths):
             axis.barh(range(len(widths)), widths, left=left, color=colour, label=label, height=0.8)
         for row, (start, width) in enumerate(zip(left, widths, strict=True)):
@@ -111,16 +121,19 @@ def _parts(fit: Fit) -> Picture:
                 dark = part in ("compute", "exchange")
                 axis.text(start + width / 2, row, f"{width:.0f}%", ha="center", va="center", color="w" if dark else "k")
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    lanes(axis, [f"rank {view.rank}" for view in views])
+    lanes(axis, [f"rank {view.rank}" for view, _ in rows])
     axis.set_xlim(0, 100)
-    axis.set_xlabel("% of the time of the second half's steps")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    axis.set_xlabel("% of the time of the second half of the steps")
+    figure.legend(loc="outside lower center", ncols=5, frameon=False)
     return picture(
         figure,
         "parts",
         "What each rank's time goes to",
         "Blue is useful work. Much grey on all ranks but one: that one holds them up. Much orange: data come too "
-        "slowly. Much red: exchanges between replicas, and the wait for others at them, are not hidden." + _fewer(fit),
+        "slowly. Much red: exchanges between replicas, and the wait for others at them, are not hidden. Purple is "
+        "between steps: on some ranks only, they wait at the ends of epochs; on all, it is validation and the like. "
+        "Where ranks average gradients, that communication is within the grey, since it cannot be told from waiting "
+        "step by step; the verdict estimates it." + _fewer(fit),
     )
 
 
@@ -137,46 +150,83 @@ def _shares(fit: Fit) -> Picture:
         colors=colours(len(shares))[::-1],
         step="post",
     )
-    top = total = sum(row[-1] for row in shares)
-    for view, row in zip(fit.views, shares, strict=True):
-        if row[-1] > 0.03 * total:
+    full = _last_full_batch(fit.views)
+    top = total = sum(full)
+    for view, share in zip(fit.views, full, strict=True):
+        if share > 0.03 * total:
             axis.annotate(
-                f"rank {view.rank}: {row[-1]:.3g}",
-                (1.01, top - row[-1] / 2),
+                f"rank {view.rank}: {share:.3g}",
+                (1.01, top - share / 2),
                 va="center",
                 xycoords=axis.get_yaxis_transform(),
             )
-        top -= row[-1]
+        top -= share
     axis.set_xlim(1, steps[-1] + rows[0][count - 1].steps)
-    axis.set_ylim(0, max(map(sum, zip(*shares, strict=True))))
+    axis.set_ylim(0, max(total, *map(sum, zip(*shares, strict=True))))
     return picture(
         figure,
         "shares",
         "How batches are split",
-        "Each band is one rank's part of the batches, on the right at the end of the fit: wide bands are fast ranks. "
-        "Bands that settle have found the split; bands that move follow speeds that change.",
+        "Each band is one rank's part of the batches, on the right that of the last full one: wide bands are fast "
+        "ranks. Bands that settle have found the split; bands that move follow speeds that change. Notches are the "
+        "short last batches of epochs.",
     )
 
 
+def _last_full_batch(views: Sequence[View]) -> list[float]:
+    """Samples of each rank in the latest of the largest batches near the end."""
+    batches = list(zip(*([s.samples / s.steps for s in view.end or view.stretches] for view in views), strict=False))
+    return list(max(reversed(batches), key=sum))
+
+
 def _speeds(fit: Fit) -> Picture:
-    rows = [coarser(view.stretches, POINTS) for view in fit.views]
-    groups = list(zip(*rows, strict=False))
-    steps = [group[0].first + group[0].steps / 2 for group in groups]
-    figure, axis = plane("step", "samples/s")
-    solo = [sum(s.samples / max(s.data + s.compute, 1e-12) for s in group) for group in groups]
-    job = [sum(s.samples / max(s.seconds, 1e-12) for s in group) for group in groups]
-    axis.fill_between(steps, job, solo, color="#EEEEEE")
-    axis.plot(steps, solo, color="#888888", ls="--", label="sum of the ranks' speeds while they work")
-    axis.plot(steps, job, color="#0072B2", lw=2, label="the whole job")
-    axis.set_ylim(0, 1.1 * max(_typical(solo), _typical(job)))
-    axis.legend(frameon=False, loc="lower right")
+    ended = max(map(end_of, fit.views))
+    began = min(view.stretches[0].began for view in fit.views)
+    steps = sum(stretch.steps for stretch in fit.views[0].stretches)
+    edges = np.linspace(began, ended, 1 + max(1, min(POINTS, steps // 4)))  # of spans of a few steps each
+    per_rank = [_during(view, edges) for view in fit.views]
+    job = np.sum([samples for samples, _ in per_rank], axis=0) / np.diff(edges)
+    solo = np.sum([_held(samples, work) for samples, work in per_rank], axis=0)
+    figure, axis = plane("seconds since the ranks started together", "samples/s")
+    alone = len(fit.views) == 1
+    axis.stairs(solo, edges, baseline=job, fill=True, color="#EEEEEE")
+    solo_label = "its speed while it works" if alone else "sum of the ranks' speeds while they work"
+    axis.stairs(solo, edges, baseline=None, color="#888888", ls="--", label=solo_label)
+    who = f"rank {fit.views[0].rank}" if alone else "the whole job"
+    axis.stairs(job, edges, baseline=None, color="#0072B2", lw=2, label=who)
+    axis.set_xlim(began, ended)
+    axis.set_ylim(0, 1.1 * max(_typical(list(solo)), _typical(list(job)), 1e-12))
+    above(axis)
     return picture(
         figure,
         "speed",
         "How fast the job is, and how fast it could be",
-        "The dashed line is what the ranks would reach together if none ever waited or communicated; the blue line is "
-        "what they reach. The gap is lost to waiting and communication.",
+        "The dashed line is what the ranks would reach together if each worked all the time; the blue line is what "
+        "they reach, by the clock on the wall. The gap is lost to waiting, communication, and what lies between steps, "
+        "such as waiting at the end of an epoch and validation.",
     )
+
+
+def _during(view: View, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """A rank's samples and seconds of work between each two edges, as if each stretch went on evenly."""
+    at, samples, work = [], [0.0], [0.0]
+    for stretch, following in zip_longest(view.stretches, view.stretches[1:]):
+        ends = end_of(view) if following is None else following.began
+        # Within one step there is no gap; within more, such as validation is spread over them all.
+        at += [stretch.began, min(ends, stretch.began + stretch.seconds) if stretch.steps == 1 else ends]
+        samples += [samples[-1], samples[-1] + stretch.samples]
+        work += [work[-1], work[-1] + stretch.data + stretch.compute]
+    times = np.maximum.accumulate(at)  # a GPU may be at a step for longer than the host
+    return np.diff(np.interp(edges, times, samples[1:])), np.diff(np.interp(edges, times, work[1:]))
+
+
+def _held(samples: FloatArray, work: FloatArray) -> FloatArray:
+    """Speed in each span; where a rank does not work, as before."""
+    speeds, speed = [], 0.0
+    for n, seconds in zip(samples, work, strict=True):
+        speed = n / seconds if seconds > 1e-9 else speed
+        speeds.append(speed)
+    return np.array(speeds)
 
 
 def _typical(values: Sequence[float]) -> float:

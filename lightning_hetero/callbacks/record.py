@@ -69,7 +69,7 @@ class Stretch(NamedTuple):
         first: the first of them, counted from 0 since the start of the fit.
         steps: how many.
         began: seconds since the ranks started together.
-        samples: samples that the rank processed.
+        samples: samples that the rank processed; fillers are none.
         data: seconds in which it loaded data.
         compute: seconds of the rest of its own work: forward, backward, optimizer, callbacks.
         wait: seconds in which it waited for the other ranks within a step: for gradients and the like.
@@ -95,7 +95,8 @@ class Stretch(NamedTuple):
         """One step, on a clock that shows ``start`` when the fit starts."""
         data = min(lap.data, lap.work)
         wait = max(lap.wait - lap.exchange, 0.0)
-        return cls(first, 1, lap.began - start, lap.samples, data, lap.work - data, wait, lap.exchange)
+        samples = 0 if lap.filler else lap.samples
+        return cls(first, 1, lap.began - start, samples, data, lap.work - data, wait, lap.exchange)
 
 
 def together(stretches: Sequence[Stretch]) -> Stretch:
@@ -200,18 +201,6 @@ class View(NamedTuple):
     end: list[Stretch]
     background: list[tuple[float, float]]
     exchanges: list[Exchanged]
-
-    @property
-    def late(self) -> list[Stretch]:
-        """The second half of its steps, when shares have settled."""
-        whole = together(self.stretches)
-        half = whole.first + whole.steps / 2
-        return [s for s in self.stretches if s.first >= half] or self.stretches
-
-    @property
-    def settled(self) -> Stretch:
-        """The second half of its steps as one stretch."""
-        return together(self.late)
 
     @property
     def latest(self) -> Exchanged:

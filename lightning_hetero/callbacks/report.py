@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from lightning_hetero.callbacks.record import Fit, View
-from lightning_hetero.callbacks.verdict import Totals, Verdict, judge
+from lightning_hetero.callbacks.record import Fit, View, together
+from lightning_hetero.callbacks.totals import Totals, settled, totals
+from lightning_hetero.callbacks.verdict import Verdict, judge
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.replicas import ReplicaStrategy
 
 Row = Sequence[object]
+#: What pictures may be called.
+PICTURES = ("timeline", "parts", "shares", "speed", "exchanges", "course", "pairings")
 
 
 def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str | None) -> Fit:
@@ -64,14 +67,16 @@ def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str 
 
 def verdict_of(fit: Fit) -> Verdict:
     """The verdict on the second half of the steps, when shares have settled."""
-    return judge(totals(fit), fit.lockstep, fit.automatic)
+    return judge(totals(fit), fit.lockstep, fit.automatic, missing=len(fit.places) - len(fit.views))
 
 
 def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
     """All that the report shows, of builtins only."""
+    part = settled(fit)
     return {
         **fit._asdict(),
         "verdict": verdict._asdict(),
+        "settled": {"began": part.began, "ended": part.ended},
         "views": [
             {
                 **view._asdict(),
@@ -80,12 +85,13 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
                     for name in ("stretches", "beginning", "end")
                 },
                 "exchanges": [exchanged._asdict() for exchanged in view.exchanges],
-                "settled": view.settled._asdict(),
+                "settled": together(late)._asdict(),
                 "samples_per_s": own.speed,
                 "pace": own.pace,
                 "network": own.network,
+                "between": own.between,
             }
-            for view, own in zip(fit.views, totals(fit), strict=True)
+            for view, late, own in zip(fit.views, part.stretches, totals(fit), strict=True)
         ],
     }
 
@@ -116,6 +122,9 @@ def write(folder: str, fit: Fit) -> str:
     contents["report.html"] = _page(fit, verdict, shown or _NO_PICTURES).encode()
     system = get_filesystem(folder)
     system.makedirs(folder, exist_ok=True)
+    for name in PICTURES:  # an earlier fit may have had more of them
+        if system.exists(f"{folder}/{name}.png"):
+            system.rm(f"{folder}/{name}.png")
     for name, content in contents.items():
         with system.open(f"{folder}/{name}", "wb") as file:
             file.write(content)
@@ -156,12 +165,14 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
 
 _HEAD = (
     "rank", "replica", "host", "device", "samples per step", "samples/s while it works", "compute, ms per step",
-    "loading data, ms", "waiting for ranks, ms", "exposed exchange, ms",
+    "loading data, ms", "waiting for ranks, ms", "exposed exchange, ms", "between steps, ms",
 )  # fmt: skip
 
 
 def _row(fit: Fit, view: View, own: Totals) -> Row:
-    times = [f"{1e3 * getattr(own, part) / own.steps:.2f}" for part in ("compute", "data", "wait", "exchange")]
+    times = [
+        f"{1e3 * getattr(own, part) / own.steps:.2f}" for part in ("compute", "data", "wait", "exchange", "between")
+    ]
     return (
         view.rank,
         group_of(view.rank, fit.replicas),
@@ -180,7 +191,7 @@ def _exchanges(fit: Fit) -> str:
     ]
     if not rows:
         return ""
-    head = ("rank", "exchanges", "MB sent", "hidden, s", "exposed, s")
+    head = ("rank", "exchanges", "MB sent over the network", "hidden, s", "exposed, s")
     return f"<section><h2>Exchanges between replicas, whole fit</h2>{_table(head, rows)}</section>"
 
 
@@ -188,29 +199,6 @@ def _table(head: Sequence[str], rows: Iterable[Row]) -> str:
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if top else ''}<tbody>\n{body}\n</tbody></table>"
-
-
-def totals(fit: Fit) -> list[Totals]:
-    """Sums over the second half of each rank's steps.
-
-    What communication itself takes of a step is what even the rank waits that waits least: all others also wait for a
-    slower one. Stretches cover the same steps on all ranks, and up to 512 steps are stretches of their own.
-    """
-    late = {view.rank: view.late for view in fit.views}
-
-    def least(ranks: Iterable[int], part: str) -> float:
-        columns = zip(*(late[rank] for rank in ranks if rank in late), strict=False)
-        return sum(min(getattr(stretch, part) for stretch in column) for column in columns)
-
-    found = []
-    for view in fit.views:
-        own = view.settled
-        exchange = least(late, "exchange") if fit.lockstep else own.exchange
-        replica = fit.replicas[group_of(view.rank, fit.replicas)]
-        network = least(replica if len(replica) > 1 else late, "wait") + exchange  # alone it waits for no gradients
-        times = own.data, own.compute, own.wait, own.exchange
-        found.append(Totals(view.rank, own.steps, own.samples, *times, network))
-    return found
 
 
 def _count(number: int, name: str) -> str:

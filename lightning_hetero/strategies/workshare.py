@@ -87,7 +87,7 @@ class Workshare:
         """This rank has done its work on the batch."""
         if self.drawn is None:
             return
-        for lap in self.timer.lap(max(int(self.drawn.samples), 1)):
+        for lap in self.timer.lap(max(int(self.drawn.samples), 1), filler=not self.drawn.samples):
             self.cost.observe(lap.samples, lap.work)
             self._laps.append(lap)
             for watcher in self.watchers:

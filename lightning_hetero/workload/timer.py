@@ -20,6 +20,7 @@ class Lap(NamedTuple):
         data: of the work, seconds in which the next batch was fetched.
         exchange: of the wait, seconds that an exchange between replicas took from the training thread.
         began: when the step began, by the timer's clock.
+        filler: whether the samples are only a filler, because the rank had none of the batch.
     """
 
     samples: int
@@ -28,6 +29,7 @@ class Lap(NamedTuple):
     data: float
     exchange: float
     began: float
+    filler: bool = False
 
 
 class StepTimer:
@@ -107,11 +109,19 @@ class StepTimer:
             self._ready = None
             self._resume()
 
-    def lap(self, samples: int) -> list[Lap]:
-        """End a step of ``samples`` samples here and begin the next; returns the laps known by now, oldest first."""
+    def lap(self, samples: int, filler: bool = False) -> list[Lap]:
+        """End a step of ``samples`` samples here and begin the next.
+
+        Args:
+            samples: that the rank processed.
+            filler: whether they count for nothing.
+
+        Returns:
+            The laps known by now, oldest first.
+        """
         self._pause()
         self._pending.append(
-            (Lap(samples, self._work, self._wait, self._data, self._exchange, self._began), self._spans)
+            (Lap(samples, self._work, self._wait, self._data, self._exchange, self._began, filler), self._spans)
         )
         self.restart()
         known = []

@@ -33,6 +33,11 @@ def test_sums_survive_whatever_the_length(count: int) -> None:
     assert len(pickle.dumps((record.stretches, record.beginning, record.end))) < 100_000
 
 
+def test_a_filler_is_no_sample() -> None:
+    lap = Lap(1, 3.0, 1.0, 0.5, 0.0, 12.0, filler=True)
+    assert Stretch.of(lap, 7, 10.0) == Stretch(7, 1, 2.0, 0, 0.5, 2.5, 1.0, 0.0)
+
+
 def test_work_in_the_background_is_kept_near_both_ends() -> None:
     record = StepRecord(start=10.0)
     for i in range(1000):

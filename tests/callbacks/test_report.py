@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from matplotlib.image import imread
@@ -20,8 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import DASOStrategy, GossipStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
-from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View
-from lightning_hetero.callbacks.report import write
+from lightning_hetero.callbacks.plots import _during, _held, _last_full_batch, draw
+from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View, coarser
+from lightning_hetero.callbacks.report import PICTURES, write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 COSTS = [(0.004, 0.0005), (0.004, 0.002)]
@@ -64,6 +66,8 @@ def _paced_fits(root: Path) -> None:
 def _fits(root: Path) -> dict[str, Any]:
     daso = DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off", timeout=60)
     _fit(root / "daso", daso, HeteroMonitor(), logger=CSVLogger(root / "logs", version="first"), max_epochs=1)
+    fixed = HeteroDDPStrategy(balance=[1, 0], timeout=60)
+    _fit(root / "filler", fixed, HeteroMonitor(), dataset(64), max_epochs=1)
     none = HeteroMonitor(report=None)
     _fit(root / "none", HeteroDDPStrategy(timeout=60), none, max_epochs=1)
     _fit(root / "fast", HeteroDDPStrategy(timeout=60), HeteroMonitor(), fast_dev_run=True)
@@ -149,6 +153,13 @@ def test_what_an_exchange_costs(reports: Any) -> None:
     assert not (root / "daso").exists()  # the logger has a folder
 
 
+def test_a_rank_without_samples_takes_part_but_does_not_count(reports: Any) -> None:
+    found = figures(reports[0] / "filler" / "hetero_report")
+    assert [sum(s["samples"] for s in view["stretches"]) for view in found["views"]] == [64, 0]
+    assert found["views"][1]["samples_per_s"] == 0
+    assert found["verdict"]["slowest"] == 0 or found["verdict"]["cause"] is None
+
+
 def test_no_report_unless_asked_for(reports: Any) -> None:
     root, results = reports
     assert not any((root / name).exists() and any((root / name).iterdir()) for name in ("none", "fast"))
@@ -168,7 +179,9 @@ def test_an_error_ends_the_fit_without_waiting_and_rank_zero_reports_what_it_saw
     found = figures(tmp_path / "hetero_report")
     assert [view["rank"] for view in found["views"]] == [0]
     assert found["ended"].startswith(type(outcomes[0].error).__name__)
-    assert "ended early by" in (tmp_path / "hetero_report" / "report.html").read_text()
+    words = (tmp_path / "hetero_report" / "report.html").read_text()
+    assert "ended early by" in words
+    assert "Only rank 0&#x27;s view is there" in words
 
 
 def fit(**changes: Any) -> Fit:
@@ -199,6 +212,31 @@ def test_without_matplotlib_there_are_tables_and_advice(tmp_path: Path, monkeypa
     assert "<img" not in page
     assert "Completed exchanges" in page
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_pictures_of_an_earlier_report_go_and_nothing_else(tmp_path: Path) -> None:
+    drawn = {Path(f"{picture.name}.png") for picture in draw(fit())}
+    assert drawn <= {Path(f"{name}.png") for name in PICTURES}
+    for name in ("pairings", "exchanges", "holiday"):
+        (tmp_path / f"{name}.png").write_text("earlier")
+    views = [view._replace(exchanges=[]) for view in fit().views]
+    write(str(tmp_path), fit(views=views, pairings=None))
+    assert {picture.stem for picture in tmp_path.glob("*.png")} == {"timeline", "parts", "shares", "speed", "holiday"}
+
+
+def test_speeds_are_by_the_clock_on_the_wall() -> None:
+    # 4 steps of 8 samples in 0.4 s, a pause of 0.6 s, once again; the last step is short.
+    began = [0.0, 0.1, 0.2, 0.3, 1.0, 1.1, 1.2, 1.3]
+    steps = [Stretch(i, 1, at, 8 if i < 7 else 1, 0.0, 0.05, 0.05, 0.0) for i, at in enumerate(began)]
+    view = View(0, steps, steps, steps, [], [])
+    samples, work = _during(view, np.array([0.0, 0.2, 0.4, 1.0, 1.4]))
+    assert samples == pytest.approx([16, 16, 0, 25])
+    assert work == pytest.approx([0.1, 0.1, 0.0, 0.2])
+    assert _held(samples, work) == pytest.approx([160, 160, 160, 125])
+    assert _last_full_batch([view, view]) == [8, 8]
+    # Seen from afar, steps and the pause between them are one stretch.
+    samples, _ = _during(view._replace(stretches=coarser(steps, 1)), np.array([0.0, 0.7, 1.4]))
+    assert samples == pytest.approx([28.5, 28.5])
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_training(reports: Any) -> None:

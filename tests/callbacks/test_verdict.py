@@ -1,8 +1,13 @@
 """The verdict against cases whose answer is plain to see."""
 
+import math
+
 import pytest
 
-from lightning_hetero.callbacks.verdict import Totals, judge
+from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View
+from lightning_hetero.callbacks.report import verdict_of
+from lightning_hetero.callbacks.totals import Totals, settled, totals
+from lightning_hetero.callbacks.verdict import judge
 
 
 def rank(
@@ -19,25 +24,36 @@ STARVED = [rank(0, 100, 1.0, 0.1, wait=3.9), rank(1, 100, 1.0, 4.0), rank(2, 100
 FAR = [rank(i, 100, 1.0, exchange=own, network=own) for i, own in enumerate((0.1, 0.2, 3.0))]
 # The fast ones wait for the slow one at the exchange, which itself takes 0.1 s from each.
 MEETING = [rank(i, 100, own, exchange=4.1 - own, network=0.1) for i, own in enumerate((1.0, 1.0, 4.0))]
+# They meet one by one, so that the fast one waits for the slow one there; the network takes 3 ms of a step.
+PAIRS = [rank(0, 100, 0.43, exchange=0.92, network=0.03), rank(1, 100, 1.35, exchange=0.03, network=0.03)]
+FIXED = [rank(0, 70, 0.78), rank(1, 10, 0.3, wait=0.48)]
+IDLE = [rank(0, 80, 1.0), rank(1, 0, 0.2, wait=0.8)]
 SLOW_WIRE = [rank(i, 100, 1.0, wait=2.0, network=2.0) for i in range(3)]
 # A fast GPU at slow data is still the one that processes most.
 FAST_BUT_STARVED = [rank(0, 400, 1.0, 1.0), rank(1, 100, 2.0), rank(2, 100, 1.9)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lockstep", "slowest", "cause", "times"),
+    ("ranks", "lockstep", "automatic", "slowest", "cause", "times"),
     [
-        (EVEN, True, 2, "compute", 4.0),
-        (BALANCED, True, 2, "compute", 4.0),
-        (STARVED, True, 1, "data", 5.0 / 1.2),
-        (FAR, False, 2, "network", 4.0 / 1.15),
-        (MEETING, True, 2, "compute", 4.0),
-        (SLOW_WIRE, True, None, None, 1.0),
-        (FAST_BUT_STARVED, True, 1, "compute", 0.02 / 0.012),
+        (EVEN, True, False, 2, "compute", 4.0),
+        (BALANCED, True, True, 2, "compute", 4.0),
+        (STARVED, True, False, 1, "data", 5.0 / 1.2),
+        (FAR, False, False, 2, "network", 4.0 / 1.15),
+        (FAR, False, True, 2, "network", 4.0 / 1.15),
+        (MEETING, True, False, 2, "compute", 4.0),
+        (PAIRS, False, False, 1, "compute", 138 / 46),
+        (PAIRS, False, True, 1, "compute", 138 / 46),
+        (SLOW_WIRE, True, False, None, None, 1.0),
+        (FAST_BUT_STARVED, True, True, 1, "compute", 0.02 / 0.012),
+        (FIXED, True, False, 0, "compute", 2.6),  # the devices are equal, but not what they are given
+        (IDLE, True, False, 0, "compute", 5.0),
     ],
 )  # fmt: skip
-def test_the_slowest_and_why(ranks: list[Totals], lockstep: bool, slowest: int, cause: str, times: float) -> None:
-    verdict = judge(ranks, lockstep, automatic=False)
+def test_the_slowest_and_why(
+    ranks: list[Totals], lockstep: bool, automatic: bool, slowest: int, cause: str, times: float
+) -> None:
+    verdict = judge(ranks, lockstep, automatic)
     assert verdict.cause == cause
     assert verdict.times == pytest.approx(times)
     assert sum(verdict.spent.values()) == pytest.approx(1)
@@ -50,13 +66,15 @@ def test_the_slowest_and_why(ranks: list[Totals], lockstep: bool, slowest: int, 
 
 def test_numbers_in_words() -> None:
     verdict = judge(EVEN, lockstep=True, automatic=False)
-    assert "because of its compute: it spends 40 ms per sample computing, the others 10 ms (median)" in verdict.headline
+    assert "it spends 400 ms of each step computing its 10 samples, the others 100 ms (median)" in verdict.headline
     words = " ".join(verdict.sentences)
     # Each has 100 samples in 4 s; at their own speeds they would process 100, 100 and 25 samples/s.
     assert "75 samples/s: 33% of the 225" in words
-    assert "50% is computing, 0% loading data, 50% waiting for slower ranks, and 0% communication" in words
+    assert "50% is computing, 0% loading data, 50% waiting for slower ranks, 0% communication" in words
     assert "balance='auto'" in words
     assert verdict.efficiency == pytest.approx(1 / 3)
+    # By speed, a device is compared by what a sample takes it.
+    assert "it spends 40 ms per sample computing, the others 10 ms (median)" in judge(EVEN, True, True).headline
 
 
 def test_what_to_do_fits_the_cause() -> None:
@@ -79,3 +97,98 @@ def test_one_rank_alone_is_not_compared() -> None:
     assert verdict.slowest is None
     assert "One rank alone: 25 samples/s, 30.00 ms per sample loading data" in verdict.headline
     assert "num_workers" in " ".join(verdict.sentences)
+
+
+def test_a_rank_without_samples_is_not_judged_by_them() -> None:
+    verdict = judge(IDLE, lockstep=True, automatic=True)
+    assert (verdict.slowest, verdict.cause) == (None, None)
+    assert "Rank 0 alone has samples: 80 samples/s, 12.50 ms per sample computing" in verdict.headline
+    other = judge([*IDLE, rank(2, 40, 1.0)], lockstep=True, automatic=True)
+    assert (other.slowest, other.times) == (2, pytest.approx(2.0))
+    nothing = judge([rank(0, 0, 0.0), rank(1, 0, 0.0)], lockstep=True, automatic=True)
+    assert (nothing.slowest, nothing.efficiency) == (None, 0.0)
+
+
+def epochs(
+    count: int,
+    per_step: tuple[float, ...],
+    pause: float = 0.0,
+    exchange: tuple[float, ...] = (),
+    automatic: bool = False,
+) -> Fit:
+    """Ranks that take 10 steps of 16 samples per epoch, and wait for each other only at its end.
+
+    Args:
+        count: of epochs.
+        per_step: of each rank, seconds of compute.
+        pause: seconds of validation after each epoch but the last.
+        exchange: of each rank, seconds of exchanges per step.
+    """
+    exchange = exchange or (0.0,) * len(per_step)
+    steps = [own + more for own, more in zip(per_step, exchange, strict=True)]
+    epoch = 10 * max(steps) + pause
+    views = []
+    for i, (compute, more) in enumerate(zip(per_step, exchange, strict=True)):
+        began = [e * epoch + n * steps[i] for e in range(count) for n in range(10)]
+        own = [Stretch(n, 1, at, 16, 0.0, compute, 0.0, more) for n, at in enumerate(began)]
+        views.append(View(i, own, own[:64], own[-64:], [], [Exchanged(1, 1, 1, 0.0, 0.0, math.nan, {})]))
+    replicas = tuple((i,) for i in range(len(per_step)))
+    return Fit(views, replicas, [("one", "cpu")] * len(per_step), False, automatic, {}, None, None)
+
+
+FREE = (0.01, 0.01, 0.01, 0.04)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_samples_per_second_are_of_the_clock_on_the_wall(count: int) -> None:
+    verdict = verdict_of(epochs(count, FREE))
+    # 4 ranks, 160 samples each, in the 0.4 s of the slow one; while they work, 1600 three times, and 400.
+    assert verdict.efficiency * 5200 == pytest.approx(1600, rel=0.06)
+    # Three of four ranks have nothing to do for three quarters of the time.
+    assert verdict.spent["between"] == pytest.approx(9 / 16, rel=0.06)
+    assert sum(verdict.spent.values()) == pytest.approx(1)
+    assert (verdict.slowest, verdict.cause) == (3, "compute")
+    if count == 4:
+        words = " ".join(verdict.sentences)
+        assert "1,600 samples/s: 31% of the 5,200" in words
+        assert "56% between steps: waiting at the end of an epoch, validation, checkpoints" in words
+        assert "Ranks wait for slower ones at the ends of epochs (56% of all ranks' time): balance='auto'" in words
+        assert "fewer validations" not in words
+
+
+def test_the_settled_part_begins_where_all_ranks_are_together() -> None:
+    assert settled(epochs(4, FREE)).stretches[3][0].first == 20
+    assert settled(epochs(3, FREE)).stretches[3][0].first < 15
+    assert settled(epochs(3, (0.01, 0.01))).stretches[1][0].first == 15
+    assert settled(epochs(4, FREE)).ended == pytest.approx(1.6)
+
+
+def test_what_all_spend_between_steps_is_named() -> None:
+    verdict = verdict_of(epochs(4, (0.02, 0.02), pause=0.2))
+    assert verdict.spent["between"] == pytest.approx(1 / 3)  # of 0.6 s from the second epoch's end
+    assert verdict.efficiency == pytest.approx(2 / 3)
+    words = " ".join(verdict.sentences)
+    assert "All ranks spend 33% of their time between steps: fewer validations" in words
+    assert "balance='auto'" not in words
+    assert "between steps: fewer" not in " ".join(verdict_of(epochs(4, (0.02, 0.02))).sentences)
+
+
+def test_waiting_for_a_slow_partner_is_waiting() -> None:
+    fit = epochs(4, (0.043, 0.135), exchange=(0.095, 0.003))
+    verdict = verdict_of(fit)
+    assert [own.network / own.steps for own in totals(fit)] == pytest.approx([0.003, 0.003])
+    assert verdict.spent["waiting"] == pytest.approx(0.092 / 0.276)
+    assert verdict.spent["network"] == pytest.approx(0.006 / 0.276)
+    assert "Rank 1 is the slowest, because of its compute: it spends 135 ms of each step" in verdict.headline
+    assert "Communication takes time" not in " ".join(verdict.sentences)
+
+
+def test_after_an_error_one_view_of_many_is_no_verdict() -> None:
+    whole = epochs(4, FREE)
+    verdict = verdict_of(whole._replace(views=whole.views[:1], ended="RuntimeError"))
+    assert (verdict.slowest, verdict.cause) == (None, None)
+    assert "Only rank 0's view is there, not those of the 3 others, since the fit ended by an error" in verdict.headline
+    [words] = verdict.sentences
+    assert "waiting for other ranks and communication" in words
+    alone = whole._replace(views=whole.views[:1], places=whole.places[:1], replicas=whole.replicas[:1])
+    assert "One rank alone" in verdict_of(alone).headline
