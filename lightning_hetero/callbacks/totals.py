@@ -47,7 +47,7 @@ class Totals(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Samples per second while it works: what it would reach if it never waited."""
+        """Samples per second while it works, which it would reach if it never waited."""
         return self.samples / max(self.work, 1e-12)
 
     @property
