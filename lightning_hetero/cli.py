@@ -4,18 +4,12 @@ The same through ``python -m lightning_hetero``.
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_hetero.errors import HeteroError
-
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
 
 _TRAINER = {
     "fit": "train what a YAML file describes: -c config.yaml",
@@ -37,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if given and given[0] in _TRAINER:
+            from lightning_hetero.launch.config import lightning_cli
+
             lightning_cli(arguments)
         elif given and given[0].endswith(".py"):
             from lightning_hetero.launch.script import run_script
@@ -48,23 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given[0] in _TRAINER or (given[0].endswith(".py") and Path(given[0]).is_file()):
             raise  # from a training: the traceback says where
         sys.exit(f"error: {error}")
-
-
-def lightning_cli(arguments: Sequence[str] | None = None) -> "LightningCLI":
-    """Run a LightningCLI in which the strategies are registered; the YAML names model and data by ``class_path``.
-
-    Args:
-        arguments: such as ``["fit", "-c", "config.yaml"]``. Default: this process's.
-    """
-    if find_spec("jsonargparse") is None:
-        sys.exit("error: YAML files need jsonargparse: pip install 'lightning-hetero[cli]'")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # where a class_path is looked for; an installed command leaves it out
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's own calls
-    from lightning.pytorch.cli import LightningCLI
-
-    args = None if arguments is None else list(arguments)
-    return LightningCLI(args=args, parser_kwargs={"prog": "lightning-hetero"})
 
 
 def _run(options: argparse.Namespace) -> None:

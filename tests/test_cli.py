@@ -112,9 +112,27 @@ def test_the_strategies_are_listed(monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_a_missing_package_is_named(command, monkeypatch) -> None:
-    monkeypatch.setattr("lightning_hetero.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_hetero.launch.config.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"pip install 'lightning-hetero\[cli\]'"):
         main([command, "-c", "config.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--model=nowhere.Model", ["No module named 'nowhere'", "Classes are looked for in the working folder, here"]),
+        ("--trainer.strategy=lightning_hetero.DASOStrategy", ["--trainer.strategy.class_path=lightning_hetero.DASO"]),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_page_of_options(argument, words, monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "-c", str(FOLDER / "ddp.yaml"), argument])
+    said = capsys.readouterr().err
+    for word in words:
+        assert word in said
+    assert "usage:" not in said
 
 
 def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.launch.config import lightning_cli
 from lightning_hetero.workload.cost import CostModel
 from lightning_hetero.workload.shares import Cost
 
@@ -59,15 +60,10 @@ def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
         wait: for those who do.
 
     Raises:
-        ConfigurationError: the file, the data, or what goes with them is not there.
+        SystemExit: the file cannot be used; it has been said why.
         UnsupportedError: a model with manual optimization, whose steps only a Trainer can take.
     """
-    try:
-        from lightning.pytorch.cli import LightningCLI
-
-        cli = LightningCLI(args=["-c", str(path)], run=False, save_config_callback=None)
-    except ImportError as error:
-        raise ConfigurationError(f"-c {path}: {error}. YAML files need pip install 'lightning-hetero[cli]'.") from error
+    cli = lightning_cli(["-c", str(path)], run=False, save_config_callback=None)
     module: LightningModule = cli.model
     if not module.automatic_optimization:
         raise UnsupportedError(f"-c {path}: {type(module).__name__} optimizes manually; measure the built-in model.")

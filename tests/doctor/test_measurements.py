@@ -1,7 +1,9 @@
 """What the doctor measures, against times that are known."""
 
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,15 @@ def test_a_step_leaves_the_weights_as_they_are() -> None:
     assert speed.measure(work, torch.device("cpu"), seconds=0.0, least=4).seconds(4) > 0
     assert torch.equal(before, torch.nn.utils.parameters_to_vector(work.module.parameters()))
     assert work.size == 4 * before.numel()
+
+
+def test_a_model_in_the_working_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2] / "examples" / "cli")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(Path.cwd()))])
+    monkeypatch.setattr(sys, "argv", ["lightning-hetero"])  # installed: its own folder comes first, not this one
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # or Lightning warns
+    work = speed.of_config(Path("daso.yaml"), prepare=True, wait=lambda: None)
+    assert (work.name, work.samples) == ("DigitReader", 32)
 
 
 def measured(delay: float) -> links.Link:
