@@ -15,7 +15,6 @@ from lightning_hetero.doctor import links, report, speed
 from lightning_hetero.doctor.advice import advise
 from lightning_hetero.doctor.availability import available, extras
 from lightning_hetero.strategies import HeteroDDPStrategy
-from lightning_hetero.workload.shares import Cost
 
 
 def examine(
@@ -64,17 +63,17 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
     else:
         work = speed.of_config(config, strategy.local_rank == 0, lambda: gather(None, "who has prepared the data"))
     gather(None, "who is ready")  # so that ranks that share a machine share it while they are measured, as in training
-    cost = speed.measure(work, strategy.root_device)
-    costs = [Cost(*other) for other in gather(tuple(cost), "the speed of ranks")]
+    speeds = gather(speed.measure(work, strategy.root_device), "the speed of ranks")
     near, far = links.pairs(topology.nodes)
     within, between = links.measure(near), links.measure(far)
     if topology.rank == 0:
-        slowest = [
+        inside, outside = (
             max(some, key=lambda link: link.all_reduce(work.size, 2), default=None) for some in (within, between)
-        ]
-        advice = advise(costs, topology.nodes, work.samples, work.size, *slowest)
+        )
+        costs, spread = [one.cost for one in speeds], max(one.spread for one in speeds)
+        advice = advise(costs, topology.nodes, work.samples, work.size, inside, outside, spread)
         rows = [*available(topology), *extras(topology.world)]
-        report.show(topology, work, costs, within, between, rows, advice)
+        report.show(topology, work, speeds, within, between, rows, advice)
     gather(None, "who is done")
     dist.destroy_process_group()
 
