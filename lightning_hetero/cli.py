@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_hetero import __version__
 from lightning_hetero.errors import HeteroError
 
 _TRAINER = {
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train on machines that are not alike and links that are slow.",
         epilog="lightning-hetero SCRIPT.py ARGUMENTS: run your script, unchanged, with the strategies registered.",
     )
+    parser.add_argument("--version", action="version", version=f"lightning-hetero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, text in _TRAINER.items():
         commands.add_parser(name, help=text)
@@ -90,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks-per-node", type=_at_least_one, help="take so many consecutive ranks for a node, to try things out"
     )
     doctor.add_argument(
-        "-c", "--config", type=Path, help="a YAML file as for fit, whose model and data are measured (a small one)"
+        "-c", "--config", type=_file, help="a YAML file as for fit, whose model and data are measured (a small one)"
     )
     doctor.add_argument(
         "--batch-size", type=_at_least_one, default=64, help="of each rank, for the built-in model (%(default)s)"
@@ -106,14 +108,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
     return value
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text} in {Path.cwd()}")
+    return Path(text)

@@ -3,12 +3,16 @@
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from leftovers import watched
 
+from lightning_hetero import __version__
 from lightning_hetero.cli import main
+from lightning_hetero.launch import script
 from lightning_hetero.strategies.registry import ENTRIES
 
 FOLDER = Path(__file__).parents[1] / "examples" / "cli"
@@ -78,6 +82,44 @@ def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"error: there is no script train\.py in .*" + tmp_path.name):
         main(["train.py"])
+
+
+def test_safe_path_keeps_all_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("import sys; found = list(sys.path)")
+    for safe, kept in ((True, ["first", "second"]), (False, ["second"])):
+        monkeypatch.setattr(sys, "path", ["first", "second"])
+        monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
+        monkeypatch.setattr(script, "_script", [])
+        monkeypatch.setattr(script, "sys", SimpleNamespace(**{**vars(sys), "flags": SimpleNamespace(safe_path=safe)}))
+        monkeypatch.setattr(script.runpy, "run_path", lambda *_, **__: None)
+        script.run_script(str(tmp_path / "train.py"), [])
+        assert script.sys.path == [str(tmp_path), *kept]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "0"], "error: there is no such Trainer (devices='0', accelerator='cpu', num_nodes=1)"),
+        (["--devices", "zero"], "error: there is no such Trainer (devices='zero'"),
+        (["--accelerator", "abacus"], "error: there is no such Trainer"),
+        (["-c", "nowhere.yaml"], "argument -c/--config: there is no file nowhere.yaml in"),
+        (["--timeout", "abc"], "argument --timeout: 'abc' must be a number of seconds above 0"),
+        (["--batch-size", "x"], "argument --batch-size: 'x' must be a whole number of at least 1"),
+    ],
+)
+def test_the_doctor_refuses_in_a_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = list(warnings.filters)
+    with pytest.raises(SystemExit) as raised:
+        main(["doctor", "--accelerator", "cpu", *arguments])
+    warnings.filters[:] = before  # the doctor leaves Lightning's advice out
+    assert raised.value.code not in (0, None)
+    assert words in capsys.readouterr().err + str(raised.value.code)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lightning-hetero {__version__}\n"
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.doctor import links, report, speed
 from lightning_hetero.doctor.advice import advise
 from lightning_hetero.doctor.availability import available, extras
+from lightning_hetero.errors import ConfigurationError, HeteroError
 from lightning_hetero.strategies import HeteroDDPStrategy
 
 
@@ -38,14 +40,20 @@ def examine(
     warnings.simplefilter("ignore", UserWarning)  # Lightning's advice is for trainings
     warnings.simplefilter("ignore", FutureWarning)
     strategy = HeteroDDPStrategy(ranks_per_node=ranks_per_node, timeout=timeout)
-    trainer = Trainer(
-        strategy=strategy,
-        **trainer_options,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    try:
+        trainer = Trainer(
+            strategy=strategy,
+            **trainer_options,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except HeteroError:
+        raise
+    except (MisconfigurationException, TypeError, ValueError) as error:  # Lightning's ways to refuse
+        given = ", ".join(f"{name}={value!r}" for name, value in trainer_options.items())
+        raise ConfigurationError(f"there is no such Trainer ({given}): {error}") from error
     launcher = trainer.strategy.launcher
     assert launcher is not None
     try:

@@ -43,7 +43,7 @@ def show(
 def _ranks(topology: Topology, work: Work, speeds: Sequence[Speed]) -> Table:
     title = (
         f"{_count(topology.world, 'rank')} on {_count(len(topology.nodes), 'node')}; {escape(work.name)}, "
-        f"{work.size / 1e6:.2f} MB of parameters, all ranks at once, no exchange; in brackets from round to round"
+        f"{work.size / 1e6:.2f} MB of parameters, all ranks at once, no exchange; below, the range over rounds"
     )
     table = Table(title=title, title_justify="left")
     for heading in ("rank", "node", "host", "device", "per step", "per sample", f"{work.samples} samples"):
@@ -51,9 +51,9 @@ def _ranks(topology: Topology, work: Work, speeds: Sequence[Speed]) -> Table:
     for rank, (place, (cost, rounds)) in enumerate(zip(topology.places, speeds, strict=True)):
         node = group_of(rank, topology.nodes)
         seconds = cost.seconds(work.samples)
-        apart = f"{1e3 * min(rounds):.2f} to {1e3 * max(rounds):.2f}"
-        speed = f"{1e3 * seconds:.2f} ms ({apart}), {work.samples / seconds:.0f}/s"
-        times = f"{1e3 * cost.fixed:.2f} ms", f"{1e3 * cost.per_sample:.3f} ms", speed
+        apart = f"{1e3 * min(rounds):.2f} to {1e3 * max(rounds):.2f} ms"
+        speed = f"{1e3 * seconds:.2f} ms, {work.samples / seconds:.0f}/s"
+        times = f"{1e3 * cost.fixed:.2f} ms", f"{1e3 * cost.per_sample:.3f} ms", f"{speed}\n{apart}"
         table.add_row(str(rank), str(node), place.host, place.device.split(":")[0], *times)
     return table
 
