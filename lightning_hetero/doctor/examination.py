@@ -33,6 +33,7 @@ def examine(
             such as those of torchrun or mpiexec, or new ones.
 
     Raises:
+        ConfigurationError: Lightning makes no such Trainer.
         HeteroError: the launcher's variables, an option, or another rank is not as it should be.
     """
     for source in ("lightning.pytorch", "lightning.fabric"):
