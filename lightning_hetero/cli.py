@@ -4,18 +4,13 @@ The same through ``python -m lightning_hetero``.
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lightning_hetero import __version__
 from lightning_hetero.errors import HeteroError
-
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
 
 _TRAINER = {
     "fit": "train what a YAML file describes: -c config.yaml",
@@ -37,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if given and given[0] in _TRAINER:
+            from lightning_hetero.launch.config import lightning_cli
+
             lightning_cli(arguments)
         elif given and given[0].endswith(".py"):
             from lightning_hetero.launch.script import run_script
@@ -48,23 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given[0] in _TRAINER or (given[0].endswith(".py") and Path(given[0]).is_file()):
             raise  # from a training: the traceback says where
         sys.exit(f"error: {error}")
-
-
-def lightning_cli(arguments: Sequence[str] | None = None) -> "LightningCLI":
-    """Run a LightningCLI in which the strategies are registered; the YAML names model and data by ``class_path``.
-
-    Args:
-        arguments: such as ``["fit", "-c", "config.yaml"]``. Default: this process's.
-    """
-    if find_spec("jsonargparse") is None:
-        sys.exit("error: YAML files need jsonargparse: pip install 'lightning-hetero[cli]'")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # where a class_path is looked for; an installed command leaves it out
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's own calls
-    from lightning.pytorch.cli import LightningCLI
-
-    args = None if arguments is None else list(arguments)
-    return LightningCLI(args=args, parser_kwargs={"prog": "lightning-hetero"})
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -94,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train on machines that are not alike and links that are slow.",
         epilog="lightning-hetero SCRIPT.py ARGUMENTS: run your script, unchanged, with the strategies registered.",
     )
+    parser.add_argument("--version", action="version", version=f"lightning-hetero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, text in _TRAINER.items():
         commands.add_parser(name, help=text)
@@ -111,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks-per-node", type=_at_least_one, help="take so many consecutive ranks for a node, to try things out"
     )
     doctor.add_argument(
-        "-c", "--config", type=Path, help="a YAML file as for fit, whose model and data are measured (a small one)"
+        "-c", "--config", type=_file, help="a YAML file as for fit, whose model and data are measured (a small one)"
     )
     doctor.add_argument(
         "--batch-size", type=_at_least_one, default=64, help="of each rank, for the built-in model (%(default)s)"
@@ -127,14 +108,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
     return value
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text} in {Path.cwd()}")
+    return Path(text)

@@ -4,11 +4,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from leftovers import watched
 
+from lightning_hetero import __version__
 from lightning_hetero.cli import main
+from lightning_hetero.launch import script
 from lightning_hetero.strategies.registry import ENTRIES
 
 FOLDER = Path(__file__).parents[1] / "examples" / "cli"
@@ -80,6 +84,44 @@ def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         main(["train.py"])
 
 
+def test_safe_path_keeps_all_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("import sys; found = list(sys.path)")
+    for safe, kept in ((True, ["first", "second"]), (False, ["second"])):
+        monkeypatch.setattr(sys, "path", ["first", "second"])
+        monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
+        monkeypatch.setattr(script, "_script", [])
+        monkeypatch.setattr(script, "sys", SimpleNamespace(**{**vars(sys), "flags": SimpleNamespace(safe_path=safe)}))
+        monkeypatch.setattr(script.runpy, "run_path", lambda *_, **__: None)
+        script.run_script(str(tmp_path / "train.py"), [])
+        assert script.sys.path == [str(tmp_path), *kept]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "0"], "error: there is no such Trainer (devices='0', accelerator='cpu', num_nodes=1)"),
+        (["--devices", "zero"], "error: there is no such Trainer (devices='zero'"),
+        (["--accelerator", "abacus"], "error: there is no such Trainer"),
+        (["-c", "nowhere.yaml"], "argument -c/--config: there is no file nowhere.yaml in"),
+        (["--timeout", "abc"], "argument --timeout: 'abc' must be a number of seconds above 0"),
+        (["--batch-size", "x"], "argument --batch-size: 'x' must be a whole number of at least 1"),
+    ],
+)
+def test_the_doctor_refuses_in_a_line(arguments: list[str], words: str, capsys, monkeypatch) -> None:
+    for module in ("logging", "warnings"):  # which it quiets for the rest of the process
+        monkeypatch.setattr(f"lightning_hetero.doctor.examination.{module}", Mock())
+    with pytest.raises(SystemExit) as raised:
+        main(["doctor", "--accelerator", "cpu", *arguments])
+    assert raised.value.code not in (0, None)
+    assert words in capsys.readouterr().err + str(raised.value.code)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lightning-hetero {__version__}\n"
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
 def test_options_are_explained(entry, monkeypatch, capsys) -> None:
     text = said(["fit", "--trainer.strategy.help", f"lightning_hetero.{entry.strategy.__name__}"], monkeypatch, capsys)
@@ -112,9 +154,27 @@ def test_the_strategies_are_listed(monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_a_missing_package_is_named(command, monkeypatch) -> None:
-    monkeypatch.setattr("lightning_hetero.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_hetero.launch.config.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"pip install 'lightning-hetero\[cli\]'"):
         main([command, "-c", "config.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--model=nowhere.Model", ["No module named 'nowhere'", "Classes are looked for in the working folder, here"]),
+        ("--trainer.strategy=lightning_hetero.DASOStrategy", ["--trainer.strategy.class_path=lightning_hetero.DASO"]),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_page_of_options(argument, words, monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(sys, "argv", ["lightning-hetero"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "-c", str(FOLDER / "ddp.yaml"), argument])
+    said = capsys.readouterr().err
+    for word in words:
+        assert word in said
+    assert "usage:" not in said
 
 
 def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

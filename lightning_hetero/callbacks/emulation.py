@@ -50,6 +50,8 @@ class EmulatedSpeed(Callback):
         costs: Sequence[tuple[float, float]],
         change_at: Mapping[int, Sequence[tuple[float, float]]] | None = None,
     ) -> None:
+        if len(costs) == 0:
+            raise ConfigurationError(f"costs={costs!r}: give the (a, k) of each rank.")
         schedule = {0: costs, **(change_at or {})}
         self._costs = {batch: [Cost(*cost) for cost in row] for batch, row in schedule.items()}
         for batch, row in self._costs.items():

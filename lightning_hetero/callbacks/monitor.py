@@ -15,7 +15,7 @@ from lightning_hetero.callbacks.record import Exchanged, Record, StepRecord, Vie
 from lightning_hetero.callbacks.report import fit_of, write
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.links import Traffic
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.replicas import ReplicaStrategy
 from lightning_hetero.strategies.workshare import Workshare
@@ -67,6 +67,9 @@ class HeteroMonitor(Callback):
         report: folder for the report, relative to the logger's folder of this run, or without a logger to
             ``Trainer(default_root_dir)``; an earlier fit's is replaced. None, and ``fast_dev_run``, write nothing.
 
+    Raises:
+        ConfigurationError: ``report`` is no folder.
+
     Attributes:
         history: everything logged of shares, on every rank; older records are thinned out, so that there are never
             more than 2048.
@@ -75,6 +78,8 @@ class HeteroMonitor(Callback):
     """
 
     def __init__(self, report: str | Path | None = "hetero_report") -> None:
+        if not (report is None or isinstance(report, str | Path)):
+            raise ConfigurationError(f"report={report!r}: give a folder, or None for no report.")
         self.history: list[Record] = []
         self.exchanges: list[Exchanged] = []
         self.pairings: list[list[int]] | None = None

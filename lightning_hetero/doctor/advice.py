@@ -11,6 +11,8 @@ from lightning_hetero.workload.shares import Cost, makespan, split
 HIDDEN = 0.5
 #: Steps from one background exchange of DASO to the next: by default, and at most.
 EVERY, MOST = 4, 8
+#: Measurements further apart than this, as a fraction, come from a machine that does other things as well.
+BUSY = 0.1
 #: What exchanges between rare outer steps may take of the time.
 PRICE = 0.05
 
@@ -34,6 +36,7 @@ def advise(
     size: int,
     within: Link | None,
     between: Link | None,
+    spread: float = 0.0,
 ) -> Advice:
     """Compare a step's time with that of the exchanges that each strategy would put into it.
 
@@ -44,15 +47,12 @@ def advise(
         size: bytes of gradients, and of parameters.
         within: the slowest link within a node, if one has several ranks.
         between: the slowest link between nodes, if there are several.
+        spread: how far measurements of a rank are apart from round to round, as a fraction.
     """
-    shares = split(samples * len(costs), costs)
-    even, step = makespan([samples] * len(costs), costs), makespan(shares, costs)
+    reasons: list[str] = []
+    step = _step(reasons, costs, samples, spread)
     if len(costs) == 1:
-        return Advice('"hetero_ddp"', [f"One rank: a step of {samples} samples takes {_ms(step)}; nobody to wait for."])
-    reasons = [
-        f"Step: {_ms(even)} with {samples} samples on each rank, {_ms(step)} if they are split by speed "
-        f"({', '.join(map(str, shares))}): {even / step:.2f}x as fast."
-    ]
+        return Advice('"hetero_ddp"', reasons)
     if between is None:
         assert within is not None
         steps = _exchange(reasons, "the ranks of the node", len(costs), size, within, step)
@@ -79,6 +79,42 @@ def advise(
     tau = math.ceil(steps / PRICE)
     reasons.append(f"Too long for {MOST} steps, in bf16 too: one every {tau} steps takes {PRICE:.0%} of the time.")
     return Advice(f'DiLoCoStrategy(tau={tau}, replica="node")', reasons)
+
+
+def _step(reasons: list[str], costs: Sequence[Cost], samples: int, spread: float) -> float:
+    """Seconds of a step, with what they are by; no gain that is no more than the measurements' own spread."""
+    total, least = samples * len(costs), [1] * len(costs)  # a strategy gives every rank something to do
+    shares = split(total, costs, least)
+    each = [cost.seconds(samples) for cost in costs]
+    even, step = max(each), makespan(shares, costs)
+    apart = even / min(each) - 1
+    if spread > BUSY:
+        reasons.append(
+            f"Measurements differ by {spread:.0%} from round to round; the machine is busy: run it again when it is "
+            "quiet. What follows is not sure."
+        )
+    if len(costs) == 1:
+        reasons.append(f"One rank: a step of {samples} samples takes {_ms(even)}; nobody to wait for.")
+        return even
+    text = f"Step: {_ms(even)} with {samples} samples on each rank"
+    if apart <= spread:
+        reasons.append(
+            f"{text}. Ranks differ by {apart:.0%}, measurements of one rank by up to {spread:.0%}: no rank is surely "
+            "slower than another, and a gain from splitting by speed cannot be told."
+        )
+        return even
+    sure = "" if spread <= BUSY else "perhaps "
+    reasons.append(
+        f"{text}, {sure}{_ms(step)} if they are split by speed ({', '.join(map(str, shares))}): "
+        f"{sure}{even / step:.2f}x as fast."
+    )
+    idle = [rank for rank, share in enumerate(split(total, costs)) if share == 0]
+    if idle:
+        reasons.append(
+            f"Rank(s) {', '.join(map(str, idle))}: so slow that the others would be {sure or 'at least '}as fast "
+            "without; every rank gets one sample at least, or leave them out."
+        )
+    return step
 
 
 def _exchange(reasons: list[str], between: str, members: int, size: int, link: Link, step: float) -> float:

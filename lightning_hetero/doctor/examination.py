@@ -9,13 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.doctor import links, report, speed
 from lightning_hetero.doctor.advice import advise
 from lightning_hetero.doctor.availability import available, extras
+from lightning_hetero.errors import ConfigurationError, HeteroError
 from lightning_hetero.strategies import HeteroDDPStrategy
-from lightning_hetero.workload.shares import Cost
 
 
 def examine(
@@ -32,6 +33,7 @@ def examine(
             such as those of torchrun or mpiexec, or new ones.
 
     Raises:
+        ConfigurationError: Lightning makes no such Trainer.
         HeteroError: the launcher's variables, an option, or another rank is not as it should be.
     """
     for source in ("lightning.pytorch", "lightning.fabric"):
@@ -39,14 +41,20 @@ def examine(
     warnings.simplefilter("ignore", UserWarning)  # Lightning's advice is for trainings
     warnings.simplefilter("ignore", FutureWarning)
     strategy = HeteroDDPStrategy(ranks_per_node=ranks_per_node, timeout=timeout)
-    trainer = Trainer(
-        strategy=strategy,
-        **trainer_options,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    try:
+        trainer = Trainer(
+            strategy=strategy,
+            **trainer_options,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except HeteroError:
+        raise
+    except (MisconfigurationException, TypeError, ValueError) as error:  # Lightning's ways to refuse
+        given = ", ".join(f"{name}={value!r}" for name, value in trainer_options.items())
+        raise ConfigurationError(f"there is no such Trainer ({given}): {error}") from error
     launcher = trainer.strategy.launcher
     assert launcher is not None
     try:
@@ -64,17 +72,17 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
     else:
         work = speed.of_config(config, strategy.local_rank == 0, lambda: gather(None, "who has prepared the data"))
     gather(None, "who is ready")  # so that ranks that share a machine share it while they are measured, as in training
-    cost = speed.measure(work, strategy.root_device)
-    costs = [Cost(*other) for other in gather(tuple(cost), "the speed of ranks")]
+    speeds = gather(speed.measure(work, strategy.root_device), "the speed of ranks")
     near, far = links.pairs(topology.nodes)
     within, between = links.measure(near), links.measure(far)
     if topology.rank == 0:
-        slowest = [
+        inside, outside = (
             max(some, key=lambda link: link.all_reduce(work.size, 2), default=None) for some in (within, between)
-        ]
-        advice = advise(costs, topology.nodes, work.samples, work.size, *slowest)
+        )
+        costs, spread = [one.cost for one in speeds], max(one.spread for one in speeds)
+        advice = advise(costs, topology.nodes, work.samples, work.size, inside, outside, spread)
         rows = [*available(topology), *extras(topology.world)]
-        report.show(topology, work, costs, within, between, rows, advice)
+        report.show(topology, work, speeds, within, between, rows, advice)
     gather(None, "who is done")
     dist.destroy_process_group()
 

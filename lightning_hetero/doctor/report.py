@@ -9,8 +9,7 @@ from rich.table import Table
 from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.doctor.advice import Advice
 from lightning_hetero.doctor.links import Link
-from lightning_hetero.doctor.speed import Work
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.doctor.speed import Speed, Work
 
 #: Links to show, the slowest first.
 SHOWN = 8
@@ -19,7 +18,7 @@ SHOWN = 8
 def show(
     topology: Topology,
     work: Work,
-    costs: Sequence[Cost],
+    speeds: Sequence[Speed],
     within: Sequence[Link],
     between: Sequence[Link],
     strategies: Iterable[tuple[str, str]],
@@ -27,7 +26,7 @@ def show(
 ) -> None:
     """Print all of it."""
     console = Console(highlight=False)
-    console.print(_ranks(topology, work, costs))
+    console.print(_ranks(topology, work, speeds))
     groups: dict[str, Sequence[int]] = {"between all ranks": range(topology.world)}
     groups |= {f"within node {i}": node for i, node in enumerate(topology.nodes)}
     backends = ", ".join(f"{topology.backend(ranks)} {where}" for where, ranks in groups.items())
@@ -41,19 +40,20 @@ def show(
     console.print(f"[bold]Trainer(strategy={escape(advice.strategy)}, ...)[/bold]", soft_wrap=True)
 
 
-def _ranks(topology: Topology, work: Work, costs: Sequence[Cost]) -> Table:
+def _ranks(topology: Topology, work: Work, speeds: Sequence[Speed]) -> Table:
     title = (
         f"{_count(topology.world, 'rank')} on {_count(len(topology.nodes), 'node')}; {escape(work.name)}, "
-        f"{work.size / 1e6:.2f} MB of parameters, all ranks at once, no exchange"
+        f"{work.size / 1e6:.2f} MB of parameters, all ranks at once, no exchange; below, the range over rounds"
     )
     table = Table(title=title, title_justify="left")
     for heading in ("rank", "node", "host", "device", "per step", "per sample", f"{work.samples} samples"):
         table.add_column(heading, justify="right" if heading in ("per step", "per sample") else "left")
-    for rank, (place, cost) in enumerate(zip(topology.places, costs, strict=True)):
+    for rank, (place, (cost, rounds)) in enumerate(zip(topology.places, speeds, strict=True)):
         node = group_of(rank, topology.nodes)
         seconds = cost.seconds(work.samples)
+        apart = f"{1e3 * min(rounds):.2f} to {1e3 * max(rounds):.2f} ms"
         speed = f"{1e3 * seconds:.2f} ms, {work.samples / seconds:.0f}/s"
-        times = f"{1e3 * cost.fixed:.2f} ms", f"{1e3 * cost.per_sample:.3f} ms", speed
+        times = f"{1e3 * cost.fixed:.2f} ms", f"{1e3 * cost.per_sample:.3f} ms", f"{speed}\n{apart}"
         table.add_row(str(rank), str(node), place.host, place.device.split(":")[0], *times)
     return table
 

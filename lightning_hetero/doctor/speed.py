@@ -4,9 +4,10 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import linear_regression, median
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -15,9 +16,29 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_hetero.errors import ConfigurationError, UnsupportedError
-from lightning_hetero.workload.cost import CostModel
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.launch.config import lightning_cli
 from lightning_hetero.workload.shares import Cost
+
+#: Rounds into which the measurements of a rank are divided, to see how far they are apart.
+ROUNDS = 5
+
+
+class Speed(NamedTuple):
+    """What a rank's steps have taken.
+
+    Attributes:
+        cost: fitted.
+        rounds: seconds of a step on the given batch in each round, the median of it.
+    """
+
+    cost: Cost
+    rounds: tuple[float, ...]
+
+    @property
+    def spread(self) -> float:
+        """How far the rounds are apart, as a fraction of their median."""
+        return (max(self.rounds) - min(self.rounds)) / median(self.rounds)
 
 
 @dataclass
@@ -59,15 +80,10 @@ def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
         wait: for those who do.
 
     Raises:
-        ConfigurationError: the file, the data, or what goes with them is not there.
+        SystemExit: the file cannot be used; it has been said why.
         UnsupportedError: a model with manual optimization, whose steps only a Trainer can take.
     """
-    try:
-        from lightning.pytorch.cli import LightningCLI
-
-        cli = LightningCLI(args=["-c", str(path)], run=False, save_config_callback=None)
-    except ImportError as error:
-        raise ConfigurationError(f"-c {path}: {error}. YAML files need pip install 'lightning-hetero[cli]'.") from error
+    cli = lightning_cli(["-c", str(path)], run=False, save_config_callback=None)
     module: LightningModule = cli.model
     if not module.automatic_optimization:
         raise UnsupportedError(f"-c {path}: {type(module).__name__} optimizes manually; measure the built-in model.")
@@ -88,14 +104,14 @@ def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
     return Work(type(module).__name__, module, loss, batch, samples)
 
 
-def measure(work: Work, device: torch.device, seconds: float = 2.0, least: int = 9) -> Cost:
+def measure(work: Work, device: torch.device, seconds: float = 2.0, least: int = 3) -> Speed:
     """Fit ``a + k n`` to steps on batches of the given size, half and a quarter of it.
 
     Args:
         work: a copy of the model is not taken: its weights stay, but for buffers that each forward pass changes.
         device: to measure on.
         seconds: for about how long.
-        least: steps to take, however long they take.
+        least: steps to take of each size, however long they take.
     """
     work.module.to(device).train()
     batch = move_data_to_device(work.batch, device)
@@ -116,14 +132,23 @@ def measure(work: Work, device: torch.device, seconds: float = 2.0, least: int =
         return fit(step, work.samples, seconds, least)
 
 
-def fit(step: Callable[[int], None], samples: int, seconds: float, least: int) -> Cost:
+def fit(step: Callable[[int], None], samples: int, seconds: float, least: int) -> Speed:
     """Fit ``a + k n`` to the time of ``step(n)``, for several n up to ``samples``."""
-    model = CostModel()
+    sizes = sorted({max(1, samples // part) for part in (1, 2, 4)})
+    times: dict[int, list[float]] = {n: [] for n in sizes}
+    for n in sizes[-2:]:
+        step(n)  # the first ones make what later ones find
     ends = time.perf_counter() + seconds
-    for count, n in enumerate(cycle(max(1, samples // part) for part in (1, 2, 4))):
-        if count >= least and time.perf_counter() > ends:
-            return model.cost
-        began = time.perf_counter()
-        step(n)
-        model.observe(n, time.perf_counter() - began)
-    raise AssertionError("cycle does not end")
+    while len(times[samples]) < least or time.perf_counter() < ends:
+        for n in sizes:
+            began = time.perf_counter()
+            step(n)
+            times[n].append(max(time.perf_counter() - began, 1e-9))
+    whole = times[samples]
+    rounds = min(ROUNDS, len(whole))
+    cuts = [len(whole) * i // rounds for i in range(rounds + 1)]
+    typical = [median(times[n]) for n in sizes]
+    fixed = linear_regression(sizes, typical).intercept if len(sizes) > 1 else 0.0
+    fixed = min(max(fixed, 0.0), 0.999 * typical[-1])
+    cost = Cost(fixed, (typical[-1] - fixed) / samples)  # exact at the given size
+    return Speed(cost, tuple(median(whole[begin:end]) for begin, end in pairwise(cuts)))

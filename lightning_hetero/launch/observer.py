@@ -96,8 +96,8 @@ class Observer(threading.Thread):
         for rank, code in failed:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             print(
-                f"lightning_hetero: local rank {rank} {how}; its own error is above. The other ranks have "
-                f"{self.grace:.0f} s to end.",
+                f"lightning_hetero: local rank {rank} {how}; its own error, if it had one, is above. "
+                f"The other ranks have {self.grace:.0f} s to end.",
                 file=sys.stderr,
                 flush=True,
             )

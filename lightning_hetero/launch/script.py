@@ -24,7 +24,8 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         raise LaunchError(f"there is no script {path} in {Path.cwd()}.")
     _script[:] = [str(Path(path).resolve()), *arguments]
     sys.argv = [path, *arguments]
-    sys.path[0] = str(Path(path).resolve().parent)
+    # In the place of this package's own starter; with PYTHONSAFEPATH Python has given that none.
+    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [str(Path(path).resolve().parent)]
     runpy.run_path(path, run_name="__main__")
 
 

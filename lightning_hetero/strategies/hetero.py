@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.checks import one_of
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.pulse import Pulse
@@ -89,6 +90,7 @@ class HeteroStrategy(Data):
         **kwargs: Any,
     ) -> None:
         limit = seconds(timeout)
+        one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         check_ddp_options(kwargs)
         self.options = Options(
             type(self).__name__,

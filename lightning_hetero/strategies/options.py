@@ -39,7 +39,9 @@ class Options:
             if value is not None:
                 at_least_one(name, value)
         if self.timeout <= timedelta(0):
-            raise ConfigurationError(f"timeout={self.timeout}: the longest wait must be above 0 seconds.")
+            raise ConfigurationError(
+                f"timeout={self.timeout.total_seconds():g} s: the longest wait must be above 0 seconds."
+            )
         nodes = [self.ranks_per_node] if isinstance(self.ranks_per_node, int) else self.ranks_per_node
         if nodes is not None and not (isinstance(nodes, list | tuple) and all(type(n) is int and n > 0 for n in nodes)):
             raise ConfigurationError(
@@ -77,8 +79,13 @@ def check_ddp_options(options: dict[str, Any]) -> None:
     """See that options that are not ours are DDP's.
 
     Raises:
-        ConfigurationError: names the unknown ones.
+        ConfigurationError: names the unknown ones, and gives the reason where one of Lightning's is refused.
     """
+    if "process_group_backend" in options:
+        raise ConfigurationError(
+            f"process_group_backend={options['process_group_backend']!r}: not a choice here. All ranks meet over gloo, "
+            "which serves every device; groups of GPUs exchange gradients over NCCL by themselves. Leave it out."
+        )
     unknown = sorted(set(options) - set(signature(DistributedDataParallel.__init__).parameters))
     if unknown:
         raise ConfigurationError(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
 from lightning_hetero.callbacks import Exchanged, HeteroMonitor, Record
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 
 class Memory(Logger):
@@ -185,3 +185,8 @@ def test_another_fit_is_not_compared_with_the_one_before() -> None:
         assert exchanges == 2 * [(5, 1), (10, 2), (15, 3), (20, 4)]
         assert len(paces) in (0, 6)  # of rank 0: between two exchanges of a fit
         assert all(pace > 0 for pace in paces)
+
+
+def test_a_report_that_is_no_folder() -> None:
+    with pytest.raises(ConfigurationError, match="report=3: give a folder, or None"):
+        HeteroMonitor(report=3)

@@ -45,6 +45,28 @@ def test_the_arithmetic_is_shown() -> None:
     assert "2 x (3.00 MB / 2 / 100.0 MB/s + 1 ms) = 32 ms, that is 1.07 steps." in text
 
 
+def test_what_is_not_sure_is_not_presented_as_sure() -> None:
+    ranks = [Cost(0.0, 0.001), Cost(0.0, 0.003)]  # one is three times as slow: 200% more
+    link = Link((0, 1), 0.001, 100 * MB)
+    busy = "\n".join(advise(ranks, ((0,), (1,)), 20, 3 * MB, None, link, spread=2.5).reasons)
+    assert "Measurements differ by 250% from round to round; the machine is busy: run it again" in busy
+    assert "no rank is surely slower" in busy
+    assert "x as fast" not in busy
+    perhaps = "\n".join(advise(ranks, ((0,), (1,)), 20, 3 * MB, None, link, spread=0.4).reasons)
+    assert "Measurements differ by 40%" in perhaps
+    assert "perhaps 2.00x as fast" in perhaps
+    alike = "\n".join(advise(ALIKE, NODES, 16, MB, FAST, FAST, spread=0.02).reasons)
+    assert "busy" not in alike
+    assert "Ranks differ by 0%, measurements of one rank by up to 2%" in alike
+
+
+def test_no_share_of_zero() -> None:
+    ranks = [Cost(0.0, 0.001), Cost(0.5, 0.001)]
+    text = "\n".join(advise(ranks, ((0,), (1,)), 20, MB, None, FAST).reasons)
+    assert "(39, 1)" in text
+    assert "Rank(s) 1: so slow" in text
+
+
 def test_one_node() -> None:
     assert advise(ALIKE[:2], ((0, 1),), 16, 10 * MB, FAST, None).strategy == '"hetero_ddp"'
     slow = Link((0, 1), 0.0, 10 * MB / 0.100)  # five steps

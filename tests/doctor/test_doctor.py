@@ -23,8 +23,7 @@ def test_on_one_machine_with_a_model_of_ones_own() -> None:
     assert re.search(r"hetero_easgd\s+│ available", text)
     assert re.search(r"hetero_daso\s+│ more than one node needed", text)
     assert "MPI knows 1 of the job's 2 ranks" in " ".join(text.replace("│", " ").split())
-    step = re.search(r"Step: ([\d.]+) ms with 32 samples on each rank, ([\d.]+) ms if they are split", text)
-    assert float(step.group(1)) >= float(step.group(2)) > 0
+    assert re.search(r"Step: [\d.]+ ms with 32 samples on each rank", text)
     assert re.search(r"Trainer\(strategy=.*, \.\.\.\)", text)
 
 

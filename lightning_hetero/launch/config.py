@@ -1,0 +1,67 @@
+"""Reads YAML files as LightningCLI does, for training and for the doctor."""
+
+import os
+import sys
+from argparse import ArgumentError
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningCLI
+from typing_extensions import override
+
+
+def lightning_cli(arguments: Sequence[str] | None = None, run: bool = True, **options: Any) -> LightningCLI:
+    """Run a LightningCLI in which the strategies are registered; the YAML names model and data by ``class_path``.
+
+    Args:
+        arguments: such as ``["fit", "-c", "config.yaml"]``. Default: this process's.
+        run: whether they begin with a command, which is run; else model, data and Trainer are made and that is all.
+        **options: further ones of LightningCLI.
+
+    Raises:
+        SystemExit: the arguments or the file cannot be used; it has been said why.
+    """
+    if find_spec("jsonargparse") is None:
+        sys.exit("error: YAML files need jsonargparse: pip install 'lightning-hetero[cli]'")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # where a class_path is looked for; an installed command leaves it out
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's own calls
+    args = None if arguments is None else list(arguments)
+    return _Commands(args=args, run=run, parser_kwargs={"prog": "lightning-hetero"}, **options)
+
+
+class _Commands(LightningCLI):
+    """A LightningCLI that says what was wrong without a page of options before it, and what to do."""
+
+    @override
+    def init_parser(self, **kwargs: Any) -> Any:
+        return super().init_parser(**{"exit_on_error": False, **kwargs})
+
+    @override
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            hint = ""
+            if "No module named" in str(error):
+                hint = (
+                    f"\nClasses are looked for in the working folder, here {Path.cwd()}, and on PYTHONPATH: start in "
+                    "the folder of your module, or set PYTHONPATH to it."
+                )
+            _refuse(f"{error}{hint}")
+        parser.exit_on_error = True  # from here on Lightning goes by it
+        settings = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
+        strategy = settings.trainer.strategy
+        if isinstance(strategy, str) and ("." in strategy or strategy.endswith("Strategy")):
+            _refuse(
+                f"--trainer.strategy={strategy}: a single word is taken for a registered name, such as hetero_daso. "
+                f"Name a class by --trainer.strategy.class_path={strategy}, and its options by "
+                "--trainer.strategy.init_args.NAME=VALUE."
+            )
+
+
+def _refuse(why: str) -> None:
+    print(f"error: {why}", file=sys.stderr)
+    sys.exit(2)  # as argparse does
