@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class HeteroMonitor(Callback):
     """Logs how a strategy of this package splits batches and brings replicas together, and what comes of it.
 
-    Whenever the ranks have exchanged their measurements (``rebalance_every_n_steps``; where there are several replicas,
-    when they meet) the Trainer's loggers get, of each rank ``i``::
+    When the ranks have exchanged their measurements (``rebalance_every_n_steps``; where there are several replicas,
+    when they meet) the Trainer's loggers get, at first and then as often at most as Lightning's own metrics
+    (``log_every_n_steps``), of each rank ``i``::
 
         hetero/share/rank{i}          samples per step
         hetero/samples_per_s/rank{i}  its own speed while it works
@@ -38,7 +39,8 @@ class HeteroMonitor(Callback):
     and of the job ``hetero/samples_per_s`` and ``hetero/waiting``, the fraction of all ranks' time spent waiting. The
     progress bar shows the last two and the shares.
 
-    Where there are several replicas, the loggers also get, after each exchange between them, as seen by rank 0::
+    Where there are several replicas, the loggers also get, as often, after an exchange between them, as seen by rank
+    0::
 
         hetero/exchanges              so far
         hetero/bytes_sent             by this replica so far, the network's own headers not counted
@@ -71,8 +73,8 @@ class HeteroMonitor(Callback):
         ConfigurationError: ``report`` is no folder.
 
     Attributes:
-        history: everything logged of shares, on every rank; older records are thinned out, so that there are never
-            more than 2048.
+        history: all that ranks have told each other, on every rank; older records are thinned out, so that there
+            are never more than 2048.
         exchanges: likewise of exchanges, of this rank.
         pairings: under gossip, once a fit has ended: of each replica, its completed exchanges with each.
     """
@@ -89,6 +91,7 @@ class HeteroMonitor(Callback):
         self._seen: object = None
         self._before = Traffic()  # what exchanges had cost at the latest one that was seen
         self._at = math.nan  # when that was
+        self._log_from: dict[str, int] = {}  # the step from which on loggers get it again
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -105,6 +108,7 @@ class HeteroMonitor(Callback):
         # An earlier fit's exchanges may have been another strategy's, or this one's that are counted on.
         self._before = replace(trainer.strategy.traffic) if isinstance(trainer.strategy, ReplicaStrategy) else Traffic()
         self._at = math.nan
+        self._log_from = {}
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -192,7 +196,8 @@ class HeteroMonitor(Callback):
         pace = (traffic.exchanges - before.exchanges) / (now - self._at)
         self._before, self._at = replace(traffic), now
         known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
-        self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
+        if self._due(trainer, "exchanges"):
+            self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
         short = {name: value for name, value in record.status.items() if "/" not in name}  # not of each replica
         shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
         shown["hidden"] = f"{max(spent[0], 0.0) / sum(spent):.0%}" if sum(spent) > 0 else ""
@@ -211,9 +216,18 @@ class HeteroMonitor(Callback):
         record = Record(share.step, tuple(shares), samples, compute, wait)
         self.history.append(record)
         thin(self.history)
-        self._log(trainer, _metrics(record))
+        if self._due(trainer, "reports"):
+            self._log(trainer, _metrics(record))
         # `self.log(..., prog_bar=True)` takes numbers only and costs a hundred times as much; bars show text as well.
         trainer.progress_bar_metrics.update(_texts(record))  # type: ignore[arg-type]
+
+    def _due(self, trainer: "pl.Trainer", what: str) -> bool:
+        """Whether loggers are to get such a thing again: the first time, then as often as Lightning's own metrics."""
+        step, every = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not (trainer.loggers and every and step >= self._log_from.get(what, 0)):
+            return False
+        self._log_from[what] = step + every
+        return True
 
     @staticmethod
     def _log(trainer: "pl.Trainer", metrics: Mapping[str, float]) -> None:

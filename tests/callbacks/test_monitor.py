@@ -39,7 +39,8 @@ class Endless(IterableDataset):
 def _fit(balance: Any = "auto", every: int = 4, data: Any = None, epochs: int = 1, **options: Any) -> dict[str, Any]:
     monitor, logger, bar = HeteroMonitor(report=None), Memory(), TQDMProgressBar()
     strategy = HeteroDDPStrategy(balance=balance, rebalance_every_n_steps=every, timeout=60)
-    settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar], **options}
+    settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar]}
+    settings |= {"log_every_n_steps": 1, **options}
     trainer = pl.Trainer(strategy=strategy, max_epochs=epochs, **settings)
     trainer.fit(Net(), DataLoader(dataset(160) if data is None else data, batch_size=4))
     return {
@@ -114,6 +115,13 @@ def test_other_strategies_are_refused() -> None:
         trainer.fit(Net(), DataLoader(dataset(), batch_size=4))
 
 
+@pytest.mark.parametrize(("every", "logged"), [(8, [4, 12]), (50, [4]), (0, [])])
+def test_loggers_get_it_as_often_as_lightnings_own_metrics(every: int, logged: list[int]) -> None:
+    [found] = run(_fit, 1, balance="off", log_every_n_steps=every)
+    assert [record[0] for record in found["history"]] == [5, 9, 13, 17, 21, 25, 29, 33, 37]
+    assert [step for step, _ in found["rows"]][:2] == logged
+
+
 def test_derived_numbers() -> None:
     record = Record(5, (6, 2), (6.0, 2.0), compute=(0.2, 0.1), wait=(0.0, 0.1))
     assert record.samples_per_s == pytest.approx((30.0, 20.0))
@@ -124,7 +132,7 @@ def test_derived_numbers() -> None:
 def _fit_replicas(strategy: Any) -> dict[str, Any]:
     monitor, logger, bar = HeteroMonitor(report=None), Memory(), TQDMProgressBar()
     settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar]}
-    trainer = pl.Trainer(strategy=strategy(), max_epochs=1, **settings)
+    trainer = pl.Trainer(strategy=strategy(), max_epochs=1, log_every_n_steps=1, **settings)
     trainer.fit(Net(), DataLoader(dataset(160), batch_size=4))
     return {
         "exchanges": [tuple(record) for record in monitor.exchanges],
@@ -174,7 +182,8 @@ def test_exchanges_of_nodes_and_their_distance() -> None:
 def _fit_twice() -> tuple[list[tuple[int, int]], list[float]]:
     monitor, logger = HeteroMonitor(report=None), Memory()
     for _ in range(2):
-        trainer = pl.Trainer(strategy=_node(), max_epochs=1, **{**FAST, "logger": logger, "callbacks": [monitor]})
+        settings = {**FAST, "logger": logger, "log_every_n_steps": 1, "callbacks": [monitor]}
+        trainer = pl.Trainer(strategy=_node(), max_epochs=1, **settings)
         trainer.fit(Net(), DataLoader(dataset(160), batch_size=4))
     paces = [row[1]["hetero/exchanges_per_s"] for row in logger.rows if "hetero/exchanges_per_s" in row[1]]
     return [(record.step, record.exchanges) for record in monitor.exchanges], paces
