@@ -198,6 +198,8 @@ class HeteroMonitor(Callback):
         known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
         if self._due(trainer, "exchanges"):
             self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
+        if trainer.progress_bar_callback is None:
+            return
         short = {name: value for name, value in record.status.items() if "/" not in name}  # not of each replica
         shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
         shown["hidden"] = f"{max(spent[0], 0.0) / sum(spent):.0%}" if sum(spent) > 0 else ""
@@ -218,8 +220,9 @@ class HeteroMonitor(Callback):
         thin(self.history)
         if self._due(trainer, "reports"):
             self._log(trainer, _metrics(record))
-        # `self.log(..., prog_bar=True)` takes numbers only and costs a hundred times as much; bars show text as well.
-        trainer.progress_bar_metrics.update(_texts(record))  # type: ignore[arg-type]
+        if trainer.progress_bar_callback is not None:
+            # `self.log(..., prog_bar=True)` takes numbers only and costs a hundred times as much; bars show text, too.
+            trainer.progress_bar_metrics.update(_texts(record))  # type: ignore[arg-type]
 
     def _due(self, trainer: "pl.Trainer", what: str) -> bool:
         """Whether loggers are to get such a thing again: the first time, then as often as Lightning's own metrics."""
