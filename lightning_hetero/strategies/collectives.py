@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -24,7 +25,8 @@ class Collectives(DDPStrategy):
     """
 
     _timer: StepTimer
-    _step_samples: Callable[[], float] | None = None  # this rank's samples in the running step, outside of one None
+    _step_samples: Callable[[], float | None] | None = None  # this rank's in the running step, outside of one None
+    _warned_of_weights = False
 
     def _alone(self) -> bool:
         """Whether there is nobody to meet: no job yet, or this rank has failed, and callbacks save what they can."""
@@ -50,8 +52,10 @@ class Collectives(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduce a tensor over all ranks.
 
-        Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it; at the
-        end of an epoch Lightning has weighted the values itself. The mean of integers is not truncated.
+        Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it: by the
+        ``batch_size`` given to ``self.log``, else by what the batch holds. If that cannot be told on some rank, every
+        rank counts the same, with a warning. At the end of an epoch Lightning has weighted the values itself. The mean
+        of integers is not truncated.
 
         Args:
             tensor: of any shape and dtype; anything else is returned as it is.
@@ -73,19 +77,39 @@ class Collectives(DDPStrategy):
         wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.float64
         value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)
         if mean:
-            samples = self._step_samples() if self._step_samples is not None else 1.0
-            weighted = value * samples if samples else torch.zeros_like(value)  # a filler's may not be finite
-            value = torch.cat([weighted, value.new_tensor([samples])])
+            value = self._with_weight(value)
         op: Any = ReduceOp.SUM
         if not mean and name is not None:
             op = getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
         with self._timer.waiting(), deadline("reduce a tensor"):
             dist.all_reduce(value, op=op, group=group)
         if mean:
-            value = value[:-1] / value[-1]
+            value = self._mean(value)
         return value.reshape(tensor.shape).to(
             tensor.device, tensor.dtype if tensor.is_floating_point() else value.dtype
         )
+
+    def _with_weight(self, value: Tensor) -> Tensor:
+        """What to sum over ranks for a mean: weighted and plain values, weights, ranks, and how many know no weight."""
+        samples = self._step_samples() if self._step_samples is not None else 1.0
+        weight = 1.0 if samples is None else samples
+        plain = value if weight else torch.zeros_like(value)  # a filler's may not be finite
+        return torch.cat([plain * weight, plain, value.new_tensor([weight, weight != 0, samples is None])])
+
+    def _mean(self, sums: Tensor) -> Tensor:
+        """The mean that summed rows of :meth:`_with_weight` make; the same on every rank."""
+        weighted, plain = sums[:-3].chunk(2)
+        weight, ranks, unknown = sums[-3:].tolist()
+        if not unknown:
+            return weighted / weight
+        if not self._warned_of_weights:
+            self._warned_of_weights = True
+            rank_zero_warn(
+                f"A mean over ranks counted every rank the same: on {int(unknown)} of them nobody can tell how many "
+                "samples the batch holds. Pass `batch_size=` to `self.log`; elsewhere reduce sums of values and of "
+                "samples (`reduce_op='sum'`) and divide them."
+            )
+        return plain / ranks
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all ranks.

@@ -24,13 +24,13 @@ from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.strategies.checkpoint import add_plan, readable, restore_plan
 from lightning_hetero.strategies.data import Data
-from lightning_hetero.strategies.evaluation import StepSamples
 from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
 from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options, check_ddp_options, seconds
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.signals import StopRequest
+from lightning_hetero.strategies.weights import StepWeight
 from lightning_hetero.strategies.workshare import Workshare, exchanger
 from lightning_hetero.workload.timer import StepTimer
 
@@ -204,10 +204,11 @@ class HeteroStrategy(Data):
                 self.configure_ddp()
         if callable(measure := getattr(module, "batch_weight", None)):
             self.share.weigh(measure, args[0] if args else None)
-        counts = drawn.samples > 0 or self._trainer._results is None
+        results = self._trainer._results
+        counts = drawn.samples > 0 or results is None
         with (
-            StepSamples(self, lambda: drawn.samples),
-            nullcontext() if counts else logs_nothing(self._trainer._results),
+            StepWeight(self, lambda: drawn.samples, results if counts else None),
+            nullcontext() if counts else logs_nothing(results),
         ):
             output = super().training_step(*args, **kwargs)
         if not module.automatic_optimization:
