@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.launch.config import lightning_cli
 from lightning_hetero.workload.shares import Cost
 
@@ -82,6 +82,7 @@ def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
     Raises:
         SystemExit: the file cannot be used; it has been said why.
         UnsupportedError: a model with manual optimization, whose steps only a Trainer can take.
+        ConfigurationError: when a step is measured: `training_step` returned no loss.
     """
     cli = lightning_cli(["-c", str(path)], run=False, save_config_callback=None)
     module: LightningModule = cli.model
@@ -98,7 +99,11 @@ def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
     def loss(some: Any) -> Tensor:
         output = module.training_step(some, 0)
         value = output["loss"] if isinstance(output, dict) else output
-        assert isinstance(value, Tensor), f"training_step returned {value!r}"
+        if not isinstance(value, Tensor):
+            raise ConfigurationError(
+                f"-c {path}: {type(module).__name__}.training_step returned {value!r}. Return the loss, a tensor, or a "
+                "dictionary with one under 'loss'; else measure the built-in model."
+            )
         return value
 
     return Work(type(module).__name__, module, loss, batch, samples)

@@ -1,10 +1,12 @@
 """How a strategy gives each rank its part of the data."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.evaluation import Evaluation
 from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.workshare import Workshare
@@ -28,16 +30,26 @@ class Data(Evaluation):
         return {"num_replicas": 1, "rank": 0}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give the loader a sampler that follows the plan."""
-        trainer = self._trainer
+        """Give the loader a sampler that follows the plan.
+
+        Raises:
+            UnsupportedError: nothing is running.
+        """
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        stage = None if trainer is None else trainer.state.stage
+        if trainer is None or stage is None or self.topology is None:
+            raise UnsupportedError(
+                "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
+                "follow from where a run stands, and all ranks set it up together: pass it to one of these."
+            )
         sampler = getattr(dataloader, "sampler", None)
         sharded = not trainer._accelerator_connector.use_distributed_sampler or (
             isinstance(sampler, torch.utils.data.DistributedSampler) and sampler.num_replicas > 1
         )
         if trainer.training:
             return self.share.loaders.training(dataloader, sharded)
-        assert trainer.state.stage is not None
-        return self.share.loaders.evaluation(dataloader, sharded, trainer.state.stage.dataloader_prefix or "validation")
+        return self.share.loaders.evaluation(dataloader, sharded, stage.dataloader_prefix or "validation")
 
     @property
     def _trainer(self) -> "pl.Trainer":
@@ -52,13 +64,32 @@ class Data(Evaluation):
 
     def _begin_pass(self) -> Position:
         self.share.begin_pass()
-        fetcher = self._trainer.fit_loop._data_fetcher
-        if fetcher is not None:  # it may be another one in each epoch
-            fetcher._start_profiler, fetcher._stop_profiler = self._timer.fetching, self._timer.fetched
         return self._position()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; from the first of an epoch on the timer sees how long the next one takes to fetch."""
+        fetcher = self._trainer.fit_loop._data_fetcher if self.lightning_module is not None else None
+        if fetcher is not None and not isinstance(fetcher._start_profiler, _Both):  # the Trainer sets its own anew
+            start, stop = fetcher._start_profiler, fetcher._stop_profiler
+            fetcher._start_profiler, fetcher._stop_profiler = (
+                _Both(start, self._timer.fetching),
+                _Both(self._timer.fetched, stop),
+            )
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def _position(self) -> Position:
         fit = self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed  # type: ignore[attr-defined]
         batches = fit.epoch_loop.batch_progress.current.processed if fit.restarting else 0  # type: ignore[attr-defined]
         return Position(epochs, batches, self.share.step)
+
+
+class _Both:
+    """Calls one function, then another."""
+
+    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self) -> None:
+        self._first()
+        self._second()

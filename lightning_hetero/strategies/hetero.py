@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 class HeteroStrategy(Data):
     """Base of the strategies: splits batches by speed, and weighs gradients by samples within a replica.
 
+    Arguments by position are those of Lightning's ``DDPStrategy``; the options of this class are given by name.
+
     Args:
         balance: ``"auto"`` splits every global batch by measured speed; ``"off"`` evenly; a list gives each rank's
             relative share (0 for none).
@@ -61,6 +63,7 @@ class HeteroStrategy(Data):
         ddp_comm_hook: gradient communication hook of DDP; on CPU too.
         ddp_comm_wrapper: wraps ``ddp_comm_hook``.
         model_averaging_period: for PyTorch's post-local-SGD hook, as in ``DDPStrategy``.
+        process_group_backend: not a choice here: all ranks meet over gloo, and groups of GPUs use NCCL by themselves.
         start_method: how processes start if no launcher has: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         **kwargs: options of ``DistributedDataParallel``, such as ``find_unused_parameters``.
 
@@ -70,13 +73,6 @@ class HeteroStrategy(Data):
 
     def __init__(
         self,
-        balance: Literal["auto", "off"] | list[float] = "auto",
-        global_batch_size: int | None = None,
-        min_batch_size: int | list[int] | None = None,
-        max_batch_size: int | list[int] | None = None,
-        rebalance_every_n_steps: int = 4,
-        ranks_per_node: int | list[int] | None = None,
-        timeout: timedelta | float = 1800.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -86,12 +82,21 @@ class HeteroStrategy(Data):
         ddp_comm_hook: Callable | None = None,
         ddp_comm_wrapper: Callable | None = None,
         model_averaging_period: int | None = None,
+        process_group_backend: None = None,
+        timeout: timedelta | float = 1800.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        balance: Literal["auto", "off"] | list[float] = "auto",
+        global_batch_size: int | None = None,
+        min_batch_size: int | list[int] | None = None,
+        max_batch_size: int | list[int] | None = None,
+        rebalance_every_n_steps: int = 4,
+        ranks_per_node: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         limit = seconds(timeout)
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        check_ddp_options(kwargs)
+        check_ddp_options(process_group_backend, kwargs)
         self.options = Options(
             type(self).__name__,
             balance,
@@ -195,8 +200,7 @@ class HeteroStrategy(Data):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; what it logs counts by this rank's samples."""
-        drawn, module = self.share.drawn, self.lightning_module
-        assert drawn is not None
+        drawn, module = self.share.current(), self.lightning_module
         assert module is not None
         if isinstance(self.model, ReplicaDDP) and self.model.outgrown():
             self.model = module

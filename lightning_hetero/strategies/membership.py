@@ -2,10 +2,11 @@
 
 from abc import abstractmethod
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import agree
@@ -24,6 +25,16 @@ class Membership(Collectives):
 
     options: Options  # the user's, the same on every rank
     topology: Topology | None = None  # once the process has joined
+
+    #: What a strategy has of the job that it has joined, or of the running fit. A copy has yet to join.
+    of_the_job: ClassVar[tuple[str, ...]] = ("topology", "share", "_data_group")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: options, and what the Trainer has set, but no connections."""
+        state = {name: value for name, value in self.__dict__.items() if name not in self.of_the_job}
+        if isinstance(self.model, DistributedDataParallel):
+            state["_model"] = self.model.module
+        return state
 
     @override
     def set_world_ranks(self) -> None:

@@ -75,15 +75,19 @@ def seconds(timeout: Any) -> timedelta:
         raise ConfigurationError(f"timeout={timeout!r}: give a finite number of seconds, or a timedelta.") from None
 
 
-def check_ddp_options(options: dict[str, Any]) -> None:
+def check_ddp_options(backend: str | None, options: dict[str, Any]) -> None:
     """See that options that are not ours are DDP's.
+
+    Args:
+        backend: Lightning's ``process_group_backend``.
+        options: by name.
 
     Raises:
         ConfigurationError: names the unknown ones, and gives the reason where one of Lightning's is refused.
     """
-    if "process_group_backend" in options:
+    if backend is not None:
         raise ConfigurationError(
-            f"process_group_backend={options['process_group_backend']!r}: not a choice here. All ranks meet over gloo, "
+            f"process_group_backend={backend!r}: not a choice here. All ranks meet over gloo, "
             "which serves every device; groups of GPUs exchange gradients over NCCL by themselves. Leave it out."
         )
     unknown = sorted(set(options) - set(signature(DistributedDataParallel.__init__).parameters))

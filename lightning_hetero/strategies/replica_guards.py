@@ -1,12 +1,17 @@
 """What goes wrong with replicas that differ, in words."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, Timer
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _SEEN_WITHIN = 0.5  # seconds in which the kernel lets go of all that a dead process held
 
@@ -77,6 +82,42 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
                 "each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
             )
     return None
+
+
+def unfreezing(trainer: "pl.Trainer", module: torch.nn.Module) -> HeteroError | None:
+    """Why a callback cannot unfreeze what it has frozen, if there is one."""
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    for callback in trainer.callbacks if frozen else []:  # type: ignore[attr-defined]
+        never = isinstance(callback, BackboneFinetuning) and (
+            0 <= (trainer.max_epochs or -1) <= callback.unfreeze_backbone_at_epoch
+        )
+        if isinstance(callback, BaseFinetuning) and not never:
+            name = type(callback).__name__
+            return UnsupportedError(
+                f"{name} has frozen {frozen[0]}{' and others' if len(frozen) > 1 else ''}, to unfreeze them during the "
+                "fit. Replicas exchange what is trainable when the fit begins. Fit twice, first with the parameters "
+                f"frozen in the model and then with all of them, or use hetero_ddp, which {name} works with."
+            )
+    return None
+
+
+def averages_again(options: Mapping[str, Any]) -> None:
+    """Refuse options of DDP by which Lightning would average the replicas' parameters once more.
+
+    Raises:
+        ConfigurationError: names the option.
+    """
+    state, wrapped = options.get("ddp_comm_state"), options.get("ddp_comm_hook")
+    if (period := options.get("model_averaging_period")) is not None:
+        given = f"model_averaging_period={period!r}"
+    elif isinstance(state, PostLocalSGDState) or wrapped is post_localSGD_hook:
+        given = "post_localSGD_hook"
+    else:
+        return
+    raise ConfigurationError(
+        f"{given}: PyTorch's post-local SGD averages the parameters of all ranks a second time, each with the same "
+        "weight whatever its samples. This strategy averages them by itself. Leave the option out, or use hetero_ddp."
+    )
 
 
 def complex_parameters(module: torch.nn.Module) -> HeteroError | None:

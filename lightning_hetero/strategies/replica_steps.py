@@ -4,7 +4,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,13 @@ from lightning_hetero.errors import NotFiniteError, UnsupportedError
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.losses import Losses
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
-from lightning_hetero.strategies.replica_guards import about, complex_parameters, unsupported
+from lightning_hetero.strategies.replica_guards import (
+    about,
+    averages_again,
+    complex_parameters,
+    unfreezing,
+    unsupported,
+)
 from lightning_hetero.workload.stream import Stream
 
 if TYPE_CHECKING:
@@ -45,9 +51,11 @@ class ReplicaSteps(HeteroStrategy):
     """
 
     averager: Averager | None = None
+    of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "averager", "_links", "_losses", "_replicas")
 
     def __init__(self, on_nan: Literal["error", "skip"] = "error", **kwargs: Any) -> None:
         one_of("on_nan", on_nan, ("error", "skip"))
+        averages_again(kwargs)
         self.on_nan: Literal["error", "skip"] = on_nan
         super().__init__(**kwargs)
 
@@ -99,6 +107,8 @@ class ReplicaSteps(HeteroStrategy):
             self.averager = self.make_averager()
             self.averager.wants_stop = self._stop_requested
             self.averager.setup(self.make_replica(self.lightning_module), self._links, lambda: self.optimizers)
+            if self._averages:
+                together(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
             self._say()
 
     def _say(self) -> None:
@@ -170,9 +180,8 @@ class ReplicaSteps(HeteroStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.share.drawn is not None
         windows = self._trainer.accumulate_grad_batches  # by which the Trainer has divided the loss
-        self._losses.take(closure_loss * windows, self.share.drawn.samples, self._windows)
+        self._losses.take(closure_loss * windows, self.share.current().samples, self._windows)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _before_window(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.pulse import Pulse
-from lightning_hetero.errors import DataError
+from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.workload.cost import CostModel
 from lightning_hetero.workload.planner import Planner, Report
@@ -83,6 +83,20 @@ class Workshare:
             )
         self.drawn = self.loaders.take()
 
+    def current(self) -> Drawn:
+        """What was drawn for the running step.
+
+        Raises:
+            UnsupportedError: there is none.
+        """
+        if self.drawn is None:
+            raise UnsupportedError(
+                "a backward pass outside of `training_step`: without a batch there is no number of samples by which "
+                "this rank's gradients could be weighed. Move it into `training_step`; or, for gradients that are not "
+                "to be averaged between ranks, call `loss.backward()` on a model that is not wrapped."
+            )
+        return self.drawn
+
     def end(self) -> None:
         """This rank has done its work on the batch."""
         if self.drawn is None:
@@ -118,8 +132,7 @@ class Workshare:
 
     def weigh(self, measure: Callable[[Any], Any], batch: Any) -> None:
         """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
-        assert self.drawn is not None
-        value = measure(batch) if self.drawn.samples else 0.0
+        value = measure(batch) if self.current().samples else 0.0
         own = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
         own = own.reshape(()) if own.numel() == 1 else torch.tensor(float("nan"), dtype=torch.float64)
         if not 0 <= own < math.inf:
@@ -134,9 +147,9 @@ class Workshare:
 
         Raises:
             DataError: on every rank, if the user's measure of a batch was negative or NaN on any.
+            UnsupportedError: no step is running.
         """
-        assert self.drawn is not None
-        own, total = self.drawn
+        own, total = self.current()
         if self._weighing is not None:
             mine, everyone, work = self._weighing
             if work is not None:

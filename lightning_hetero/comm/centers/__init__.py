@@ -39,12 +39,19 @@ def open_center(
         UnsupportedError: on every rank: what is asked for does not go together, or cannot be had here.
     """
     hosts = {topology.places[rank].host for rank in job.leaders}
+    if home == "auto" and not locked:
+        home = "shared_memory"
     if home == "auto":
         home = "thread" if in_turn or wire != "fp32" or len(hosts) > 1 else "shared_memory"
     if home == "shared_memory" and len(hosts) > 1:
         raise UnsupportedError(
             f"a center in shared memory serves one host, and the replicas' first ranks {list(job.leaders)} live on "
             f"{', '.join(sorted(hosts))}. Use center='thread', or 'mpi' if mpiexec has launched the job."
+        )
+    if not locked and home != "shared_memory":
+        raise UnsupportedError(
+            f"locked=False with center={home!r}: only a center in shared memory can be visited without a lock. Use "
+            "center='shared_memory', or leave locked=False out."
         )
     if home == "mpi":
         together(mpi_missing(job.world), "the MPI center")

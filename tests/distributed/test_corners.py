@@ -1,0 +1,244 @@
+"""What a Trainer can do with Lightning's own strategies, at the corners: copies, profilers, arguments by position."""
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import attempt, run
+from tasks import FAST, GanLike, Net, dataset, parameters
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.utils.data import DataLoader
+
+from lightning_hetero import (
+    DASOStrategy,
+    EASGDAsyncStrategy,
+    EASGDStrategy,
+    GossipAsyncStrategy,
+    HeteroDDPStrategy,
+    HeteroMonitor,
+    NodeAverageStrategy,
+)
+from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
+
+BASE: dict[str, Any] = {"balance": "off", "timeout": 20}
+REPLICAS: list[tuple[Any, dict[str, Any]]] = [
+    (NodeAverageStrategy, {}),
+    (DASOStrategy, {}),
+    (EASGDStrategy, {"moving_rate": "auto", "tau": 1}),
+    (GossipAsyncStrategy, {}),
+]
+
+
+def _trainer(strategy: Any, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**FAST, "max_epochs": 1, **options})
+
+
+def _data() -> DataLoader:
+    return DataLoader(dataset(32), batch_size=4)
+
+
+# -- copies --------------------------------------------------------------------------------------------------
+
+
+class CopiesInside(pl.Callback):
+    """Copies the Trainer and its callbacks while it trains."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            assert copy.deepcopy(trainer).global_step == 2
+            copy.deepcopy(trainer.callbacks)
+
+
+def _copied(kind: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    trained = []
+    first = _trainer(kind(**BASE, **options), HeteroMonitor(report=None), CopiesInside())
+    for trainer in (copy.deepcopy(first), first):
+        module = Net()
+        trainer.fit(module, _data())
+        trained.append(parameters(module))
+    again, module = copy.deepcopy(first), Net()
+    again.fit_loop.epoch_progress.reset()
+    again.fit_loop.max_epochs = 2
+    again.fit(module, _data())
+    assert again.strategy is not first.strategy
+    assert first.strategy.topology is not None  # the copied one is as it was
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(HeteroDDPStrategy, {}), (EASGDAsyncStrategy, {"moving_rate": "auto", "center": "thread", "tau": 1}), REPLICAS[3]],
+)
+def test_a_trainer_and_its_callbacks_can_be_copied(kind: Any, options: dict[str, Any]) -> None:
+    for one, other in run(_copied, 2, kind, options, nodes=[1, 1]):
+        assert one.isfinite().all()
+        assert kind is not HeteroDDPStrategy or torch.equal(one, other)
+
+
+# -- profilers -----------------------------------------------------------------------------------------------
+
+
+class Fetching(pl.Callback):
+    """Notes how long batches took to fetch."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if isinstance(trainer.strategy, HeteroDDPStrategy):
+            self.seconds.append(trainer.strategy._timer._data)
+
+
+def _profiled(strategy: Any) -> tuple[int, list[float]]:
+    profiler, fetching = SimpleProfiler(), Fetching()
+    chosen, devices = (DDPStrategy(), 2) if strategy is DDPStrategy else (strategy(**BASE), 1)
+    trainer = _trainer(chosen, fetching, profiler=profiler, max_epochs=2, devices=devices)
+    trainer.fit(Net(), _data())
+    return len(profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]), fetching.seconds
+
+
+def test_lightnings_profiler_sees_every_batch_that_is_fetched() -> None:
+    [theirs] = {fetched for fetched, _ in run(_profiled, 2, DDPStrategy)}
+    for ours, seconds in run(_profiled, 2, HeteroDDPStrategy):
+        assert ours == theirs == 8
+        # The time until an epoch's first batch is no step's.
+        assert [second > 0 for second in seconds] == [False, True, True, True] * 2
+
+
+# -- arguments by position -----------------------------------------------------------------------------------
+
+
+def test_positional_arguments_are_those_of_lightnings_strategy() -> None:
+    accelerator, devices = CPUAccelerator(), [torch.device("cpu")]
+    for kind in (DDPStrategy, HeteroDDPStrategy):
+        strategy = kind(accelerator, devices)
+        assert strategy.accelerator is accelerator
+        assert strategy.parallel_devices == devices
+    with pytest.raises(TypeError, match="'accelerator'"):
+        HeteroDDPStrategy(accelerator, accelerator=accelerator)
+    with pytest.raises(TypeError, match="positional"):
+        HeteroDDPStrategy(*[None] * 20)
+
+
+# -- data and gradients outside of a fit ---------------------------------------------------------------------
+
+
+def _sets_data_up_outside() -> list[str]:
+    trainer, said = _trainer(HeteroDDPStrategy(**BASE)), []
+    trainer.fit(Net(), _data())
+    trainer.fit_loop._combined_loader = None
+    for function in (trainer.fit_loop.setup_data, lambda: trainer.strategy.process_dataloader(_data())):
+        try:
+            function()
+        except HeteroError as error:
+            said.append(str(error))
+    return said
+
+
+def test_dataloaders_cannot_be_set_up_outside_of_a_run() -> None:
+    for said in run(_sets_data_up_outside, 2):
+        assert len(said) == 2
+        assert all("no fit, validation, test or prediction is running" in text for text in said)
+
+
+class LateBackward(GanLike):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.net(batch[0]).mean())
+
+
+def _late_backward(kind: Any, options: dict[str, Any]) -> None:
+    _trainer(kind(find_unused_parameters=True, **BASE, **options)).fit(LateBackward(), _data())
+
+
+@pytest.mark.parametrize(("kind", "options"), [(HeteroDDPStrategy, {}), REPLICAS[0]])
+def test_a_backward_pass_outside_of_a_step(kind: Any, options: dict[str, Any]) -> None:
+    for outcome in attempt(_late_backward, 2, kind, options):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert "outside of `training_step`" in str(outcome.error)
+
+
+# -- a second average ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "options"), REPLICAS)
+def test_lightnings_own_averages_are_refused_between_replicas(kind: Any, options: dict[str, Any]) -> None:
+    local = PostLocalSGDState(None, None, start_localSGD_iter=5)
+    for more in ({"model_averaging_period": 2}, {"ddp_comm_state": local, "ddp_comm_hook": post_localSGD_hook}):
+        with pytest.raises(ConfigurationError, match="a second time"):
+            kind(**options, **more)
+
+
+class UnlockedThread(EASGDAsyncStrategy):
+    locked = False
+
+
+def _unlocked(center: str) -> None:
+    strategy = UnlockedThread(moving_rate="auto", tau=1, center=center, **BASE)
+    _trainer(strategy).fit(Net(), _data())
+
+
+def test_a_center_without_a_lock_lives_in_shared_memory_only() -> None:
+    for outcome in attempt(_unlocked, 2, "thread", nodes=[1, 1]):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert "locked=False" in str(outcome.error)
+        assert "center='shared_memory'" in str(outcome.error)
+    run(_unlocked, 2, "auto", nodes=[1, 1])
+
+
+# -- parameters that would thaw ------------------------------------------------------------------------------
+
+
+class Backboned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.net[0]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+class Thaws(BaseFinetuning):
+    """Trains the first layer later; or, if it does not freeze, from the beginning."""
+
+    def __init__(self, freezes: bool) -> None:
+        super().__init__()
+        self.freezes = freezes
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        if self.freezes:
+            self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 10:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+def _thaws(kind: Any, options: dict[str, Any], callback: Any) -> int:
+    module = Backboned()
+    trainer = _trainer(kind(**BASE, **options), callback)
+    trainer.fit(module, _data())
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(("kind", "options"), [REPLICAS[0], REPLICAS[2]])
+@pytest.mark.parametrize("callback", [Thaws(True), BackboneFinetuning(unfreeze_backbone_at_epoch=0)])
+def test_callbacks_that_unfreeze_are_refused_before_training(kind: Any, options: Any, callback: Any) -> None:
+    for outcome in attempt(_thaws, 2, kind, options, callback, nodes=[1, 1]):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert f"{type(callback).__name__} has frozen" in str(outcome.error)
+        assert "hetero_ddp" in str(outcome.error)
+
+
+def _may_thaw() -> list[int]:
+    late = BackboneFinetuning(unfreeze_backbone_at_epoch=10)
+    return [_thaws(*REPLICAS[0], callback) for callback in (Thaws(False), late)] + [_thaws(HeteroDDPStrategy, {}, late)]
+
+
+def test_those_that_can_work_are_not() -> None:
+    assert run(_may_thaw, 2, nodes=[1, 1]) == [[4, 4, 4]] * 2
