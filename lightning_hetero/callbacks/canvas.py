@@ -10,9 +10,15 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-#: Okabe and Ito's colours, which colour-blind people can tell apart, too.
-RANKS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#555555")
+#: What a rank's time goes to. These colours mean nothing else in any picture; colour-blind people can tell them apart.
+CAUSES = {"compute": "#0072B2", "data": "#F0C800", "exchange": "#D81B78", "hidden": "#3FA34D"}
 WAITING = "#D9D9D9"
+#: Time that belongs to no step.
+BETWEEN = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "////", "linewidth": 0.5}
+#: Ranks and replicas, from dark to light and back: earth and violet, so that none looks like a cause.
+RANKS = ("#4B2E83", "#C2A5CF", "#8C510A", "#DFC27D", "#7A0C2E", "#B8906F", "#9970AB", "#3B3B3B")
+#: What belongs to no single rank: the job, or an algorithm's own numbers.
+NEUTRAL = ("#222222", "#888888")
 
 
 class Picture(NamedTuple):
@@ -32,10 +38,10 @@ class Picture(NamedTuple):
 
 
 def colours(count: int) -> list[str]:
-    """One colour per rank."""
+    """One colour per rank, none of which is a cause's."""
     if count <= len(RANKS):
         return list(RANKS[:count])
-    return [to_hex(colormaps["viridis"](i / (count - 1))) for i in range(count)]
+    return [to_hex(colormaps["copper"](i / (count - 1))) for i in range(count)]
 
 
 def lane(axis: Axes, row: float, spans: Sequence[tuple[float, float]], colour: str, height: float = 0.8) -> None:

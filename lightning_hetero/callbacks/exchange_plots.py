@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_hetero.callbacks.canvas import RANKS, Picture, above, colours, dress, picture
+from lightning_hetero.callbacks.canvas import NEUTRAL, RANKS, Picture, above, colours, dress, picture
 from lightning_hetero.callbacks.record import Exchanged, Fit, View
 
 
@@ -20,7 +20,7 @@ def exchanges(fit: Fit) -> Picture | None:
     left, right = figure.subplots(1, 2)
     alike = len({view.latest[1:3] for view in leaders}) == 1
     for i, (view, colour) in enumerate(zip(leaders[:1] if alike else leaders, colours(len(leaders)), strict=False)):
-        colour, label = (RANKS[0], "each replica") if alike else (colour, f"replica {i}")
+        colour, label = (NEUTRAL[0], "each replica") if alike else (colour, f"replica {i}")
         steps = [0, *(e.step for e in view.exchanges)]
         left.plot(steps, [0, *(e.exchanges for e in view.exchanges)], color=colour, drawstyle="steps-post", label=label)
         right.plot(steps, [0, *(e.bytes / 1e6 for e in view.exchanges)], color=colour, drawstyle="steps-post")
@@ -33,9 +33,9 @@ def exchanges(fit: Fit) -> Picture | None:
         figure,
         "exchanges",
         "Exchanges between replicas",
-        "How often replicas have exchanged parameters, and how much each has sent over the network: within a host, "
-        "gossip and asynchronous centers hand values over in shared memory, which does not count. Steep parts are "
-        "where they meet often; a replica whose line is lower meets others more rarely.",
+        "How often replicas have exchanged parameters, and how much each has sent over the network. Within a host, "
+        "gossip and asynchronous centers use shared memory, which does not count. The steeper a line, the more often "
+        "replicas exchange; a replica with a lower line exchanges less often.",
     )
 
 
@@ -66,7 +66,8 @@ def course(fit: Fit) -> Picture | None:
             continue
         rows = [[value(e) for e in view.exchanges] for view in leaders]
         rows = rows[:1] if all(row == rows[0] for row in rows) else rows
-        for i, (view, row, colour) in enumerate(zip(leaders, rows, colours(len(leaders)), strict=False)):
+        shades = list(NEUTRAL[:1]) if len(rows) == 1 else colours(len(leaders))
+        for i, (view, row, colour) in enumerate(zip(leaders, rows, shades, strict=False)):
             axis.plot([e.step for e in view.exchanges], row, color=colour, lw=1.2, label=f"replica {i}")
         axis.set_ylim(bottom=0)
         if 1 < len(rows) <= len(RANKS):
@@ -74,19 +75,18 @@ def course(fit: Fit) -> Picture | None:
     return picture(
         figure,
         "course",
-        "Where the algorithm stands",
+        "The algorithm's own numbers",
         " ".join(_READ[name] for name, *_ in panels) + " Distances are Euclidean, over all parameters.",
     )
 
 
 _READ = {
-    "daso": "B is the number of steps between global exchanges, W how many steps later their result is mixed in; the "
-    "shades are the phases.",
-    "center_distance": "How far replicas are from the center that pulls them: a line that grows without end means that "
-    "they explore more than the center can hold.",
-    "peer_distance": "How far two replicas were from each other when they met: it should fall, or "
-    "stay level, as they agree.",
-    "consensus": "How far replicas are from their mean when they meet: it should fall, or stay level.",
+    "daso": "B is the number of steps between global exchanges, and W is how many steps later their result is mixed "
+    "in. The shaded areas are the phases.",
+    "center_distance": "The distance of replicas from the center: if it grows without end, the center pulls too weakly "
+    "(moving_rate) or too rarely (tau).",
+    "peer_distance": "The distance of two replicas when they exchanged: it should fall or stay level.",
+    "consensus": "The distance of replicas from their mean when they exchanged: it should fall or stay level.",
 }
 
 
@@ -94,7 +94,7 @@ def _rates(axis: Axes, exchanges: Sequence[Exchanged]) -> None:
     """B and W of DASO, over its phases."""
     steps = [e.step for e in exchanges]
     phases = [str(e.status["phase"]) for e in exchanges]
-    shades = {"warm-up": "#FBE9D0", "cycling": "#E3F1FA", "cool-down": "#E2F3EC"}
+    shades = {"warm-up": "#EFEFEF", "cycling": "#FFFFFF", "cool-down": "#E4E4E4"}
     began = 0
     for i, phase in enumerate(phases):
         if i + 1 == len(phases) or phases[i + 1] != phase:
@@ -110,7 +110,7 @@ def _rates(axis: Axes, exchanges: Sequence[Exchanged]) -> None:
                 rotation=90 if narrow else 0,
             )
             began = steps[i]
-    for name, label, colour in (("global_every", "B", RANKS[0]), ("wait", "W", RANKS[3])):
+    for name, label, colour in (("global_every", "B", NEUTRAL[0]), ("wait", "W", NEUTRAL[1])):
         cycling = [float(e.status[name]) if e.status["phase"] == "cycling" else math.nan for e in exchanges]
         axis.plot(steps, cycling, color=colour, drawstyle="steps-pre", label=label, lw=2)
     axis.set_ylim(0, 1.35 * max(float(e.status["global_every"]) for e in exchanges))
@@ -141,8 +141,8 @@ def pairs(fit: Fit) -> Picture | None:
         figure,
         "pairings",
         "Who has met whom",
-        "Completed exchanges of each replica with each other one. A pale row is a replica that is rarely met: a slow "
-        "one, or one behind a slow link.",
+        "Completed exchanges of each replica with each other one. A pale row is a replica that takes part in few "
+        "exchanges: it is slow, or its link is.",
     )
 
 

@@ -165,7 +165,8 @@ class HeteroMonitor(Callback):
         if not steps.beginning:
             return None
         found = steps.stretches, steps.beginning, steps.end, steps.background
-        return View(strategy.global_rank, *found, list(self.exchanges))
+        model = strategy.share.cost
+        return View(strategy.global_rank, *found, list(self.exchanges), model.cost if model.ready else None)
 
     def _write(
         self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[View], ended: str | None = None

@@ -3,27 +3,39 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from lightning_hetero.callbacks.canvas import WAITING, Picture, above, colours, lane, lanes, picture, plane
+from lightning_hetero.callbacks.canvas import (
+    BETWEEN,
+    CAUSES,
+    NEUTRAL,
+    WAITING,
+    Picture,
+    above,
+    colours,
+    lane,
+    lanes,
+    picture,
+    plane,
+)
 from lightning_hetero.callbacks.exchange_plots import course, exchanges, pairs
 from lightning_hetero.callbacks.record import Fit, Stretch, View, coarser
-from lightning_hetero.callbacks.totals import Totals, end_of, totals
+from lightning_hetero.callbacks.totals import Totals, end_of, even_work, totals
 
 FloatArray = NDArray[np.float64]
 
 PARTS = {
-    "data": ("#E69F00", "loads data"),
-    "compute": ("#0072B2", "computes"),
+    "data": (CAUSES["data"], "loads data"),
+    "compute": (CAUSES["compute"], "computes"),
     "wait": (WAITING, "waits for other ranks"),
-    "exchange": ("#D55E00", "exposed exchange between replicas"),
+    "exchange": (CAUSES["exchange"], "exposed exchange between replicas"),
 }
-HIDDEN = ("#009E73", "hidden exchange, in the background")
-BETWEEN = ("#CC79A7", "between steps")
+HIDDEN = (CAUSES["hidden"], "hidden exchange, in the background")
 #: Most lanes of a time line, and most points of a curve.
 LANES, POINTS = 16, 60
 #: A time line shows about so many steps.
@@ -65,8 +77,8 @@ def _time_lines(fit: Fit) -> Picture:
         figure,
         "timeline",
         "Who works and who waits",
-        "One row per rank, time from left to right: the less grey and red, the better. Blank is what lies between "
-        "steps, such as validation and waiting at the end of an epoch. Within a step parts are drawn in a fixed order."
+        "One row per rank, time from left to right: the less grey and pink, the better. Blank is what lies between "
+        "steps, such as validation and waiting at the end of an epoch. The parts of a step are drawn in a fixed order."
         + _fewer(fit),
     )
 
@@ -77,10 +89,11 @@ def _slowest(fit: Fit) -> list[View]:
 
 
 def _rows(fit: Fit) -> list[tuple[View, Totals]]:
-    """Likewise, with their sums over the settled part."""
-    both = zip(fit.views, totals(fit), strict=True)
-    slowest = sorted(both, key=lambda pair: pair[1].speed if fit.automatic else -pair[1].work)[:LANES]
-    return sorted(slowest, key=lambda pair: pair[0].rank)
+    """The slowest ranks with their sums over the settled part; compared as in the verdict."""
+    own = totals(fit)
+    work = even_work(own) or [rank.work for rank in own]
+    slowest = sorted(range(len(own)), key=lambda i: -work[i])[:LANES]
+    return [(fit.views[i], own[i]) for i in sorted(slowest, key=lambda i: fit.views[i].rank)]
 
 
 def _fewer(fit: Fit) -> str:
@@ -112,14 +125,22 @@ def _parts(fit: Fit) -> Picture:
     figure = Figure(figsize=(12, 1.3 + 0.36 * len(rows)), layout="constrained")
     axis = figure.subplots()
     left = [0.0] * len(rows)
-    for part, (colour, label) in {**PARTS, "between": BETWEEN}.items():
+    for part, (colour, label) in {**PARTS, "between": ("white", "between steps")}.items():
         widths = [100 * getattr(own, part) / max(own.seconds, 1e-12) for _, own in rows]
+        style: dict[str, Any] = BETWEEN if part == "between" else {"color": colour}
         if any(widths):
-            axis.barh(range(len(widths)), widths, left=left, color=colour, label=label, height=0.8)
+            axis.barh(range(len(widths)), widths, left=left, label=label, height=0.8, **style)
         for row, (start, width) in enumerate(zip(left, widths, strict=True)):
             if width >= 4:
-                dark = part in ("compute", "exchange")
-                axis.text(start + width / 2, row, f"{width:.0f}%", ha="center", va="center", color="w" if dark else "k")
+                axis.text(
+                    start + width / 2,
+                    row,
+                    f"{width:.0f}%",
+                    ha="center",
+                    va="center",
+                    color="w" if part in ("compute", "exchange") else "k",
+                    bbox={"fc": "w", "ec": "none", "pad": 1} if part == "between" else None,
+                )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     lanes(axis, [f"rank {view.rank}" for view, _ in rows])
     axis.set_xlim(0, 100)
@@ -129,11 +150,11 @@ def _parts(fit: Fit) -> Picture:
         figure,
         "parts",
         "What each rank's time goes to",
-        "Blue is useful work. Much grey on all ranks but one: that one holds them up. Much orange: data come too "
-        "slowly. Much red: exchanges between replicas, and the wait for others at them, are not hidden. Purple is "
-        "between steps: on some ranks only, they wait at the ends of epochs; on all, it is validation and the like. "
-        "Where ranks average gradients, that communication is within the grey, since it cannot be told from waiting "
-        "step by step; the verdict estimates it." + _fewer(fit),
+        "Blue is useful work. Much grey on all ranks but one: that one holds them up. Much yellow: data come too "
+        "slowly. Much pink: exchanges between replicas, and the wait for others at them, are not hidden. Hatched is "
+        "between steps: if only some ranks have it, they wait at the ends of epochs; if all have it, it is validation "
+        "and the like. Where ranks average gradients, that communication is part of the grey, because in a single step "
+        "it looks like waiting; the verdict estimates it." + _fewer(fit),
     )
 
 
@@ -149,6 +170,8 @@ def _shares(fit: Fit) -> Picture:
         [[*row, row[-1]] for row in shares[::-1]],
         colors=colours(len(shares))[::-1],
         step="post",
+        edgecolor="white",
+        linewidth=0.6,
     )
     full = _last_full_batch(fit.views)
     top = total = sum(full)
@@ -167,9 +190,9 @@ def _shares(fit: Fit) -> Picture:
         figure,
         "shares",
         "How batches are split",
-        "Each band is one rank's part of the batches, on the right that of the last full one: wide bands are fast "
-        "ranks. Bands that settle have found the split; bands that move follow speeds that change. Notches are the "
-        "short last batches of epochs.",
+        "Each band is one rank's part of the batches; the numbers on the right are those of the last full batch. Wide "
+        "bands are fast ranks. Once bands stay level the split has settled; bands that move follow speeds that change. "
+        "Notches are the short last batches of epochs.",
     )
 
 
@@ -193,7 +216,7 @@ def _speeds(fit: Fit) -> Picture:
     solo_label = "its speed while it works" if alone else "sum of the ranks' speeds while they work"
     axis.stairs(solo, edges, baseline=None, color="#888888", ls="--", label=solo_label)
     who = f"rank {fit.views[0].rank}" if alone else "the whole job"
-    axis.stairs(job, edges, baseline=None, color="#0072B2", lw=2, label=who)
+    axis.stairs(job, edges, baseline=None, color=NEUTRAL[0], lw=2, label=who)
     axis.set_xlim(began, ended)
     axis.set_ylim(0, 1.1 * max(_typical(list(solo)), _typical(list(job)), 1e-12))
     above(axis)
@@ -201,9 +224,9 @@ def _speeds(fit: Fit) -> Picture:
         figure,
         "speed",
         "How fast the job is, and how fast it could be",
-        "The dashed line is what the ranks would reach together if each worked all the time; the blue line is what "
-        "they reach, by the clock on the wall. The gap is lost to waiting, communication, and what lies between steps, "
-        "such as waiting at the end of an epoch and validation.",
+        "The solid line is how many samples per second the ranks process together, in wall time. The dashed line is "
+        "what they would process if each worked all the time. The gap is lost to waiting, communication, and what lies "
+        "between steps, such as waiting at the end of an epoch and validation.",
     )
 
 

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightning_hetero.workload.shares import Cost
 from lightning_hetero.workload.timer import Lap
 
 
@@ -193,6 +194,7 @@ class View(NamedTuple):
         end: its latest steps, one by one.
         background: when exchanges were under way while it trained, as (began, ended) in seconds since the start.
         exchanges: between replicas, as it has seen them.
+        cost: its fitted seconds per step and per sample at the end; None if there were too few steps for a fit.
     """
 
     rank: int
@@ -201,6 +203,7 @@ class View(NamedTuple):
     end: list[Stretch]
     background: list[tuple[float, float]]
     exchanges: list[Exchanged]
+    cost: Cost | None = None
 
     @property
     def latest(self) -> Exchanged:

@@ -85,6 +85,7 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
                     for name in ("stretches", "beginning", "end")
                 },
                 "exchanges": [exchanged._asdict() for exchanged in view.exchanges],
+                "cost": view.cost._asdict() if view.cost else None,
                 "settled": together(late)._asdict(),
                 "samples_per_s": own.speed,
                 "pace": own.pace,
@@ -145,6 +146,7 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
         f'<p class="ended">The fit was ended early by {escape(fit.ended)}. What rank 0 saw:</p>' if fit.ended else ""
     )
     rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict.sentences)
+    advice = "".join(f"<li>{escape(sentence)}</li>" for sentence in verdict.advice)
     pairings = ""
     if fit.pairings:
         head = ["replica", *(f"with {i}" for i in range(len(fit.pairings)))]
@@ -155,6 +157,7 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
         title=escape(f"{fit.facts['strategy']}: {fit.facts['model']} on {_count(len(fit.places), 'rank')}"),
         headline=escape(verdict.headline),
         sentences=ended + rest,
+        advice=advice,
         pictures=pictures,
         ranks=_table(_HEAD, [_row(fit, *both) for both in zip(fit.views, totals(fit), strict=True)]),
         exchanges=_exchanges(fit),

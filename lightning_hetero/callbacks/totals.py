@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 from lightning_hetero.callbacks.record import Fit, Stretch, View, together
 from lightning_hetero.comm.topology import group_of
+from lightning_hetero.workload.shares import Cost
 
 #: All ranks begin the settled part within this fraction of its length of each other.
 TOGETHER = 0.05
+#: A fit ``a + k n`` is trusted this far beyond the batch sizes that the rank has had, as a fraction of them.
+BEYOND = 0.1
 
 
 class Totals(NamedTuple):
@@ -23,6 +26,8 @@ class Totals(NamedTuple):
         exchange: seconds that exchanges between replicas took from training.
         network: of the last two, seconds in which it waited for no slower rank: what communication itself took.
         between: seconds that belong to no step: waiting at the end of an epoch or of the fit, validation, checkpoints.
+        cost: the fitted ``a + k n``: seconds of its work on a batch of ``n`` samples; None while nothing is known.
+        seen: the least and the most samples per step that it has had, which the fit is made from.
     """
 
     rank: int
@@ -34,6 +39,27 @@ class Totals(NamedTuple):
     exchange: float
     network: float
     between: float = 0.0
+    cost: Cost | None = None
+    seen: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def share(self) -> float:
+        """Samples per step, mean."""
+        return self.samples / max(self.steps, 1)
+
+    def scale(self, samples: float) -> float | None:
+        """How many times as long as now the rank would work on a batch of so many samples, by the fitted ``a + k n``.
+
+        The fit gives the ratio only, and the measured times the level. Returns None where the fit says nothing: there
+        is none, or the rank has never had a batch of about this size.
+        """
+        if abs(samples - self.share) <= BEYOND * self.share:
+            known = self.cost or Cost(0.0, 1.0)  # so near that the ratio hardly matters
+        elif self.cost and (1 - BEYOND) * self.seen[0] <= samples <= (1 + BEYOND) * self.seen[1] and self.share:
+            known = self.cost
+        else:
+            return None
+        return known.seconds(samples) / max(known.seconds(self.share), 1e-12)
 
     @property
     def work(self) -> float:
@@ -42,7 +68,7 @@ class Totals(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds on the clock on the wall."""
+        """Wall time in seconds."""
         return self.work + self.wait + self.exchange + self.between
 
     @property
@@ -105,6 +131,7 @@ def totals(fit: Fit) -> list[Totals]:
     part = settled(fit)
     late = {view.rank: stretches for view, stretches in zip(fit.views, part.stretches, strict=True)}
     sums = {rank: together(stretches) for rank, stretches in late.items()}
+    views = {view.rank: view for view in fit.views}
     # A GPU's work may be longer than what the host's clock shows for its last steps.
     wall = max(part.ended - part.began, *(own.seconds for own in sums.values()), 0.0)
 
@@ -122,8 +149,34 @@ def totals(fit: Fit) -> list[Totals]:
         replica = fit.replicas[group_of(rank, fit.replicas)]
         network = least(replica if len(replica) > 1 else late, "wait") + exchange  # alone it waits for no gradients
         times = own.data, own.compute, own.wait, own.exchange
-        found.append(Totals(rank, own.steps, own.samples, *times, network, wall - own.seconds))
+        view = views[rank]
+        sums_of_rank = own.steps, own.samples, *times, network, wall - own.seconds
+        found.append(Totals(rank, *sums_of_rank, view.cost, _seen(view)))
     return found
+
+
+def even_share(ranks: Sequence[Totals]) -> float:
+    """Samples per step of each rank if the batches were split evenly."""
+    return sum(rank.share for rank in ranks) / max(len(ranks), 1)
+
+
+def even_scales(ranks: Sequence[Totals]) -> list[float] | None:
+    """How many times as long as now each rank would work on a step with an even split; None if this is not known."""
+    even = even_share(ranks)
+    scales = [scale for rank in ranks if (scale := rank.scale(even)) is not None]
+    return scales if len(scales) == len(ranks) else None
+
+
+def even_work(ranks: Sequence[Totals]) -> list[float] | None:
+    """Seconds that each rank would work on a step if the batches were split evenly; None if this is not known."""
+    scales = even_scales(ranks)
+    return scales and [scale * rank.work / rank.steps for scale, rank in zip(scales, ranks, strict=True)]
+
+
+def _seen(view: View) -> tuple[float, float]:
+    """The least and the most samples per step of a rank, batches without a sample left out."""
+    samples = [s.samples / s.steps for s in (*view.stretches, *view.beginning, *view.end) if s.samples]
+    return (min(samples), max(samples)) if samples else (0.0, 0.0)
 
 
 def own_exchanges(work: Sequence[float], exchange: Sequence[float]) -> list[float]:

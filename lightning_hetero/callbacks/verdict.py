@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from lightning_hetero.callbacks.totals import Totals, own_exchanges
+from lightning_hetero.callbacks.next_steps import WORTH_A_WORD, Cause, gain_of, next_steps
+from lightning_hetero.callbacks.totals import Totals, even_scales, even_share, own_exchanges
 
-Cause = Literal["compute", "data", "network"]
-#: A rank stands out if a sample takes it so many times as long as the median of the others.
+#: A rank stands out if it needs at least so many times as long as the median of the others.
 NOTABLE = 1.15
-#: From this fraction of the job's time on, something is worth a word.
-WORTH_A_WORD = 0.1
 BETWEEN = "between steps: waiting at the end of an epoch, validation, checkpoints"
 NAMES: dict[Cause, str] = {"compute": "its compute", "data": "its data loading", "network": "its network"}
 DOES: dict[Cause, str] = {"compute": "computing", "data": "loading data", "network": "in exchanges with other replicas"}
@@ -21,11 +19,14 @@ class Verdict(NamedTuple):
     """The report's words.
 
     Attributes:
-        slowest: the rank that takes longest; nothing for one rank alone.
-        cause: what sets it apart; nothing if it does not stand out.
+        slowest: the rank that takes longest; None for one rank alone.
+        cause: what sets it apart; None if it does not stand out.
         times: how many times as long as the others' median it takes.
         headline: one sentence on the slowest rank.
-        sentences: more: how close the job comes to its ranks' speeds, and what to do.
+        sentences: what the split gains, how close the job comes to its ranks' speeds, and where the time goes.
+        advice: what to do next, at least one sentence.
+        gain: how many times as fast the slowest rank is done with a step as it would be with an even split; None if
+            this is not known.
         efficiency: the job's samples per second over the sum of the ranks' own speeds.
         spent: parts of all ranks' time, which add up to 1: ``compute``, ``data``, ``waiting`` (for slower ranks),
             ``network`` (what even the ranks that nobody waits for spend on communication) and ``between`` steps.
@@ -36,21 +37,24 @@ class Verdict(NamedTuple):
     times: float
     headline: str
     sentences: tuple[str, ...]
+    advice: tuple[str, ...]
+    gain: float | None
     efficiency: float
     spent: dict[str, float]
 
 
 def judge(ranks: Sequence[Totals], lockstep: bool, automatic: bool, missing: int = 0) -> Verdict:
-    """Name the slowest rank and why, and say where the time goes.
+    """Name the slowest rank and why, say where the time goes, what the split gains, and what to do next.
 
-    A rank's time has three parts: compute, data, and what exchanges between replicas take from training. The slowest
-    rank is the one with the greatest sum; the cause is the part by which it exceeds the median of the others most.
-    Waiting for it is what the others do, and no part. Where replicas exchange all at once, an exchange takes the same
-    from all and tells none of them apart; where they meet one by one, what a rank may have waited there for a slower
-    one does not count (``own_exchanges``).
+    A rank's time in a step has three parts: compute, data, and what exchanges between replicas take from training. The
+    slowest rank is the one with the greatest sum; the cause is the part by which it exceeds the median of the others
+    most. Waiting for the slowest rank is not a part. Where replicas exchange all at once, an exchange takes the same
+    from all of them; where they meet one by one, the time that a rank may have waited there for a slower one does not
+    count (``own_exchanges``).
 
-    Where batches are split by speed, all ranks take equally long for a step, and the time of a sample is compared;
-    otherwise that of a step, for which the others wait.
+    Ranks are compared with equal shares of the batch, by their fitted ``a + k n``: cost per sample would take a rank
+    with few samples for slow, because its fixed cost ``a`` is spread over few. If a rank has never had a share of about
+    this size, the fit says nothing about it, and the ranks are compared with the shares that they have.
 
     Args:
         ranks: one per rank.
@@ -64,45 +68,47 @@ def judge(ranks: Sequence[Totals], lockstep: bool, automatic: bool, missing: int
     if missing:
         return _in_part(ranks[0], missing, efficiency, spent)
     uneven, common = _between(ranks)
-    advice = partial(_advice, spent, uneven, common, automatic)
     network = [0.0] * len(ranks) if lockstep else own_exchanges([r.work for r in ranks], [r.exchange for r in ranks])
-    parts = [
-        (rank, _parts(rank, own, rank.samples if automatic else rank.steps))
-        for rank, own in zip(ranks, network, strict=True)
-        if rank.samples or not automatic  # a rank without samples takes no time for one
-    ]
-    if len(parts) < 2:
-        own = parts[0][0] if parts else ranks[0]
+    taking = [r for r in ranks if r.samples or not automatic]  # a rank without samples has no speed
+    own_network = [own for r, own in zip(ranks, network, strict=True) if r in taking]
+    gain = gain_of(taking, automatic)
+    advise = partial(next_steps, spent, uneven, common, automatic, gain)
+    if len(taking) < 2:
+        own = taking[0] if taking else ranks[0]
         does = DOES["data" if own.data > own.compute else "compute"]
         each = f", {1e3 * max(own.data, own.compute) / own.samples:.2f} ms per sample {does}" if own.samples else ""
         who = "One rank alone" if len(ranks) == 1 else f"Rank {own.rank} alone has samples"
         headline = f"{who}: {own.pace:,.0f} samples/s{each}."
-        return Verdict(None, None, 1.0, headline, (_where(spent), *advice(None)), efficiency, spent)
-    at = max(range(len(parts)), key=lambda i: sum(parts[i][1].values()))
-    slowest, takes = parts[at]
-    others = [part for i, (_, part) in enumerate(parts) if i != at]
+        return Verdict(None, None, 1.0, headline, (_where(spent),), advise(None), None, efficiency, spent)
+    scales = even_scales(taking)  # or else the shares as they are
+    even = None if scales is None else even_share(taking)
+    parts = [_parts(*each) for each in zip(taking, own_network, scales or [1.0] * len(taking), strict=True)]
+    at = max(range(len(parts)), key=lambda i: sum(parts[i].values()))
+    slowest, takes = taking[at], parts[at]
+    others = [part for i, part in enumerate(parts) if i != at]
     usual = {name: median(part[name] for part in others) for name in takes}
     times = sum(takes.values()) / max(median(sum(part.values()) for part in others), 1e-12)
-    sentences = [_job(reached, possible, efficiency), _where(spent)]
+    sentences = [*gain.sentences, _job(reached, possible, efficiency), _where(spent)]
     if times < NOTABLE:
+        equal = "" if even is None else " with equal shares of the batch"
         headline = (
-            f"No rank stands out: the slowest, rank {slowest.rank}, takes {max(times - 1, 0):.0%} longer per "
-            f"{'sample' if automatic else 'step'} than the median of the others."
+            f"No rank stands out: the slowest, rank {slowest.rank}, takes {max(times - 1, 0):.0%} longer per step than "
+            f"the median of the others{equal}."
         )
-        return Verdict(slowest.rank, None, times, headline, (*sentences, *advice(None)), efficiency, spent)
+        outcome = tuple(sentences), advise(None), gain.times, efficiency, spent
+        return Verdict(slowest.rank, None, times, headline, *outcome)
     cause = max(takes, key=lambda name: takes[name] - usual[name])
     headline = (
-        f"Rank {slowest.rank} is the slowest, because of {NAMES[cause]}: it spends {1e3 * takes[cause]:.3g} ms "
-        f"{_on_what(slowest, cause, automatic)}, the others {1e3 * usual[cause]:.3g} ms (median)."
+        f"Rank {slowest.rank} is the slowest, because of {NAMES[cause]}: {_takes(slowest, cause, takes[cause], even)}, "
+        f"the others {1e3 * usual[cause]:.3g} ms (median)."
     )
-    whose = "its samples take" if automatic else "its work on a step takes"
-    sentences.insert(0, f"In all, {whose} {times:.1f} times as long as the others'.")
-    if automatic and spent["waiting"] + uneven < WORTH_A_WORD:
-        mine, everyone = (sum(r.samples / r.steps for r in group) for group in ([slowest], ranks))
-        sentences.insert(
-            1, f"The others hardly wait for it: it was given {mine:.3g} of {everyone:.4g} samples per step."
-        )
-    return Verdict(slowest.rank, cause, times, headline, (*sentences, *advice(cause)), efficiency, spent)
+    same = "with the shares as they are" if even is None else "with equal shares"
+    first = [f"Altogether, {same}, its steps take {times:.1f} times as long as the others'."]
+    if automatic and even is not None and spent["waiting"] + uneven < WORTH_A_WORD:
+        everyone = sum(r.share for r in ranks)
+        first.append(f"The others hardly wait for it, because it has {slowest.share:.3g} of {everyone:.4g} samples.")
+    outcome = (*first, *sentences), advise(cause), gain.times, efficiency, spent
+    return Verdict(slowest.rank, cause, times, headline, *outcome)
 
 
 def _in_part(own: Totals, missing: int, efficiency: float, spent: dict[str, float]) -> Verdict:
@@ -117,23 +123,25 @@ def _in_part(own: Totals, missing: int, efficiency: float, spent: dict[str, floa
         f"{spent['data']:.0%} loading data, {spent['waiting']:.0%} waiting for other ranks and communication, and "
         f"{spent['between']:.0%} {BETWEEN}."
     )
-    return Verdict(None, None, 1.0, headline, (where,), efficiency, spent)
+    advice = ("Read the error first. For a verdict, a fit must end without one.",)
+    return Verdict(None, None, 1.0, headline, (where,), advice, None, efficiency, spent)
 
 
-def _parts(rank: Totals, network: float, units: float) -> dict[Cause, float]:
-    """Seconds per sample or per step."""
-    units = max(units, 1e-12)
-    return {"compute": rank.compute / units, "data": rank.data / units, "network": network / units}
+def _parts(rank: Totals, network: float, scale: float) -> dict[Cause, float]:
+    """Seconds per step, the rank's own work scaled to another share of the batch."""
+    steps = max(rank.steps, 1)
+    return {"compute": scale * rank.compute / steps, "data": scale * rank.data / steps, "network": network / steps}
 
 
-def _on_what(rank: Totals, cause: Cause, automatic: bool) -> str:
-    if automatic:
-        return f"per sample {DOES[cause]}"
-    samples = (
-        f"its {rank.samples / rank.steps:.3g} samples" if rank.samples else "a filler, without a sample of its own"
-    )
-    does: dict[Cause, str] = {"compute": f"computing {samples}", "data": f"loading {samples}"}
-    return f"of each step {does.get(cause, DOES[cause])}"
+def _takes(rank: Totals, cause: Cause, seconds: float, even: float | None) -> str:
+    """For what, and for how long per step."""
+    spends = f"spends {1e3 * seconds:.3g} ms of each step"
+    if cause == "network":
+        return f"it {spends} {DOES[cause]}"
+    if even is not None and abs(even - rank.share) > 0.02 * rank.share:
+        return f"with an even share of {even:.3g} samples it {spends.replace('spends', 'would spend')} {DOES[cause]}"
+    samples = f"its {rank.share:.3g} samples" if rank.samples else "a filler, without a sample of its own"
+    return f"it {spends} {'computing' if cause == 'compute' else 'loading'} {samples}"
 
 
 def _spent(ranks: Sequence[Totals]) -> dict[str, float]:
@@ -166,29 +174,3 @@ def _where(spent: dict[str, float]) -> str:
         f"{spent['waiting']:.0%} waiting for slower ranks, {spent['network']:.0%} communication that nothing hides, "
         f"and {spent['between']:.0%} {BETWEEN}."
     )
-
-
-def _advice(spent: dict[str, float], uneven: float, common: float, automatic: bool, cause: Cause | None) -> list[str]:
-    advice = []
-    if max(spent["waiting"], uneven) >= WORTH_A_WORD:
-        at_ends = f" at the ends of epochs ({uneven:.0%} of all ranks' time)" if uneven >= WORTH_A_WORD else ""
-        waits = f"Ranks wait for slower ones{', also' if at_ends and spent['waiting'] >= WORTH_A_WORD else ''}{at_ends}"
-        advice.append(
-            f"{waits} although batches are split by speed: speeds may change faster than the split, or "
-            "min_batch_size, max_batch_size or few samples per rank bind it."
-            if automatic
-            else f"{waits}: balance='auto' would split batches by measured speed."
-        )
-    if common >= WORTH_A_WORD:
-        advice.append(
-            f"All ranks spend {common:.0%} of their time between steps: fewer validations or checkpoints, longer "
-            "epochs or DataLoader(persistent_workers=True) would leave more for training."
-        )
-    if cause == "data" or spent["data"] >= WORTH_A_WORD:
-        advice.append("Loading data takes time from training: more DataLoader workers (num_workers) would hide it.")
-    if cause == "network" or spent["network"] >= WORTH_A_WORD:
-        advice.append(
-            "Communication takes time from training: larger batches, rarer exchanges or such as happen in the "
-            "background (hetero_daso, say) would take less."
-        )
-    return advice

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from matplotlib.colors import rgb_to_hsv, to_rgb
 from matplotlib.image import imread
 from ranks import attempt, run
 from tasks import FAST, Net, dataset
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import DASOStrategy, GossipStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
+from lightning_hetero.callbacks.canvas import CAUSES, NEUTRAL, WAITING, colours
 from lightning_hetero.callbacks.plots import _during, _held, _last_full_batch, draw
 from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View, coarser
 from lightning_hetero.callbacks.report import PICTURES, write
@@ -60,6 +62,9 @@ def _fit(root: Path, strategy: Any, monitor: HeteroMonitor, data: Any = None, **
 def _paced_fits(root: Path) -> None:
     even = HeteroDDPStrategy(balance="off", timeout=60)
     _fit(root / "compute", even, HeteroMonitor(), callbacks=[EmulatedSpeed(COSTS)])
+    affine = HeteroDDPStrategy(global_batch_size=32, timeout=60)
+    costs = [(0.010, 0.0005), (0.010, 0.002)]
+    _fit(root / "affine", affine, HeteroMonitor(), dataset(1280), callbacks=[EmulatedSpeed(costs)])
     _fit(root / "data", HeteroDDPStrategy(balance="off", timeout=60), HeteroMonitor("report"), Slow(160), max_epochs=1)
 
 
@@ -112,7 +117,17 @@ def test_the_slow_device_is_named_and_its_times_are_those_it_was_given(paced: Pa
     assert found["verdict"]["spent"]["waiting"] > 0.15
     words = (paced / "compute" / "hetero_report" / "report.html").read_text()
     assert "Rank 1 is the slowest, because of its compute" in words
-    assert "balance=&#x27;auto&#x27; would split" in words
+    assert "<li>Ranks wait for slower ones: set balance=&#x27;auto&#x27;" in words
+
+
+@pytest.mark.clock
+def test_a_rank_with_few_samples_is_judged_by_its_fit(paced: Path) -> None:
+    verdict = figures(paced / "affine" / "hetero_report")["verdict"]
+    assert (verdict["slowest"], verdict["cause"]) == (1, "compute")
+    assert 1.9 < verdict["times"] < 2.8  # 42 ms and 18 ms for 16 samples; per sample, with 26 and 6, 4.1
+    assert 1.5 < verdict["gain"] < 2.1  # 42 ms and 23 ms
+    words = (paced / "affine" / "hetero_report" / "report.html").read_text()
+    assert "times as fast as an even one" in words
 
 
 @pytest.mark.clock
@@ -224,7 +239,17 @@ def test_pictures_of_an_earlier_report_go_and_nothing_else(tmp_path: Path) -> No
     assert {picture.stem for picture in tmp_path.glob("*.png")} == {"timeline", "parts", "shares", "speed", "holiday"}
 
 
-def test_speeds_are_by_the_clock_on_the_wall() -> None:
+def test_no_colour_means_two_things() -> None:
+    causes = {*CAUSES.values(), WAITING}
+    for count in (1, 8, 9, 64):
+        assert not causes & {*colours(count), *NEUTRAL}
+    seen = [rgb_to_hsv(to_rgb(colour)) for colour in CAUSES.values()]
+    hues = sorted(360 * hue for hue, _, _ in seen)
+    apart = [(b - a) % 360 for a, b in zip(hues, [*hues[1:], hues[0]], strict=True)]
+    assert min(apart) > 40, hues  # loading data and exposed exchanges once were two oranges: 41 and 27
+
+
+def test_speeds_are_in_wall_time() -> None:
     # 4 steps of 8 samples in 0.4 s, a pause of 0.6 s, once again; the last step is short.
     began = [0.0, 0.1, 0.2, 0.3, 1.0, 1.1, 1.2, 1.3]
     steps = [Stretch(i, 1, at, 8 if i < 7 else 1, 0.0, 0.05, 0.05, 0.0) for i, at in enumerate(began)]

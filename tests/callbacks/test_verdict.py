@@ -1,6 +1,7 @@
 """The verdict against cases whose answer is plain to see."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -8,14 +9,23 @@ from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View
 from lightning_hetero.callbacks.report import verdict_of
 from lightning_hetero.callbacks.totals import Totals, settled, totals
 from lightning_hetero.callbacks.verdict import judge
+from lightning_hetero.workload.shares import Cost
+
+PROPORTIONAL = Cost(0.0, 0.01)
 
 
 def rank(
     number: int, samples: float, compute: float, data: float = 0.0, wait: float = 0.0, exchange: float = 0.0,
-    network: float = 0.0,
+    network: float = 0.0, cost: Cost | None = PROPORTIONAL, seen: tuple[float, float] = (1, 100),
 ) -> Totals:  # fmt: skip
-    """A rank's 10 steps; times in seconds."""
-    return Totals(number, 10, samples, data, compute, wait, exchange, network)
+    """A rank's 10 steps; times in seconds. Without a fixed cost, unless said otherwise."""
+    return Totals(number, 10, samples, data, compute, wait, exchange, network, cost=cost, seen=seen)
+
+
+def fitted(number: int, samples: float, fixed: float, per_sample: float, **options: Any) -> Totals:
+    """10 steps of a rank whose work is exactly ``fixed + per_sample * n``."""
+    cost = Cost(fixed, per_sample)
+    return rank(number, 10 * samples, 10 * cost.seconds(samples), cost=cost, **options)
 
 
 EVEN = [rank(0, 100, 1.0, wait=3.0), rank(1, 100, 1.0, wait=3.0), rank(2, 100, 4.0)]
@@ -26,7 +36,7 @@ FAR = [rank(i, 100, 1.0, exchange=own, network=own) for i, own in enumerate((0.1
 MEETING = [rank(i, 100, own, exchange=4.1 - own, network=0.1) for i, own in enumerate((1.0, 1.0, 4.0))]
 # They meet one by one, so that the fast one waits for the slow one there; the network takes 3 ms of a step.
 PAIRS = [rank(0, 100, 0.43, exchange=0.92, network=0.03), rank(1, 100, 1.35, exchange=0.03, network=0.03)]
-FIXED = [rank(0, 70, 0.78), rank(1, 10, 0.3, wait=0.48)]
+FIXED = [rank(0, 70, 0.78, cost=None), rank(1, 10, 0.3, wait=0.48, cost=None)]
 IDLE = [rank(0, 80, 1.0), rank(1, 0, 0.2, wait=0.8)]
 SLOW_WIRE = [rank(i, 100, 1.0, wait=2.0, network=2.0) for i in range(3)]
 # A fast GPU at slow data is still the one that processes most.
@@ -67,26 +77,79 @@ def test_the_slowest_and_why(
 def test_numbers_in_words() -> None:
     verdict = judge(EVEN, lockstep=True, automatic=False)
     assert "it spends 400 ms of each step computing its 10 samples, the others 100 ms (median)" in verdict.headline
-    words = " ".join(verdict.sentences)
+    words = " ".join([*verdict.sentences, *verdict.advice])
     # Each has 100 samples in 4 s; at their own speeds they would process 100, 100 and 25 samples/s.
     assert "75 samples/s: 33% of the 225" in words
     assert "50% is computing, 0% loading data, 50% waiting for slower ranks, 0% communication" in words
     assert "balance='auto'" in words
     assert verdict.efficiency == pytest.approx(1 / 3)
-    # By speed, a device is compared by what a sample takes it.
-    assert "it spends 40 ms per sample computing, the others 10 ms (median)" in judge(EVEN, True, True).headline
+    assert (
+        verdict.sentences[1]
+        == "The batches are split evenly. A split by speed could make steps up to 3.0 times as fast."
+    )
+    assert verdict.gain == pytest.approx(1)
+    # 2.5 of 22.5 samples; with an even share of 7.5 it would take three times as long as now.
+    found = judge(BALANCED, True, True)
+    assert (
+        "with an even share of 7.5 samples it would spend 300 ms of each step computing, the others 75 ms"
+        in found.headline
+    )
+    assert found.gain == pytest.approx(3)
+    words = " ".join(found.sentences)
+    assert "This split makes steps 3.00 times as fast as an even one" in words
+    assert "the slowest rank works 100 ms per step, with an even split 300 ms" in words
+
+
+def test_equal_ranks_are_equal_whatever_their_shares() -> None:
+    """Cost per sample differs by 11.8 times between them, because a fixed cost is spread over 2 or 30 samples."""
+    verdict = judge([fitted(0, 2, 0.010, 0.0001), fitted(1, 30, 0.010, 0.0001)], lockstep=True, automatic=True)
+    assert (verdict.cause, verdict.times) == (None, pytest.approx(1.0))
+    assert "No rank stands out" in verdict.headline
+    assert verdict.gain == pytest.approx(11.6 / 13)
+    assert (
+        "slower than an even one: the slowest rank works 13 ms per step, with an even split 11.6 ms"
+        in verdict.sentences[0]
+    )
+    assert verdict.advice[0] == "Set balance='off': an even split is faster here."
+
+
+def test_a_slow_rank_is_slow_by_what_it_needs_for_equal_shares() -> None:
+    ranks = [fitted(0, 26, 0.010, 0.0005), fitted(1, 6, 0.010, 0.002)]
+    verdict = judge(ranks, lockstep=True, automatic=True)
+    assert (verdict.slowest, verdict.cause) == (1, "compute")
+    assert verdict.times == pytest.approx(42 / 18)  # per sample it would be 4.1
+    assert verdict.gain == pytest.approx(42 / 23)
+
+
+def test_what_no_rank_has_been_seen_to_do_is_not_guessed() -> None:
+    limited = [fitted(0, 2, 0.010, 0.0001, seen=(2, 2)), fitted(1, 30, 0.010, 0.0001, seen=(30, 30))]
+    verdict = judge(limited, lockstep=True, automatic=True)
+    assert verdict.gain is None
+    assert "some rank has never had a share of about 16 samples" in verdict.sentences[1]
+    assert (
+        "Rank 1 is the slowest, because of its compute: it spends 13 ms of each step computing its 30 samples"
+        in verdict.headline
+    )
+    assert "with the shares as they are" in verdict.sentences[0]
+
+
+def test_there_is_always_something_to_do_next() -> None:
+    [words] = judge([rank(0, 100, 1.0), rank(1, 100, 1.0)], lockstep=True, automatic=False).advice
+    assert words.startswith("Nothing to change: ranks work 100% of the time")
+    for ranks in (EVEN, BALANCED, STARVED, SLOW_WIRE, IDLE, EVEN[:1]):
+        assert judge(ranks, lockstep=True, automatic=True).advice
 
 
 def test_what_to_do_fits_the_cause() -> None:
     def words(ranks: list[Totals], lockstep: bool = True) -> str:
-        return " ".join(judge(ranks, lockstep, automatic=True).sentences)
+        return " ".join(judge(ranks, lockstep, automatic=True).advice)
 
     assert "num_workers" in words(STARVED)
     assert "num_workers" not in words(EVEN)
     assert "Communication takes time" in words(SLOW_WIRE)
     assert "Communication takes time" in words(FAR, lockstep=False)
     assert "Communication takes time" not in words(EVEN)
-    assert "given 2.5 of 22.5 samples per step" in words(BALANCED)
+    assert "it has 2.5 of 22.5 samples" in " ".join(judge(BALANCED, True, True).sentences)
     assert "Ranks wait for slower ones although batches are split by speed" in words(EVEN)
     assert judge(SLOW_WIRE, True, True).spent["network"] == pytest.approx(2 / 3)
     assert judge(MEETING, True, True).spent["network"] == pytest.approx(0.1 / 4.1)
@@ -96,7 +159,7 @@ def test_one_rank_alone_is_not_compared() -> None:
     verdict = judge([rank(0, 100, 1.0, data=3.0)], lockstep=True, automatic=True)
     assert verdict.slowest is None
     assert "One rank alone: 25 samples/s, 30.00 ms per sample loading data" in verdict.headline
-    assert "num_workers" in " ".join(verdict.sentences)
+    assert "num_workers" in " ".join(verdict.advice)
 
 
 def test_a_rank_without_samples_is_not_judged_by_them() -> None:
@@ -140,7 +203,7 @@ FREE = (0.01, 0.01, 0.01, 0.04)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_samples_per_second_are_of_the_clock_on_the_wall(count: int) -> None:
+def test_samples_per_second_are_in_wall_time(count: int) -> None:
     verdict = verdict_of(epochs(count, FREE))
     # 4 ranks, 160 samples each, in the 0.4 s of the slow one; while they work, 1600 three times, and 400.
     assert verdict.efficiency * 5200 == pytest.approx(1600, rel=0.06)
@@ -152,8 +215,9 @@ def test_samples_per_second_are_of_the_clock_on_the_wall(count: int) -> None:
         words = " ".join(verdict.sentences)
         assert "1,600 samples/s: 31% of the 5,200" in words
         assert "56% between steps: waiting at the end of an epoch, validation, checkpoints" in words
-        assert "Ranks wait for slower ones at the ends of epochs (56% of all ranks' time): balance='auto'" in words
-        assert "fewer validations" not in words
+        advice = " ".join(verdict.advice)
+        assert "Ranks wait for slower ones at the ends of epochs (56% of all ranks' time): set balance='auto'" in advice
+        assert "validate or save less often" not in advice
 
 
 def test_the_settled_part_begins_where_all_ranks_are_together() -> None:
@@ -167,10 +231,10 @@ def test_what_all_spend_between_steps_is_named() -> None:
     verdict = verdict_of(epochs(4, (0.02, 0.02), pause=0.2))
     assert verdict.spent["between"] == pytest.approx(1 / 3)  # of 0.6 s from the second epoch's end
     assert verdict.efficiency == pytest.approx(2 / 3)
-    words = " ".join(verdict.sentences)
-    assert "All ranks spend 33% of their time between steps: fewer validations" in words
+    words = " ".join(verdict.advice)
+    assert "All ranks spend 33% of their time between steps: validate or save less often" in words
     assert "balance='auto'" not in words
-    assert "between steps: fewer" not in " ".join(verdict_of(epochs(4, (0.02, 0.02))).sentences)
+    assert "less often" not in " ".join(verdict_of(epochs(4, (0.02, 0.02))).advice)
 
 
 def test_waiting_for_a_slow_partner_is_waiting() -> None:
@@ -180,7 +244,7 @@ def test_waiting_for_a_slow_partner_is_waiting() -> None:
     assert verdict.spent["waiting"] == pytest.approx(0.092 / 0.276)
     assert verdict.spent["network"] == pytest.approx(0.006 / 0.276)
     assert "Rank 1 is the slowest, because of its compute: it spends 135 ms of each step" in verdict.headline
-    assert "Communication takes time" not in " ".join(verdict.sentences)
+    assert "Communication takes time" not in " ".join(verdict.advice)
 
 
 def test_after_an_error_one_view_of_many_is_no_verdict() -> None:
