@@ -34,7 +34,7 @@ class CommunicationError(HeteroError, RuntimeError):
 
 
 class CheckpointError(HeteroError, RuntimeError):
-    """A checkpoint that cannot be read."""
+    """A checkpoint that cannot be written, or read."""
 
 
 class NotFiniteError(HeteroError, RuntimeError):

@@ -13,6 +13,7 @@ from lightning_hetero.strategies.workshare import Workshare
 from lightning_hetero.workload.shares import Cost
 
 KEY = "lightning_hetero"
+REPLICAS = "lightning_hetero_replicas"  # where replicas differ: see replica_state.py
 
 
 @contextmanager

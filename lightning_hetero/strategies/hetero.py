@@ -1,6 +1,6 @@
 """The Lightning face of every strategy of this package."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,13 +22,12 @@ from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.strategies.checkpoint import add_plan, readable, restore_plan
-from lightning_hetero.strategies.data import Data
 from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
 from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options, check_ddp_options, seconds
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, ReplicaSyncBatchNorm
+from lightning_hetero.strategies.saving import Saving
 from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.weights import StepWeight
 from lightning_hetero.strategies.workshare import Workshare, exchanger
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class HeteroStrategy(Data):
+class HeteroStrategy(Saving):
     """Base of the strategies: splits batches by speed, and weighs gradients by samples within a replica.
 
     Arguments by position are those of Lightning's ``DDPStrategy``; the options of this class are given by name.
@@ -249,25 +248,7 @@ class HeteroStrategy(Data):
             self.share.end()
         return output
 
-    # -- checkpoints, end --------------------------------------------------------------------------
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Add the plan to the checkpoint; any strategy can load it."""
-        if self.topology is not None:
-            add_plan(checkpoint, self.share)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._timer.restart()
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with readable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, and the plan if the number of ranks is what it was."""
-        super().load_optimizer_state_dict(checkpoint)
-        assert self.topology is not None
-        restore_plan(checkpoint, self.share, self.topology.rank)
+    # -- begin, end --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """If the loaders were set up before a checkpoint was restored, let them begin again where it stands."""

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.averaging.averager import Averager
+from lightning_hetero.strategies.checkpoint import REPLICAS
 from lightning_hetero.strategies.losses import Losses
-
-KEY = "lightning_hetero_replicas"
 
 
 def of_replica(
@@ -47,7 +46,7 @@ def gather_into(checkpoint: dict[str, Any], strategy: str, replica: dict[str, An
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((replica, {"random": _random_states(), "losses": losses.state_dict()}), everyone)
     if everyone is not None:
-        checkpoint[KEY] = {
+        checkpoint[REPLICAS] = {
             "strategy": strategy,
             "replicas": [state for state, _ in everyone if state is not None],
             "ranks": [state for _, state in everyone],
@@ -56,7 +55,7 @@ def gather_into(checkpoint: dict[str, Any], strategy: str, replica: dict[str, An
 
 def find(checkpoint: Mapping[str, Any], strategy: str, index: int, count: int) -> dict[str, Any] | str:
     """This rank's state in a checkpoint; else, in words, why there is none. The same on every rank."""
-    saved = checkpoint.get(KEY)
+    saved = checkpoint.get(REPLICAS)
     if saved is None:
         return (
             "The checkpoint holds no state of replicas: it was saved by a strategy without them, after the end of a "

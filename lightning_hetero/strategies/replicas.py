@@ -110,8 +110,7 @@ class ReplicaStrategy(ReplicaSteps):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+    def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.averager is not None
         mine = replica_state.find(checkpoint, type(self).__name__, self._links.index, self._links.count)
         if isinstance(mine, str):
