@@ -21,7 +21,7 @@ DEMO = [sys.executable, "-m", "lightning_hetero", "demo"]
 def test_demo(tmp_path: Path) -> None:
     command = [*DEMO, "--epochs", "2", "--out", str(tmp_path)]
     with watched() as running:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
         assert running() == []
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -72,7 +72,7 @@ def test_interrupted_it_leaves_nothing_behind(tmp_path: Path, number: int) -> No
             assert demo.poll() is None
             time.sleep(0.2)
         demo.send_signal(number)
-        demo.communicate(timeout=60)
+        demo.communicate(timeout=400)
         assert demo.returncode not in (0, None)
         assert running() == []
     assert not (tmp_path / "demo.png").exists()

@@ -20,7 +20,7 @@ def test_char_gpt(tmp_path: Path, devices: int) -> None:
     sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
     command = [sys.executable, EXAMPLE, "--devices", str(devices), "--ranks-per-node", "1", *sizes]
     with watched() as running:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
         assert running() == []

@@ -19,7 +19,7 @@ no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 def test_easgd_over_mpi(tmp_path: Path) -> None:
     command = [str(MPIEXEC), "-n", "3", sys.executable, str(EXAMPLE), "--epochs", "4", "--late", "0.03"]
     with watched() as running:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert running() == []
     assert float(re.search(r"accuracy of the center on the test digits: ([\d.]+)%", done.stdout).group(1)) > 80

@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "gossip.py"
 def test_gossip(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--devices", "3", "--epochs", "3", "--late", "0.05"]
     with watched() as running:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert running() == []
     output = done.stdout + done.stderr

@@ -43,7 +43,7 @@ def test_torchrun_with_two_ranks_on_one_node_and_one_on_the_other(
 def run(command: list[str | Path], folder: Path) -> str:
     """What a command prints, in a folder of its own."""
     with watched() as running:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert running() == []
     return done.stdout + done.stderr

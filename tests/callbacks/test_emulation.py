@@ -106,7 +106,7 @@ def _train(strategy: Any, epochs: int, change_at: Any = None) -> dict[str, Any]:
     emulated = EmulatedSpeed([(0.005, 0.001), (0.005, 0.004)], change_at)
     if strategy == "hetero":
         monitor = HeteroMonitor(report=None)
-        strategy, callbacks = HeteroDDPStrategy(timeout=60), [monitor]
+        strategy, callbacks = HeteroDDPStrategy(), [monitor]
     else:
         monitor, callbacks = None, []
     clock = Clock()

@@ -38,7 +38,7 @@ class Endless(IterableDataset):
 
 def _fit(balance: Any = "auto", every: int = 4, data: Any = None, epochs: int = 1, **options: Any) -> dict[str, Any]:
     monitor, logger, bar = HeteroMonitor(report=None), Memory(), TQDMProgressBar()
-    strategy = HeteroDDPStrategy(balance=balance, rebalance_every_n_steps=every, timeout=60)
+    strategy = HeteroDDPStrategy(balance=balance, rebalance_every_n_steps=every)
     settings = {**FAST, "enable_progress_bar": True, "logger": logger, "callbacks": [monitor, bar]}
     settings |= {"log_every_n_steps": 1, **options}
     trainer = pl.Trainer(strategy=strategy, max_epochs=epochs, **settings)
@@ -143,11 +143,11 @@ def _fit_replicas(strategy: Any) -> dict[str, Any]:
 
 
 def _daso() -> DASOStrategy:
-    return DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off", wire="bf16", timeout=60)
+    return DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off", wire="bf16")
 
 
 def _node() -> NodeAverageStrategy:
-    return NodeAverageStrategy(every_n_steps=5, ranks_per_node=1, balance="off", timeout=60)
+    return NodeAverageStrategy(every_n_steps=5, ranks_per_node=1, balance="off")
 
 
 def test_exchanges_of_daso() -> None:

@@ -60,26 +60,26 @@ def _fit(root: Path, strategy: Any, monitor: HeteroMonitor, data: Any = None, **
 
 
 def _paced_fits(root: Path) -> None:
-    even = HeteroDDPStrategy(balance="off", timeout=60)
+    even = HeteroDDPStrategy(balance="off")
     _fit(root / "compute", even, HeteroMonitor(), callbacks=[EmulatedSpeed(COSTS)])
-    affine = HeteroDDPStrategy(global_batch_size=32, timeout=60)
+    affine = HeteroDDPStrategy(global_batch_size=32)
     costs = [(0.010, 0.0005), (0.010, 0.002)]
     _fit(root / "affine", affine, HeteroMonitor(), dataset(1280), callbacks=[EmulatedSpeed(costs)])
-    _fit(root / "data", HeteroDDPStrategy(balance="off", timeout=60), HeteroMonitor("report"), Slow(160), max_epochs=1)
+    _fit(root / "data", HeteroDDPStrategy(balance="off"), HeteroMonitor("report"), Slow(160), max_epochs=1)
 
 
 def _fits(root: Path) -> dict[str, Any]:
-    daso = DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off", timeout=60)
+    daso = DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off")
     _fit(root / "daso", daso, HeteroMonitor(), logger=CSVLogger(root / "logs", version="first"), max_epochs=1)
-    fixed = HeteroDDPStrategy(balance=[1, 0], timeout=60)
+    fixed = HeteroDDPStrategy(balance=[1, 0])
     _fit(root / "filler", fixed, HeteroMonitor(), dataset(64), max_epochs=1)
     none = HeteroMonitor(report=None)
-    _fit(root / "none", HeteroDDPStrategy(timeout=60), none, max_epochs=1)
-    _fit(root / "fast", HeteroDDPStrategy(timeout=60), HeteroMonitor(), fast_dev_run=True)
+    _fit(root / "none", HeteroDDPStrategy(), none, max_epochs=1)
+    _fit(root / "fast", HeteroDDPStrategy(), HeteroMonitor(), fast_dev_run=True)
     (root / "a_file").touch()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        _fit(root, HeteroDDPStrategy(timeout=60), HeteroMonitor("a_file/report"), max_epochs=1)
+        _fit(root, HeteroDDPStrategy(), HeteroMonitor("a_file/report"), max_epochs=1)
     words = [str(warning.message) for warning in said if "HeteroMonitor" in str(warning.message)]
     return {"said": words, "values": sum(p.numel() for p in Net().parameters()), "history": len(none.history)}
 
@@ -182,13 +182,14 @@ def test_no_report_unless_asked_for(reports: Any) -> None:
 
 
 def _fail(root: Path) -> None:
-    _fit(root, HeteroDDPStrategy(timeout=20), HeteroMonitor(), callbacks=[Fail()])
+    _fit(root, HeteroDDPStrategy(), HeteroMonitor(), callbacks=[Fail()])
 
 
-def test_an_error_ends_the_fit_without_waiting_and_rank_zero_reports_what_it_saw(tmp_path: Path) -> None:
-    began = time.monotonic()
-    outcomes = attempt(_fail, 2, tmp_path, timeout=60)
-    assert time.monotonic() - began < 20
+def test_an_error_ends_the_fit_before_the_timeout_and_rank_zero_reports_what_it_saw(
+    tmp_path: Path,
+) -> None:
+    outcomes = attempt(_fail, 2, tmp_path)
+    assert not any(outcome.late for outcome in outcomes)
     assert "the <cat> sat on the cable" in str(outcomes[1].error)
     assert outcomes[0].error is not None
     found = figures(tmp_path / "hetero_report")
@@ -271,7 +272,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_training(reports: Any)
 
 
 def _gossip(root: Path) -> None:
-    strategy = GossipStrategy(every_n_steps=2, replica="rank", timeout=60)
+    strategy = GossipStrategy(every_n_steps=2, replica="rank")
     _fit(root, strategy, HeteroMonitor(), max_epochs=1)
 
 
@@ -302,5 +303,5 @@ def test_a_browser_shows_the_report(tmp_path: Path) -> None:
 
 def browse(*arguments: str) -> str:
     quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
-    done = subprocess.run([CHROMIUM, *quiet, *arguments], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([CHROMIUM, *quiet, *arguments], capture_output=True, text=True, timeout=400, check=True)
     return done.stdout

@@ -81,7 +81,7 @@ def bodies_in(home: str, cases: Sequence[Case]) -> list[Any]:
     return values
 
 
-def per_body(home: str, cases: Sequence[Case], world: int = WORLD, timeout: float = 60) -> list[list[Any]]:
+def per_body(home: str, cases: Sequence[Case], world: int = WORLD, timeout: float = 200) -> list[list[Any]]:
     """What each body brings on every rank, from one job."""
     runner = run_mpi if home.startswith("mpi") else run
     values = runner(bodies_in, world, home, cases, timeout=timeout)
@@ -99,7 +99,7 @@ def no_mpi() -> str:
     return f"{problem}" if problem else "" if MPIEXEC else "no mpiexec: pip install mpich"
 
 
-def run_mpi(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_mpi(function: Callable[..., Any], world: int, *args: Any, timeout: float = 200) -> list[Any]:
     """Like ``ranks.run``, in a job of mpiexec."""
     status, seconds, outcomes, output = attempt_mpi(function, world, *args, timeout=timeout)
     if status or any(outcome is None or outcome.error for outcome in outcomes):
@@ -109,7 +109,7 @@ def run_mpi(function: Callable[..., Any], world: int, *args: Any, timeout: float
 
 
 def attempt_mpi(
-    function: Callable[..., Any], world: int, *args: Any, timeout: float = 60
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = 200
 ) -> tuple[int | None, float, list[Outcome | None], str]:
     """Exit status of mpiexec (``None``: late), seconds, what each rank said (``None``: nothing), and the output."""
     if no_mpi():

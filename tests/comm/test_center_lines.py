@@ -64,7 +64,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
 def test_both_ends_of_a_line_agree_bitwise(wire: str) -> None:
-    host, visitor = run(_ends, 2, wire, False, timeout=30)
+    host, visitor = run(_ends, 2, wire, False)
     for (heard, difference, known), (truth, told, likewise) in zip(host, visitor, strict=True):
         assert same(difference, told)
         assert same(known, likewise)
@@ -76,7 +76,7 @@ def test_both_ends_of_a_line_agree_bitwise(wire: str) -> None:
 
 @narrow
 def test_control_without_rounding_at_the_host_the_ends_differ(wire: str) -> None:
-    host, visitor = run(_ends, 2, wire, True, timeout=30)
+    host, visitor = run(_ends, 2, wire, True)
     assert not all(same(a[1], b[1]) for a, b in zip(host, visitor, strict=True))
 
 

@@ -61,7 +61,7 @@ def one_by_one(terms: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("members", [2, 3, 4])
 def test_a_sum_is_rounded_once_on_the_way_there_and_once_on_the_way_back(members: int) -> None:
-    results = run(joined, members, _sums, timeout=45)
+    results = run(joined, members, _sums)
     found = iter(zip(*results, strict=True))
     worse = 0
     for length in LENGTHS:
@@ -89,7 +89,7 @@ def test_a_sum_is_rounded_once_on_the_way_there_and_once_on_the_way_back(members
 
 def test_small_terms_are_not_swallowed_one_by_one() -> None:
     # 256 + 1 is 256 in bf16, as often as one adds 1; 256 + 1 + 1 is not.
-    for result in run(joined, 3, _large_and_small, timeout=45):
+    for result in run(joined, 3, _large_and_small):
         assert result.tolist() == [258.0] * 5
     terms = [torch.tensor([term], dtype=torch.bfloat16) for term in (256.0, 1.0, 1.0)]
     assert one_by_one(terms).item() == 256.0
@@ -156,7 +156,7 @@ def _averages() -> list[Any]:
 
 
 def test_the_weighted_mean_of_replicas_of_2_and_1_ranks() -> None:
-    results = run(joined, 3, _averages, timeout=45)
+    results = run(joined, 3, _averages)
     cases: list[Any] = [(weights, "fp32", None) for weights in (WEIGHTS, [1, 1], [0, 3])]
     cases += [(WEIGHTS, wire, turn) for wire in DTYPES for turn in range(2)]
     for case, averages in zip(cases, zip(*results, strict=True), strict=True):
@@ -197,7 +197,7 @@ def _skip() -> tuple[Any, Any, list[int]]:
 
 
 def test_a_broken_replica_is_left_out() -> None:
-    results = run(joined, 4, _skip, timeout=45)
+    results = run(joined, 4, _skip)
     for first, second, skipped in results:
         assert (first.healthy, second.healthy) == ([True, False, True], [False, True, True])
         assert skipped == [1, 0]
@@ -232,7 +232,7 @@ def _refuse(on_nan: str, bad: list[int], background: bool) -> list[int]:
     [("error", [1], False), ("error", [0, 2], False), ("error", [0], True), ("skip", [0, 1, 2], True)],
 )
 def test_broken_replicas_are_named_on_every_rank(on_nan: str, bad: list[int], background: bool) -> None:
-    assert run(joined, 4, _refuse, on_nan, bad, background, timeout=45) == [bad] * 4
+    assert run(joined, 4, _refuse, on_nan, bad, background) == [bad] * 4
 
 
 def _at_once() -> tuple[bool, Any, Any, Any]:
@@ -259,7 +259,7 @@ def _at_once() -> tuple[bool, Any, Any, Any]:
 
 def test_a_foreground_average_while_another_is_under_way() -> None:
     mean, distance = in_numpy(WEIGHTS, [values(0), values(1)])
-    results = run(joined, 3, _at_once, timeout=45)
+    results = run(joined, 3, _at_once)
     assert [under_way for under_way, *_ in results] == [True, True, False]
     for _, front, second, back in results:
         for new, moved, truth in zip(front.mean, second.mean, mean, strict=True):

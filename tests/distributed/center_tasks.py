@@ -89,7 +89,7 @@ def fit(
     recorder, trainer, resume = Recorder(), dict(trainer or {}), options.pop("resume", None)
     shares = SHARES[int(os.environ["WORLD_SIZE"])]
     kind = STRATEGIES.get(name, name) if isinstance(name, str) else name
-    strategy = kind(**{"balance": shares, "global_batch_size": 12, "timeout": 30, **options})
+    strategy = kind(**{"balance": shares, "global_batch_size": 12, **options})
     callbacks = [recorder, *trainer.pop("callbacks", [])]
     instance = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": epochs, "callbacks": callbacks, **trainer})
     instance.fit(module, loader() if data is None else data, ckpt_path=resume)

@@ -37,5 +37,5 @@ def _theirs(job: Callable[..., Any], *args: Any) -> Any:
 
 
 def _ours(balance: Any, job: Callable[..., Any], *args: Any) -> Any:
-    with taken_over(balance=list(balance) if isinstance(balance, tuple) else balance, timeout=60):
+    with taken_over(balance=list(balance) if isinstance(balance, tuple) else balance):
         return job(*args)

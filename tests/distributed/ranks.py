@@ -24,15 +24,23 @@ import torch
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["lightning_hetero", "torchmetrics", "pytest", "psutil", "tasks"])
 
+#: Seconds in which a job ends unless it hangs. Most take a few, so only a failing test waits this long.
+LIMIT = 200.0
+_START = 200.0  # seconds in which all processes of a job have started; the first one waits for the server's imports
+
 
 @dataclass
 class Outcome:
-    """How one rank ended: with a value, with an error, or (both None) not at all."""
+    """How one rank ended: with a value, with an error, or (both None) not at all.
+
+    ``late`` is true where it was still running at the job's limit, and was killed.
+    """
 
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
     exitcode: int | None = None
+    late: bool = False
 
 
 def run(
@@ -40,7 +48,7 @@ def run(
     world: int,
     *args: Any,
     nodes: list[int] | None = None,
-    timeout: float = 90,
+    timeout: float = LIMIT,
     env: dict[str, str] | None = None,
     env_of: Callable[[int], dict[str, str]] | None = None,
     **kwargs: Any,
@@ -62,12 +70,16 @@ def attempt(
     world: int,
     *args: Any,
     nodes: list[int] | None = None,
-    timeout: float = 90,
+    timeout: float = LIMIT,
     env: dict[str, str] | None = None,
     env_of: Callable[[int], dict[str, str]] | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """How ``function`` ends on every rank. A rank that is late is killed and has no value."""
+    """How ``function`` ends on every rank. A rank that is late is killed and has no value.
+
+    All ranks begin at the same moment, when the last process has started: no limit, the tests' or the strategies',
+    includes the time that processes take to start.
+    """
     nodes = nodes or [world]
     port = free_port()
     processes, ends = [], []
@@ -86,15 +98,16 @@ def attempt(
             **(env or {}),
             **(env_of(rank) if env_of else {}),
         }
-        ours, theirs = _context.Pipe(duplex=False)
+        ours, theirs = _context.Pipe()
         process = _context.Process(target=_rank, args=(theirs, variables, function, args, kwargs))
         process.start()
         theirs.close()
         processes.append(process)
         ends.append(ours)
     outcomes = [Outcome() for _ in range(world)]
-    open_ends, deadline = set(ends), time.monotonic() + timeout
     try:
+        _begin(ends)
+        open_ends, deadline = set(ends), time.monotonic() + timeout
         while open_ends and (left := deadline - time.monotonic()) > 0:
             for end in wait(list(open_ends), left):
                 rank = ends.index(end)
@@ -106,15 +119,28 @@ def attempt(
         for rank, process in enumerate(processes):
             process.join(max(0.0, min(10.0, deadline + 5 - time.monotonic())))
             if process.exitcode is None:
-                outcomes[rank].trace += "(still running at the deadline: killed)"
+                outcomes[rank].late = True
+                outcomes[rank].trace += "(still running at the limit: killed)"
     finally:
         for rank, process in enumerate(processes):
             if process.exitcode is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own group: the rank and its dataloader workers
+                with contextlib.suppress(ProcessLookupError):  # it has not made its group yet
+                    os.killpg(process.pid, signal.SIGKILL)  # the rank and its dataloader workers
+                process.kill()
                 process.join()
             outcomes[rank].exitcode = process.exitcode
             ends[rank].close()
     return outcomes
+
+
+def _begin(ends: list[Connection]) -> None:
+    deadline = time.monotonic() + _START
+    for rank, end in enumerate(ends):
+        if not end.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"the process of rank {rank} has not started within {_START:.0f} s")
+        end.recv_bytes()
+    for end in ends:
+        end.send_bytes(b"begin")
 
 
 def free_port() -> int:
@@ -152,6 +178,8 @@ def _rank(end: Connection, variables: dict[str, str], function: Callable[..., An
     # A child of the server would start a server of its own for each rank's dataloader workers.
     multiprocessing.set_start_method("fork", force=True)
     quiet()
+    end.send_bytes(b"started")
+    end.recv_bytes()
     try:
         message = (function(*args, **kwargs), None, "")
     except BaseException as error:

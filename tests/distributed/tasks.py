@@ -164,7 +164,7 @@ def fit(
 ) -> dict[str, Any]:
     """What every rank of a hetero_ddp job does; ``batch_size`` is the global one."""
     module = make()
-    chosen = strategy_class(**{"global_batch_size": batch_size, "timeout": 60, **(strategy or {})})
+    chosen = strategy_class(**{"global_batch_size": batch_size, **(strategy or {})})
     callbacks = [ChangePlan(changes)] if changes else []
     instance = pl.Trainer(strategy=chosen, **{**FAST, "max_epochs": 3, "callbacks": callbacks, **trainer})
     instance.fit(module, DataLoader(dataset(samples, dtype), batch_size=2, shuffle=True, **(loader or {})))

@@ -37,7 +37,7 @@ def _train(
     options: dict[str, Any],
     strategy_class: Any = HeteroDDPStrategy,
 ) -> list[int]:
-    module, strategy = Emulated(per_sample), strategy_class(timeout=60, **options)
+    module, strategy = Emulated(per_sample), strategy_class(**options)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": steps, "max_epochs": -1})
     trainer.fit(module, DataLoader(dataset(64 * 20), batch_size=16, shuffle=True))
     return module.shares

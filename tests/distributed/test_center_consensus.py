@@ -57,7 +57,7 @@ def _watch(
     keep = [ModelCheckpoint(folder, save_top_k=-1, filename="{step}", save_on_train_epoch_end=False)] if folder else []
     limits = {"val_check_interval": every} if every else {"limit_val_batches": 0}
     settings = {**FAST, "max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": [recorder, metrics, *keep]}
-    strategy = STRATEGIES[name](balance=SHARES[3], global_batch_size=12, timeout=30, **options)
+    strategy = STRATEGIES[name](balance=SHARES[3], global_batch_size=12, **options)
     instance = pl.Trainer(
         strategy=strategy, **{**settings, **limits, **trainer, "enable_checkpointing": folder is not None}
     )

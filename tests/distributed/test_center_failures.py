@@ -83,7 +83,7 @@ def test_or_go_on_and_the_replica_takes_over_the_center() -> None:
 
 @pytest.mark.parametrize("name", ["easgd", "async", "round_robin"])
 def test_a_replica_that_takes_over_the_center_has_all_values_again(name: str) -> None:
-    results = run(_explode, 3, name, {**PULL, "on_nan": "skip", "exclude": ["*bias"], "timeout": 10}, nodes=APART)
+    results = run(_explode, 3, name, {**PULL, "on_nan": "skip", "exclude": ["*bias"]}, nodes=APART)
     for result in results:
         assert result["path"][8:].isfinite().all()
         assert result["final"].isfinite().all()
@@ -135,15 +135,14 @@ class Fails(Line):
 
 
 def _fail(name: str, options: dict[str, Any], rank: int) -> None:
-    fit(name, Fails(rank), epochs=1, **{**options, "timeout": 15})
+    fit(name, Fails(rank), epochs=1, **options)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "options"), HOMES)
 def test_nothing_hangs_when_a_rank_fails(name: str, options: dict[str, Any], rank: int) -> None:
-    began = time.monotonic()
-    outcomes = attempt(_fail, 3, name, options, rank, nodes=APART, timeout=60)
-    assert time.monotonic() - began < 50
+    outcomes = attempt(_fail, 3, name, options, rank, nodes=APART)
+    assert not any(outcome.late for outcome in outcomes)
     for number, outcome in enumerate(outcomes):
         assert outcome.exitcode == 0
         if number == rank:
@@ -163,12 +162,12 @@ class Dies(Line):
 
 
 def _dies(options: dict[str, Any]) -> None:
-    fit("async", Dies(), epochs=1, **{**options, "timeout": 15})
+    fit("async", Dies(), epochs=1, **options)
 
 
 @pytest.mark.parametrize(("name", "options"), HOMES[3:5])
 def test_who_waits_at_the_epochs_end_hears_that_the_host_has_died(name: str, options: dict[str, Any]) -> None:
-    outcomes = attempt(_dies, 3, options, nodes=APART, timeout=60)
+    outcomes = attempt(_dies, 3, options, nodes=APART)
     assert outcomes[0].exitcode == -signal.SIGKILL
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, CommunicationError), outcome.trace
@@ -221,7 +220,7 @@ def _twice() -> list[list[Any]]:
     found = []
     for name, options in HOMES:
         module = Line()
-        strategy = STRATEGIES[name](balance=[3.0, 1.0, 2.0], global_batch_size=12, timeout=30, **options)
+        strategy = STRATEGIES[name](balance=[3.0, 1.0, 2.0], global_batch_size=12, **options)
         trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
         trainer.fit(module, loader())
         first = parameters(module)

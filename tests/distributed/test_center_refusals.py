@@ -110,7 +110,7 @@ def _train(name: str, make: Any = HEAVY, by_rank: dict[str, Any] | None = None, 
     mine = {key: values[rank] for key, values in (by_rank or {}).items()}
     if mine.pop("host", None):
         membership.hostname = lambda: f"host{rank}"
-    fit(name, Trained(make), epochs=1, timeout=20, **options, **mine)
+    fit(name, Trained(make), epochs=1, **options, **mine)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def _train(name: str, make: Any = HEAVY, by_rank: dict[str, Any] | None = None, 
     ],
 )
 def test_what_cannot_be_is_said_on_every_rank(name: str, options: dict[str, Any], error: type, words: str) -> None:
-    for outcome in attempt(_train, 2, name, nodes=[1, 1], timeout=45, **options):
+    for outcome in attempt(_train, 2, name, nodes=[1, 1], **options):
         assert isinstance(outcome.error, error), outcome.trace
         with pytest.raises(error, match=f"(?s){words}"):
             raise outcome.error

@@ -65,7 +65,7 @@ def _fit(
 
 def _strategy(name: str, options: dict[str, Any]) -> Any:
     world = int(os.environ["WORLD_SIZE"])
-    return STRATEGIES[name](balance=SHARES[world], global_batch_size=12, timeout=30, **options)
+    return STRATEGIES[name](balance=SHARES[world], global_batch_size=12, **options)
 
 
 def _resume(folder: str, cases: list[tuple[str, dict[str, Any]]], stops: Any = None) -> list[Any]:
@@ -89,7 +89,7 @@ STOPS = [[11, 16], [11]] * (len(EXACT) // 2)
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """The checkpoints of three ranks, and what each rank has seen."""
     folder = tmp_path_factory.mktemp("resumed")
-    return folder, run(_resume, 3, str(folder), EXACT, STOPS, nodes=APART, timeout=150)
+    return folder, run(_resume, 3, str(folder), EXACT, STOPS, nodes=APART)
 
 
 def test_resuming_is_as_if_never_stopped(resumed: tuple[Path, list[Any]]) -> None:

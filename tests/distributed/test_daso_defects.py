@@ -61,7 +61,7 @@ def test_16_bits_do_not_swallow_small_steps(mixing: str) -> None:
     }
     calls = [{**common, "wire": wire} for wire in ("fp32", "bf16")]
     calls.append({**common, "wire": "bf16", "strategy_class": RoundsWeights})
-    results = run(each, 2, *calls, nodes=[1, 1], timeout=45)
+    results = run(each, 2, *calls, nodes=[1, 1])
     for exact, narrow, control in results:
         steps = np.abs(np.diff(exact["path"], axis=0)).mean()
         assert 2e-5 < steps < 2**-7 / 20
@@ -79,7 +79,7 @@ def test_wires_between_three_nodes() -> None:
         for mixing in MIXINGS
         for wire in ("fp32", "fp16", "bf16")
     ]
-    results = run(each, 3, *calls, nodes=[1, 1, 1], timeout=60)
+    results = run(each, 3, *calls, nodes=[1, 1, 1])
     for i, truth in enumerate(truths):
         check([result[3 * i] for result in results], truth, [1, 1, 1])
         for result in results:
@@ -115,7 +115,7 @@ def test_frozen_weights_neither_travel_nor_shift_others() -> None:
     truth = in_numpy(**options, nodes=[1, 1], epochs=2, trainable=mask, **TWO)
     shifted = in_numpy(**options, nodes=[1, 1], epochs=2, trainable=np.roll(mask, 1), **TWO)
     calls = [{**options, "make": Parts, "wire": wire, "epochs": 2, **TWO} for wire in ("fp32", "bf16")]
-    results = run(each, 2, *calls, nodes=[1, 1], timeout=45)
+    results = run(each, 2, *calls, nodes=[1, 1])
     check([exact for exact, _ in results], truth, [1, 1])
     for exact, narrow in results:
         assert moved(narrow, truth.weights[-1, 0], START) < 0.01 < 0.1 < moved(narrow, shifted.weights[-1, 0], START)
@@ -163,7 +163,7 @@ def test_one_large_weight(wire: str, limit: float) -> None:
     truth = in_numpy(**options, nodes=[1, 1], epochs=1, samples=96, **TWO)
     way = np.linalg.norm(truth.weights[-1].mean(0) - START)
     mean = (7 * truth.weights[-1, 0] + 5 * truth.weights[-1, 1]) / 12
-    for result in run(_large, 2, wire, options, nodes=[1, 1], timeout=60):
+    for result in run(_large, 2, wire, options, nodes=[1, 1]):
         assert abs(result["ends"] - mean).max() < limit * way
         assert result["spread"].max() < limit * way
         assert moved(result, mean, START) < limit
@@ -214,8 +214,8 @@ def _causal(make: Any, mixing: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_a_causal_mask_stays(mixing: str) -> None:
-    results = run(_causal, 4, Causal, mixing, nodes=[2, 2], timeout=45)
-    without = run(_causal, 4, Unregistered, mixing, nodes=[2, 2], timeout=45)
+    results = run(_causal, 4, Causal, mixing, nodes=[2, 2])
+    without = run(_causal, 4, Unregistered, mixing, nodes=[2, 2])
     for result, other in zip(results, without, strict=True):
         assert np.isfinite(result["path"]).all()
         assert np.linalg.norm(result["final"] - START) > 0.1
@@ -224,7 +224,7 @@ def test_a_causal_mask_stays(mixing: str) -> None:
 
 
 def test_a_mask_that_travels_would_be_seen() -> None:
-    for outcome in attempt(_causal, 4, Travels, "delta", nodes=[2, 2], timeout=45):
+    for outcome in attempt(_causal, 4, Travels, "delta", nodes=[2, 2]):
         assert isinstance(outcome.error, NotFiniteError), outcome.trace
 
 
@@ -259,7 +259,7 @@ def test_what_arrives_is_mixed_in_w_steps_later_not_one_late() -> None:
     common = {"make": Pushed, "epochs": 1, "samples": 240, "warmup": 0, "cooldown": 0, "patience": 99, **TWO}
     calls = [{**common, "global_every": b, "wait": w} for b, w in rates]
     late = {**common, "global_every": 4, "wait": 3, "strategy_class": Late}
-    for results in run(each, 2, *calls, late, nodes=[1, 1], timeout=45):
+    for results in run(each, 2, *calls, late, nodes=[1, 1]):
         for (b, w), result in zip(rates, results[:-1], strict=True):
             assert jumps(result) == [1, *range(b + w, 21, b)]
         assert jumps(results[-1]) == [1, 8, 12, 16, 20]
@@ -286,7 +286,7 @@ def test_an_exchange_spans_the_end_of_an_epoch(mixing: str, validate: bool) -> N
     truth = in_numpy(**options, nodes=[1, 1], epochs=4, samples=72, **TWO)
     assert truth.begun == [4, 8, 12, 16, 20]
     makes = (Validated, PushedAndValidated) if validate else (Linear, Pushed)
-    results = run(each, 2, *({**common, "make": make} for make in makes), nodes=[1, 1], timeout=45)
+    results = run(each, 2, *({**common, "make": make} for make in makes), nodes=[1, 1])
     check([trained for trained, _ in results], truth, [1, 1])
     for _, pushed in results:
         assert jumps(pushed) == [1, 7, 11, 15, 19, 23, 24]  # the last: the cool-down
@@ -336,7 +336,7 @@ def test_no_exchange_is_lost_when_the_rates_change_while_it_is_under_way(every: 
         "global_every": every, "wait": wait, "warmup": 0, "cooldown": 1, "patience": 1, "threshold": 0.9,
         "schedule_every_n_steps": look, "epochs": 2, **TWO,
     }  # fmt: skip
-    results = run(_watched, 2, nodes=[1, 1], timeout=45, **options)
+    results = run(_watched, 2, nodes=[1, 1], **options)
     for result in results:
         assert len(set(result["rates"])) >= 3
         assert result["diary"] == ["begun", "mixed"] * (len(result["diary"]) // 2)  # one at a time, and each

@@ -196,7 +196,7 @@ def train(make: Any = Linear, speeds: list[float] = SPEEDS, epochs: int = EPOCHS
     samples, dtype = options.pop("samples", SAMPLES), options.pop("dtype", torch.float64)
     module, recorder, trainer = make(), Recorder(), options.pop("trainer", {})
     chosen, resume = options.pop("strategy_class", DASOStrategy), options.pop("resume", None)
-    strategy = chosen(balance=speeds, global_batch_size=BATCH, timeout=45, **options)
+    strategy = chosen(balance=speeds, global_batch_size=BATCH, **options)
     callbacks = [recorder, *trainer.pop("callbacks", [])]
     instance = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": epochs, "callbacks": callbacks, **trainer})
     instance.fit(module, loader(samples, dtype), ckpt_path=resume)
@@ -230,7 +230,7 @@ def test_constant_rates(every: int, wait: int, warmup: int, cooldown: int) -> No
     options = {"global_every": every, "wait": wait, "warmup": warmup, "cooldown": cooldown, "patience": 99}
     truths = in_numpy("daso", **options), in_numpy("delta", **options)
     assert len(truths[0].weights) == 140
-    for truth, results in zip(truths, zip(*run(both, 4, options, nodes=NODES, timeout=60), strict=True), strict=True):
+    for truth, results in zip(truths, zip(*run(both, 4, options, nodes=NODES), strict=True), strict=True):
         check(results, truth)
 
 
@@ -247,7 +247,7 @@ def test_plateaus_change_the_rates(look: int | None, patience: int, threshold: f
         rates = truth.rates
         assert sum(a != b for a, b in pairwise(rates)) >= changes
         assert {(2, 1), (1, 1), (8, 2), (4, 1)} == set(rates)
-    for truth, results in zip(truths, zip(*run(both, 4, options, nodes=NODES, timeout=60), strict=True), strict=True):
+    for truth, results in zip(truths, zip(*run(both, 4, options, nodes=NODES), strict=True), strict=True):
         check(results, truth)
 
 

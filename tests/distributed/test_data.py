@@ -110,7 +110,7 @@ def _custom(kind: str) -> dict[str, Any]:
     else:
         loader = DataLoader(data, batch_sampler=Pairs(RandomSampler(data), 4, False))
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 5)
-    strategy = HeteroDDPStrategy(balance=UNEVEN if int(_env("WORLD_SIZE")) > 1 else [1.0], timeout=60)
+    strategy = HeteroDDPStrategy(balance=UNEVEN if int(_env("WORLD_SIZE")) > 1 else [1.0])
     pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2}).fit(module, loader)
     return {"parameters": parameters(module), "seen": module.seen}
 
@@ -162,7 +162,7 @@ def _sharded_by_user(how: str) -> dict[str, Any]:
         part = Subset(data, range(edges[rank], edges[rank + 1]))
         loader = DataLoader(part, batch_size=4)
         trainer["use_distributed_sampler"] = False
-    strategy = HeteroDDPStrategy(timeout=60)
+    strategy = HeteroDDPStrategy()
     pl.Trainer(strategy=strategy, **trainer).fit(module, loader)
     return {"parameters": parameters(module), "seen": module.seen}
 
@@ -206,7 +206,7 @@ class Shard(IterableDataset):
 def _iterable(endless: bool, workers: int, balance: Any) -> dict[str, Any]:
     module = Net()
     loader = DataLoader(Shard(60, endless), batch_size=4, num_workers=workers)
-    strategy = HeteroDDPStrategy(balance=balance, timeout=60)
+    strategy = HeteroDDPStrategy(balance=balance)
     limits = {"max_steps": 12} if endless else {"max_epochs": 2}
     pl.Trainer(strategy=strategy, **{**FAST, **limits}).fit(module, loader)
     assert loader.batch_sampler.batch_size == 4  # the user's loader stays as it was
@@ -253,7 +253,7 @@ class TwoSources(Net):
 
 
 def _combined(mode: str, sizes: tuple[int, int], batch_sizes: tuple[int, int], balance: Any) -> dict[str, Any]:
-    module, strategy = TwoSources(), HeteroDDPStrategy(balance=balance, timeout=60)
+    module, strategy = TwoSources(), HeteroDDPStrategy(balance=balance)
     world = int(_env("WORLD_SIZE"))
     loaders = {
         name: DataLoader(dataset(n), batch_size=b * 3 // world, shuffle=True)
@@ -286,7 +286,7 @@ def test_combined_loaders(mode: str, sizes: tuple[int, int], batch_sizes: tuple[
 
 def _evaluate(samples: int, batch_size: int, balance: Any) -> dict[str, Any]:
     module = EvaluatedNet()
-    strategy = HeteroDDPStrategy(balance=balance, timeout=60)
+    strategy = HeteroDDPStrategy(balance=balance)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "num_sanity_val_steps": 0})
     loader = DataLoader(dataset(samples), batch_size=batch_size)
     trainer.fit(module, DataLoader(dataset(30), batch_size=4), loader)
@@ -322,7 +322,7 @@ class Writer(BasePredictionWriter):
 
 def _predict() -> list[tuple[list[int], list[int]]]:
     writer = Writer()
-    strategy = HeteroDDPStrategy(balance=UNEVEN, timeout=60)
+    strategy = HeteroDDPStrategy(balance=UNEVEN)
     trainer = pl.Trainer(strategy=strategy, callbacks=[writer], **FAST)
     trainer.predict(EvaluatedNet(), DataLoader(dataset(50), batch_size=4))
     return writer.pairs
@@ -348,7 +348,7 @@ class Normed(EvaluatedNet):
 
 
 def _normed() -> list[float]:
-    module, strategy = Normed(), HeteroDDPStrategy(balance=UNEVEN, timeout=60)
+    module, strategy = Normed(), HeteroDDPStrategy(balance=UNEVEN)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, "num_sanity_val_steps": 0})
     trainer.fit(module, DataLoader(dataset(96), batch_size=8), DataLoader(dataset(101), batch_size=4))
     return module.used

@@ -117,7 +117,7 @@ class Explodes(Line):
 
 
 def _explode(name: str, rank: int, **options: Any) -> None:
-    fit(name, Explodes(rank), timeout=15, epochs=1, **PULL, **options)
+    fit(name, Explodes(rank), epochs=1, **PULL, **options)
 
 
 HOMES = [("async", {"center": "shared_memory"}), ("async", {"center": "thread"}), ("round_robin", {})]
@@ -126,9 +126,8 @@ HOMES = [("async", {"center": "shared_memory"}), ("async", {"center": "thread"})
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "options"), HOMES)
 def test_a_visitor_that_is_not_finite_says_so_and_the_others_end(name: str, rank: int, options: dict[str, Any]) -> None:
-    began = time.monotonic()
-    outcomes = attempt(_explode, 3, name, rank, nodes=APART, timeout=60, **options)
-    assert time.monotonic() - began < 50
+    outcomes = attempt(_explode, 3, name, rank, nodes=APART, **options)
+    assert not any(outcome.late for outcome in outcomes)
     for number, outcome in enumerate(outcomes):
         if number == rank:
             assert isinstance(outcome.error, NotFiniteError), outcome.trace
@@ -140,7 +139,6 @@ def test_a_visitor_that_is_not_finite_says_so_and_the_others_end(name: str, rank
 
 
 def _skip(name: str, rank: int, **options: Any) -> Any:
-    options = {"timeout": 15, **options}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = fit(name, Explodes(rank), epochs=1, on_nan="skip", **PULL, **options)

@@ -80,7 +80,7 @@ class StepLogs(EvaluatedNet):
 
 
 def _validate(samples: int, batch_size: int) -> tuple[float, float, list[int]]:
-    module, strategy = StepLogs(), HeteroDDPStrategy(timeout=20)
+    module, strategy = StepLogs(), HeteroDDPStrategy()
     trainer = pl.Trainer(strategy=strategy, **FAST)
     trainer.validate(module, DataLoader(dataset(samples), batch_size=batch_size), verbose=False)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_batchnorm_never_gets_a_single_sample(balance: Any) -> None:
 
 def _stream(loader: Any, options: dict[str, Any], module: Any = Net, **trainer: Any) -> list[int]:
     net = module()
-    strategy = HeteroDDPStrategy(timeout=20, **options)
+    strategy = HeteroDDPStrategy(**options)
     pl.Trainer(strategy=strategy, **{**FAST, "max_steps": 4, "max_epochs": -1, **trainer}).fit(net, loader)
     return [len(batch) for batch in net.seen]
 

@@ -88,7 +88,7 @@ def still() -> Line:
 def test_replicas_come_to_the_mean_of_where_they_began() -> None:
     assert abs(weighted(STARTS, SHARES) - weighted(STARTS, EQUAL)) > 1
     cases = [*((kind, {"balance": SHARES, **options}) for kind, options in WEIGHTED), PLAIN[0]]
-    for results in run(each, WORLD, cases, still, balance=EQUAL, epochs=2, nodes=APART, timeout=240):
+    for results in run(each, WORLD, cases, still, balance=EQUAL, epochs=2, nodes=APART):
         for (kind, options), result in zip(cases, results, strict=True):
             goal = torch.tensor(START + weighted(STARTS, options.get("balance", EQUAL)))
             assert abs(result["path"][-1] - goal).max() < 1e-6, options  # before the exact average at the end
@@ -163,7 +163,7 @@ MOVING: list[Case] = [
 
 def test_the_weighted_mean_moves_as_steps_say() -> None:
     rate, steps = 0.01, 40
-    results = run(each, WORLD, MOVING, Drift, balance=SHARES, epochs=2, nodes=APART, timeout=120)
+    results = run(each, WORLD, MOVING, Drift, balance=SHARES, epochs=2, nodes=APART)
     speed = weighted([1.0, 2.0, 3.0, 4.0], SHARES)
     s = torch.tensor(SHARES).double() / sum(SHARES)
     for i, (kind, options) in enumerate(MOVING):

@@ -161,7 +161,7 @@ def test_pairs_and_push_sum(nodes: list[int]) -> None:
     if not more:
         cases, truths = [*cases, (Irregular, {})], [*truths, push_sum(irregular, 1, nodes)]
     assert len(truths[0]) == 40
-    check(run(_fits, WORLD, cases, nodes=nodes, timeout=120), truths, nodes)
+    check(run(_fits, WORLD, cases, nodes=nodes), truths, nodes)
 
 
 def test_push_sum_is_exact_on_an_irregular_graph() -> None:

@@ -76,7 +76,7 @@ def _by_rank(kind: Any, name: str, values: list[Any]) -> None:
     ],
 )
 def test_ranks_that_disagree(kind: Any, name: str, values: list[Any]) -> None:
-    for outcome in attempt(_by_rank, 2, kind, name, values, nodes=[1, 1], timeout=45):
+    for outcome in attempt(_by_rank, 2, kind, name, values, nodes=[1, 1]):
         assert isinstance(outcome.error, DisagreementError), outcome.trace
         assert f"{name}: rank 0: {values[0]}, rank 1: {values[1]}" in str(outcome.error)
 
@@ -117,7 +117,7 @@ def _nodes() -> Any:
 
 def test_nodes_gossip_as_one() -> None:
     # Nodes of two ranks and of one, with 8 and 4 of 12 samples.
-    results = run(_nodes, 3, nodes=[2, 1], timeout=120)
+    results = run(_nodes, 3, nodes=[2, 1])
     for i, (kind, options) in enumerate(FORMS):
         goal = torch.tensor(START) + (1.5 if "exchange" in options else (8 * 6.0 - 4 * 3.0) / 12)
         for rank in range(3):
@@ -142,7 +142,7 @@ def _exploding(kind: Any, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("kind", "options"), [FORMS[0], FORMS[3]])
 def test_an_error_names_who_is_not_finite(kind: Any, options: dict[str, Any]) -> None:
-    outcomes = attempt(_exploding, 3, kind, {**options, "timeout": 5}, nodes=APART, timeout=70)
+    outcomes = attempt(_exploding, 3, kind, {**options, "timeout": 5}, nodes=APART)
     assert isinstance(outcomes[1].error, NotFiniteError), outcomes[1].trace
     assert outcomes[1].error.replicas == [1]
     for outcome in outcomes:
@@ -154,7 +154,7 @@ def _skipping() -> Any:
 
 
 def test_who_is_not_finite_begins_again() -> None:
-    results = run(_skipping, 3, nodes=APART, timeout=120)
+    results = run(_skipping, 3, nodes=APART)
     for rank, of_rank in enumerate(results):
         for form, result, first in zip(FORMS, of_rank, results[0], strict=True):
             assert result["final"].isfinite().all(), form
@@ -231,7 +231,7 @@ def _killed(kind: Any, options: dict[str, Any]) -> Any:
     [FORMS[0], FORMS[3]],
 )
 def test_a_dead_rank_is_not_waited_for_again_and_again(kind: Any, options: dict[str, Any]) -> None:
-    outcomes = attempt(_killed, 3, kind, options, nodes=APART, timeout=60)
+    outcomes = attempt(_killed, 3, kind, options, nodes=APART)
     for outcome in outcomes[:2]:
         assert outcome.error is None
         assert len(outcome.value) == 20  # to the end of the epoch; then they must know

@@ -39,7 +39,7 @@ def _fit(
     keep = [ModelCheckpoint(folder, every_n_train_steps=stop, save_top_k=-1, filename="{step}")] if folder else []
     settings = {**FAST, "max_epochs": 3, "max_steps": stop, "callbacks": [recorder, *keep]}
     settings["enable_checkpointing"] = folder is not None
-    strategy = kind(balance=SHARES, global_batch_size=12, timeout=30, deadline=15, **options)
+    strategy = kind(balance=SHARES, global_batch_size=12, deadline=15, **options)
     trainer = pl.Trainer(strategy=strategy, **settings)
     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
     torch.manual_seed(trainer.global_rank)  # each rank drops out other units
@@ -58,7 +58,7 @@ def _resumed(folder: str, stops: list[int], cases: list[Any]) -> list[Any]:
 
 def test_resuming_is_as_if_never_stopped(tmp_path: Path) -> None:
     cases, stops = SYNC, [11, 16, 11, 11, 10]  # 16: after an epoch
-    for results in run(_resumed, 3, str(tmp_path), stops, cases, nodes=APART, timeout=150):
+    for results in run(_resumed, 3, str(tmp_path), stops, cases, nodes=APART):
         for case, stop, (whole, first, second) in zip(cases, stops, results, strict=True):
             assert len(whole[0]) == 24
             assert torch.equal(first[0], whole[0][:stop]), case
@@ -182,7 +182,7 @@ def _validated(cases: list[Any]) -> list[Any]:
 
 def test_validating_changes_nothing() -> None:
     cases: list[Any] = [(GossipStrategy, {}), SYNC[1], SYNC[3]]
-    results = run(_validated, 3, cases, nodes=APART, timeout=120)
+    results = run(_validated, 3, cases, nodes=APART)
     for rank in range(3):
         for i, case in enumerate(cases):
             (path, final, seen), (path2, final2, none) = results[rank][2 * i : 2 * i + 2]

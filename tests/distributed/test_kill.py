@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ class Killed(pl.Callback):
 
 def _train(folder: str, kill: bool = False, resume: str | None = None) -> torch.Tensor:
     # B = 4 and W = 3 after 3 steps of warm-up: exchanges begin after steps 7, 11, 15, ... and arrive 3 steps later.
-    strategy = DASOStrategy(3, 2, 4, 3, balance=SHARES, global_batch_size=12, patience=99, timeout=15)
+    strategy = DASOStrategy(3, 2, 4, 3, balance=SHARES, global_batch_size=12, patience=99)
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     callbacks = [ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")]
     callbacks += [Killed(13)] if kill else []
@@ -47,9 +46,8 @@ def _train(folder: str, kill: bool = False, resume: str | None = None) -> torch.
 
 def test_a_job_killed_with_an_exchange_in_flight_resumes_bitwise(tmp_path: Path) -> None:
     whole = run(_train, 3, str(tmp_path / "whole"), nodes=NODES)
-    began = time.monotonic()
-    outcomes = attempt(_train, 3, str(tmp_path / "killed"), kill=True, nodes=NODES, timeout=60)
-    assert time.monotonic() - began < 55
+    outcomes = attempt(_train, 3, str(tmp_path / "killed"), kill=True, nodes=NODES)
+    assert not any(outcome.late for outcome in outcomes)
     assert outcomes[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         assert "another rank has failed" in str(outcomes[rank].error), outcomes[rank].trace

@@ -121,7 +121,7 @@ class Sleeper(Net):
 
 
 def _balance(strategy_class: Any) -> dict[str, Any]:
-    module, strategy = Sleeper(), strategy_class(timeout=60)
+    module, strategy = Sleeper(), strategy_class()
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3})
     trainer.fit(module, DataLoader(dataset(96), batch_size=6, shuffle=True))
     return {"shares": strategy.share.planner.shares(strategy.share.step)}

@@ -162,9 +162,9 @@ class Watched(EvaluatedNet):
 
 def _strategy(name: str) -> Any:
     if name == "node":
-        return NodeAverageStrategy(every_n_steps=5, balance=SHARES, global_batch_size=12, timeout=60)
+        return NodeAverageStrategy(every_n_steps=5, balance=SHARES, global_batch_size=12)
     # B = 4 and W = 3: at every step but one an exchange is under way.
-    return DASOStrategy(3, 2, 4, 3, mixing=name, patience=99, balance=SHARES, global_batch_size=12, timeout=60)
+    return DASOStrategy(3, 2, 4, 3, mixing=name, patience=99, balance=SHARES, global_batch_size=12)
 
 
 def _watch(folder: str | None, validate: bool, name: str = "node", **options: Any) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _resume(folder: str, workers: int, name: str = "node") -> list[torch.Tensor]
 @pytest.mark.parametrize(("workers", "name"), [(0, "node"), (2, "delta"), (0, "daso")])
 def test_resuming_between_two_meetings_is_as_if_never_stopped(tmp_path: Path, workers: int, name: str) -> None:
     # Stopped after 11 steps; K = 5, or with an exchange under way; dropout; the loader has workers.
-    for whole, first, second in run(_resume, 3, str(tmp_path), workers, name, nodes=NODES, timeout=45):
+    for whole, first, second in run(_resume, 3, str(tmp_path), workers, name, nodes=NODES):
         assert torch.equal(second, whole)
         assert not torch.equal(first, whole)
     checkpoint = torch.load(tmp_path / "mid.ckpt", weights_only=True)
@@ -286,7 +286,7 @@ class Sleeper(Net):
 
 def _beside_a_sleeper() -> float:
     module = Sleeper()
-    strategy = NodeAverageStrategy(every_n_steps=60, balance="off", ranks_per_node=1, timeout=60)
+    strategy = NodeAverageStrategy(every_n_steps=60, balance="off", ranks_per_node=1)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
     trainer.fit(module, DataLoader(dataset(480), batch_size=4))
     return module.times[50] - module.times[0]
@@ -310,7 +310,7 @@ def test_a_period_that_cannot_be(every: Any) -> None:
 
 def _train(**kwargs: Any) -> None:
     loader = kwargs.pop("loader") if "loader" in kwargs else DataLoader(dataset(96), batch_size=4)
-    strategy = NodeAverageStrategy(every_n_steps=3, ranks_per_node=1, timeout=20)
+    strategy = NodeAverageStrategy(every_n_steps=3, ranks_per_node=1)
     pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, **kwargs}).fit(Net(), loader)
 
 
@@ -330,7 +330,7 @@ def test_what_makes_no_sense_with_replicas_is_refused(options: dict[str, Any], w
 
 def _stream_alone() -> torch.Tensor:
     module = Net()
-    strategy = DASOStrategy(timeout=30, balance="off")
+    strategy = DASOStrategy(balance="off")
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "limit_train_batches": 4})
     trainer.fit(module, DataLoader(Shard(60), batch_size=4))
     return parameters(module)
@@ -345,7 +345,7 @@ def test_one_node_takes_streams_too() -> None:
 def _differing() -> None:
     import os
 
-    strategy = NodeAverageStrategy(every_n_steps=3 + int(os.environ["RANK"]), ranks_per_node=1, timeout=20)
+    strategy = NodeAverageStrategy(every_n_steps=3 + int(os.environ["RANK"]), ranks_per_node=1)
     pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1}).fit(Net(), DataLoader(dataset(96), batch_size=4))
 
 
@@ -363,15 +363,14 @@ class FailsOnOne(Net):
 
 
 def _failing(folder: str) -> None:
-    strategy = NodeAverageStrategy(every_n_steps=5, ranks_per_node=1, timeout=10)
+    strategy = NodeAverageStrategy(every_n_steps=5, ranks_per_node=1)
     keep = ModelCheckpoint(folder, save_on_exception=True)
     options = {**FAST, "max_epochs": 1, "enable_checkpointing": True, "callbacks": [keep]}
     pl.Trainer(strategy=strategy, **options).fit(FailsOnOne(), DataLoader(dataset(96), batch_size=4))
 
 
 def test_nothing_hangs_when_a_rank_fails(tmp_path: Path) -> None:
-    began = time.monotonic()
-    outcomes = attempt(_failing, 2, str(tmp_path), timeout=60)
-    assert time.monotonic() - began < 40
+    outcomes = attempt(_failing, 2, str(tmp_path))
+    assert not any(outcome.late for outcome in outcomes)
     assert "a fault of rank 1" in str(outcomes[1].error)
     assert "another rank has failed" in str(outcomes[0].error), outcomes[0].trace

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_hetero import DASOStrategy, NodeAverageStrategy
 
 NODES, SHARES = [2, 1], [3.0, 1.0, 2.0]  # of 12 samples: 6, 2 and 4; by node 8 and 4
-BASE = {"balance": SHARES, "global_batch_size": 12, "timeout": 30}
+BASE = {"balance": SHARES, "global_batch_size": 12}
 CYCLING = {"warmup": 0, "cooldown": 0, "patience": 99}
 
 
@@ -172,13 +171,12 @@ class FailsInFlight(Net):
 
 
 def _fails() -> None:
-    _fit(FailsInFlight(), DASOStrategy(**{**BASE, **CYCLING, "timeout": 10}, wait=4))
+    _fit(FailsInFlight(), DASOStrategy(**BASE, **CYCLING, wait=4))
 
 
 def test_a_rank_that_fails_with_an_exchange_in_flight_hangs_nobody() -> None:
-    began = time.monotonic()
-    outcomes = attempt(_fails, 3, nodes=NODES, timeout=60)
-    assert time.monotonic() - began < 45
+    outcomes = attempt(_fails, 3, nodes=NODES)
+    assert not any(outcome.late for outcome in outcomes)
     assert "a fault of rank 1" in str(outcomes[1].error)
     for rank in (0, 2):
         assert "another rank has failed" in str(outcomes[rank].error), outcomes[rank].trace

@@ -33,7 +33,7 @@ def _train(
     loader: Any = None,
     trainer: dict[str, Any] | None = None,
 ) -> None:
-    chosen = HeteroDDPStrategy(**{"timeout": 30, **(strategy or {})})
+    chosen = HeteroDDPStrategy(**(strategy or {}))
     keep = ModelCheckpoint(folder, every_n_train_steps=1, save_on_exception=True)
     options = {**FAST, "max_epochs": 1, "enable_checkpointing": True, "callbacks": [keep], **(trainer or {})}
     data = loader() if callable(loader) else DataLoader(dataset(96), **(loader or {"batch_size": 4}))
@@ -43,10 +43,9 @@ def _train(
 def refused(
     folder: Path, kind: type[HeteroError], *words: str, world: int = 2, env_of: Any = None, **kwargs: Any
 ) -> list[str]:
-    """See every rank refuse, soon, with these words, and leave no checkpoint."""
-    began = time.monotonic()
-    outcomes = attempt(_train, world, str(folder), env_of=env_of, timeout=60, **kwargs)
-    assert time.monotonic() - began < 30
+    """See every rank refuse with these words, without waiting for a timeout, and leave no checkpoint."""
+    outcomes = attempt(_train, world, str(folder), env_of=env_of, **kwargs)
+    assert not any(outcome.late for outcome in outcomes)
     for outcome in outcomes:
         assert isinstance(outcome.error, HeteroError), outcome.trace
         assert isinstance(outcome.error, kind), outcome.trace
@@ -288,7 +287,7 @@ def test_too_few_samples_to_validate(tmp_path: Path) -> None:
 
 
 def _validate() -> None:
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(timeout=30), **FAST)
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), **FAST)
     trainer.validate(EvaluatedNet(), DataLoader(dataset(2), batch_size=4), verbose=False)
 
 
@@ -303,9 +302,8 @@ class FailsOnOne(Net):
 
 
 def test_nothing_hangs_when_a_rank_fails() -> None:
-    began = time.monotonic()
-    outcomes = attempt(_failing, 3, timeout=60)
-    assert time.monotonic() - began < 40
+    outcomes = attempt(_failing, 3)
+    assert not any(outcome.late for outcome in outcomes)
     assert "a fault of rank 1" in str(outcomes[1].error)
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, CommunicationError), outcomes[rank].trace
@@ -337,5 +335,6 @@ def test_a_rank_that_stalls_ends_the_others_within_the_timeout(tmp_path: Path) -
 
 
 def _failing() -> None:
-    strategy = HeteroDDPStrategy(timeout=10)
-    pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1}).fit(FailsOnOne(), DataLoader(dataset(96), batch_size=4))
+    pl.Trainer(strategy=HeteroDDPStrategy(), **{**FAST, "max_epochs": 1}).fit(
+        FailsOnOne(), DataLoader(dataset(96), batch_size=4)
+    )

@@ -27,7 +27,7 @@ from lightning_hetero import (
 from lightning_hetero.averaging.schedule import RateSchedule
 from lightning_hetero.errors import NotFiniteError, UnsupportedError
 
-BASE = {"balance": SHARES, "global_batch_size": 12, "timeout": 30}
+BASE = {"balance": SHARES, "global_batch_size": 12}
 CYCLING = {"warmup": 0, "cooldown": 0, "patience": 99}
 
 
@@ -81,7 +81,7 @@ def _resumed(folder: str, module: Any, saves: dict[str, Any], name: str, options
 def test_resuming_is_as_if_never_stopped(
     tmp_path: Path, module: Any, saves: dict[str, Any], name: str, options: dict[str, Any]
 ) -> None:
-    for whole, second in run(_resumed, 3, str(tmp_path), module, saves, name, options, nodes=NODES, timeout=60):
+    for whole, second in run(_resumed, 3, str(tmp_path), module, saves, name, options, nodes=NODES):
         assert torch.equal(whole, second)
 
 
@@ -189,7 +189,7 @@ def _odd(module: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize(("module", "words"), [(Unfreezing, "net.0.weight, net.0.bias became"), (Complex, "phase is")])
 def test_what_would_silently_differ_is_refused(module: Any, words: str) -> None:
-    for outcome in attempt(_odd, 3, module, nodes=[1, 1, 1], timeout=45):
+    for outcome in attempt(_odd, 3, module, nodes=[1, 1, 1]):
         assert isinstance(outcome.error, UnsupportedError), outcome.trace
         assert words in str(outcome.error)
 
@@ -205,7 +205,7 @@ class Large(Net):
 
 
 def test_changes_too_large_for_fp16_are_an_error() -> None:
-    for outcome in attempt(_odd, 3, Large, wire="fp16", nodes=[1, 1, 1], timeout=45):
+    for outcome in attempt(_odd, 3, Large, wire="fp16", nodes=[1, 1, 1]):
         assert isinstance(outcome.error, NotFiniteError), outcome.trace
         assert "too large for the wire; use 'bf16' or 'fp32'" in str(outcome.error)
         assert str(pickle.loads(pickle.dumps(outcome.error))) == str(outcome.error)
@@ -259,7 +259,7 @@ def _looked(folder: str) -> list[list[torch.Tensor]]:
     for kind, options in LOOKING:
         ends = []
         for looks in (False, True):
-            module, strategy = Net(), kind(balance=[1.0, 3.0], timeout=30, **options)
+            module, strategy = Net(), kind(balance=[1.0, 3.0], **options)
             trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, "default_root_dir": folder})
             data = DataLoader(dataset(48), batch_size=4)
             if looks:

@@ -26,7 +26,7 @@ from lightning_hetero.strategies.guards import precision_problem
 
 NODES = [2, 1]
 STRATEGIES = {"node": NodeAverageStrategy, "daso": DASOStrategy, "ddp": HeteroDDPStrategy}
-BASE = {"balance": "off", "global_batch_size": 12, "timeout": 20}
+BASE = {"balance": "off", "global_batch_size": 12}
 CYCLING = {"warmup": 0, "cooldown": 0, "patience": 99}
 
 
@@ -157,7 +157,7 @@ def test_a_truncated_checkpoint(tmp_path: Path) -> None:
     run(_save, 2, str(path), "daso", nodes=[1, 1])
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    for outcome in attempt(_load, 2, str(path), "daso", nodes=[1, 1], timeout=45):
+    for outcome in attempt(_load, 2, str(path), "daso", nodes=[1, 1]):
         assert isinstance(outcome.error, CheckpointError), outcome.trace
         assert "cut.ckpt is not a whole checkpoint" in str(outcome.error)
     assert path.read_bytes() == whole[: len(whole) // 2]
@@ -209,7 +209,7 @@ def _daso(
     ],
 )
 def test_what_cannot_be_is_said_on_every_rank(options: dict[str, Any], error: type, words: str) -> None:
-    for outcome in attempt(_daso, 2, nodes=[1, 1], timeout=45, **options):
+    for outcome in attempt(_daso, 2, nodes=[1, 1], **options):
         assert isinstance(outcome.error, error), outcome.trace
         assert words in str(outcome.error)
 

@@ -39,7 +39,7 @@ def test_under_mpiexec() -> None:
 def said(command: list[str]) -> str:
     """What the doctor prints; it leaves nothing behind."""
     with watched() as running:
-        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert running() == []
     return done.stdout
