@@ -200,8 +200,8 @@ class PushAverager(GossipAverager[Pushing]):
         taken = []
         for i in range(int(self.tell([len(pushes)], ())[0])):
             push = pushes[i] if pushes else Push(0, 0, 0.0, [torch.empty_like(sent) for sent in self._outgoing])
-            _, peer, then, weight = self.tell([1.0, push.peer, push.turn, push.weight], push.vectors)
-            taken.append(Push(int(peer), int(then), weight, push.vectors))
+            weight, peer, then = self.tell([push.weight, push.peer, push.turn], push.vectors)
+            taken.append(Push(int(peer), int(then), weight, push.vectors if weight else []))
         self._waited(began)
         for peer in set(sources) - {push.peer for push in taken if push.turn == turn}:
             self.miss(peer)

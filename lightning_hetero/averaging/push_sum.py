@@ -17,6 +17,9 @@ from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
 
+_LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
+_MOST = 4.0  # times max(s, 1) that a step counts, for one whose weight is low though it hears from others
+
 
 class PushSumAverager(PushAverager):
     """Stochastic gradient push, with weights ``s`` by samples.
@@ -28,7 +31,14 @@ class PushSumAverager(PushAverager):
         z <- x / w
 
     The weight travels with the values, and both are the sender's until the other has them. So the sums of ``x`` and
-    ``w`` are kept on directed and irregular graphs, too, and whatever is late or lost; what comes late counts then.
+    ``w``, over all replicas and what has come to them, are kept on directed and irregular graphs, too, and whatever is
+    late or lost; what comes late counts then.
+
+    A step moves the model by ``s / w`` times itself. In rounds that all keep up with, ``w`` tends to 1. But a replica
+    that lags behind, after it was frozen, could give again and again and get nothing, and its steps would be blown up.
+    So after a round in which nothing came, though others were to send, a replica is *alone*: until something comes it
+    gives nothing, and ``s / w`` counts as ``max(s, 1)`` at most; otherwise as ``4 max(s, 1)`` at most. Being alone it
+    sends pushes of weight 0, so that two who are alone hear from each other and go on.
 
     Source: SGP, Assran et al. 2019, algorithm 1.
 
@@ -44,6 +54,7 @@ class PushSumAverager(PushAverager):
     def __init__(self, every: int, rule: Rule, seed: int, wire: Wire, place: Place, skip: bool) -> None:
         super().__init__(every, wire, place, skip)
         self.rule, self.seed = rule, seed
+        self._alone = False  # nothing came in the latest round in which something should have
         self._weight = 0.0  # w; 0 before the first round, and where no samples were taken and nothing has come yet
 
     @override
@@ -60,6 +71,7 @@ class PushSumAverager(PushAverager):
             self._give(to[self.links.index], turn)
             sources = [peer for peer, targets in to.items() if self.links.index in targets]
             with self.receiving(turn, sources) as pushes:
+                self._alone = bool(sources) and not pushes
                 for push in pushes:
                     self._add(push.vectors, push.weight, 1)
             self.replica.unpack(self._unbiased())
@@ -71,17 +83,18 @@ class PushSumAverager(PushAverager):
     def _learn(self, values: Sequence[Tensor], planned: Sequence[int]) -> None:
         """``x += s (z_after - z_before)``, where ``values`` are ``z_after``."""
         z = [value.to("cpu", x.dtype) for value, x in zip(values, self._x, strict=True)]
-        samples = planned[self.links.index] * len(planned) / sum(planned)  # s
+        s = planned[self.links.index] * len(planned) / sum(planned)
         if not self._weight:
-            self._weight = samples
+            self._weight = s
             for x, value in zip(self._x, z, strict=True):
-                torch.mul(value, samples, out=x)
+                torch.mul(value, s, out=x)
         else:
+            s = min(s, (1.0 if self._alone else _MOST) * max(s, 1.0) * self._weight)
             for x, value in zip(self._x, z, strict=True):
-                x.add_(value - x / self._weight, alpha=samples)
+                x.add_(value - x / self._weight, alpha=s)
 
     def _give(self, to: Sequence[int], turn: int) -> None:
-        part = self._weight / (len(to) + 1)
+        part = 0.0 if self._alone or self._weight < _LEAST else self._weight / (len(to) + 1)
         for own, x, origin in zip(self._outgoing, self._x, self.reference, strict=True):
             own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
         self.check_wire(self._outgoing)
@@ -90,6 +103,8 @@ class PushSumAverager(PushAverager):
             self._add(self._outgoing, part, -1)
 
     def _add(self, vectors: Sequence[Tensor], weight: float, sign: int) -> None:
+        if not weight:
+            return
         for x, vector, origin in zip(self._x, vectors, self.reference, strict=True):
             x.add_(vector.to(x.dtype), alpha=sign)
             if self.wire != "fp32":
@@ -123,7 +138,7 @@ class PushSumAverager(PushAverager):
         self.links.gather(None)
         arrived = [] if self._transport is None else self._transport.waiting()
         pushes = [tuple(push) for push in arrived]
-        own = {"x": self._x, "weight": self._weight, "arrived": pushes}
+        own = {"x": self._x, "weight": self._weight, "alone": self._alone, "arrived": pushes}
         return {**super().state_dict(), **own}
 
     @override
@@ -131,6 +146,6 @@ class PushSumAverager(PushAverager):
         super().load_state_dict(state)
         for x, saved in zip(self._x, state["x"], strict=True):
             x.copy_(saved)
-        self._weight = state["weight"]
+        self._weight, self._alone = state["weight"], state.get("alone", False)  # version 0.1 did not keep it
         if self._transport is not None:
             self._transport.put([Push(*push) for push in state["arrived"]])

@@ -37,11 +37,20 @@ class Background(Generic[T]):
             self._error = error
         self.seconds = time.perf_counter() - began
 
-    def result(self) -> T:
-        """Wait for the function to end; its value, or the error that it raised."""
+    def result(self, seconds: float | None = None) -> T:
+        """Wait for the function to end; its value, or the error that it raised.
+
+        Args:
+            seconds: longest wait; default: none.
+
+        Raises:
+            TimeoutError: the function goes on for longer than that.
+        """
         began = time.perf_counter()
-        self._thread.join()
+        self._thread.join(seconds)
         self.waited += time.perf_counter() - began
+        if self._thread.is_alive():
+            raise TimeoutError(f"no result within {seconds:g} s")
         if self._error is not None:
             raise self._error
         return self._value

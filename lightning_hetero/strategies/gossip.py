@@ -15,6 +15,7 @@ from lightning_hetero.averaging.push_sum import PushSumAverager
 from lightning_hetero.checks import at_least_one, is_number, one_of
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.gossip.peers import EXCHANGE
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
@@ -33,7 +34,8 @@ class GossipBase(ReplicaStrategy):
         replica: what trains apart from the others: each ``"rank"``, or each ``"node"``, whose ranks then average
             gradients at every step.
         deadline: seconds within which a peer must answer and a message arrive; otherwise the exchange is missed,
-            counted and logged, and training goes on.
+            counted and logged, and training goes on. At most a ninth of ``timeout`` counts, since an exchange in which
+            all goes wrong takes as long as nine messages may take.
         seed: of what is drawn at random.
         **kwargs: as for :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
 
@@ -77,7 +79,8 @@ class GossipBase(ReplicaStrategy):
         if self._links.count == 1:
             rank_zero_info(f"{type(self).__name__}: there is one replica, so nobody to gossip with: it trains alone.")
         interface = interface_towards(self.cluster_environment.main_address)
-        place = Place(interface, self.topology.places[self.topology.rank].host, self.deadline)
+        deadline = min(self.deadline, self.options.timeout.total_seconds() / EXCHANGE)
+        place = Place(interface, self.topology.places[self.topology.rank].host, deadline)
         return self.make_gossip(place, self.on_nan == "skip")
 
     @abstractmethod

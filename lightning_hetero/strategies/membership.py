@@ -4,15 +4,18 @@ from abc import abstractmethod
 from dataclasses import asdict
 from typing import Any, ClassVar
 
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import agree
+from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.groups import end_unused
 from lightning_hetero.comm.topology import Place, Topology, device_identity, discover
+from lightning_hetero.errors import CommunicationError
 from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.strategies.collectives import Collectives
@@ -61,8 +64,7 @@ class Membership(Collectives):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        with deadline("join the job"):
-            _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
+        self._connect(self.cluster_environment)
         if self.topology is None:
             self._timer = StepTimer(self.root_device)
             host = hostname()
@@ -71,6 +73,24 @@ class Membership(Collectives):
             end_unused()
             agree("the strategy's options", {**asdict(self.options), **self.algorithm_options()})
             self._join(self.topology)
+
+    def _connect(self, cluster: ClusterEnvironment) -> None:
+        """Join the world's process group.
+
+        On a thread, since PyTorch waits without a limit for whoever accepts its connection and then says nothing.
+        """
+        seconds = self.options.timeout.total_seconds()
+        with deadline("join the job"):
+            joining = Background(lambda: _init_dist_connection(cluster, "gloo", timeout=self._timeout))
+            try:
+                joining.result(seconds)
+            except TimeoutError as error:
+                raise CommunicationError(
+                    f"rank {cluster.global_rank()} of {cluster.world_size()} could not join the job within {seconds:g} "
+                    f"s (the strategy's `timeout`): rank 0 did not let it in at {cluster.main_address}:"
+                    f"{cluster.main_port}. Look for an error of rank 0. If there is none, another program may hold "
+                    "that port: set MASTER_PORT to a free one, the same for all ranks."
+                ) from error
 
     def algorithm_options(self) -> dict[str, Any]:
         """Options of the algorithm itself, by name, which must also be the same on every rank."""

@@ -4,10 +4,13 @@ import gc
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,21 +47,55 @@ def many_open_files() -> Iterator[None]:
 
 
 def test_strangers_are_sent_away_and_keep_nobody_waiting(doorbell: Doorbell) -> None:
-    strangers = [socket.create_connection(doorbell.address) for _ in range(4)]
-    _mute, gone, short, loud = strangers
+    at = (doorbell.address.host, doorbell.address.port)
+    strangers = [socket.create_connection(at) for _ in range(6)]
+    _mute, gone, short, loud, guess, replaced = strangers
     gone.close()
-    short.sendall(b"\x01")  # begins like a rank
-    loud.sendall(b"GET / HTTP/1.1")
+    short.sendall(doorbell.address.token[:3])  # begins like a rank
+    short.shutdown(socket.SHUT_WR)
+    loud.sendall(b"GET / HTTP/1.1\r\n\r\n and more")
+    guess.sendall((1).to_bytes(4, "big"))  # says that it is rank 1
+    replaced.sendall(bytes(16) + (7).to_bytes(4, "big"))  # with another token
     buttons = [Button(doorbell.address, rank, 5.0) for rank in (7, 1)]
     began = time.monotonic()
     doorbell.welcome([1, 7], 5.0)
     assert time.monotonic() - began < 2
-    short.settimeout(5.0)
-    assert short.recv(1) == b""
+    for stranger in (short, guess, replaced):
+        stranger.settimeout(5.0)
+        assert stranger.recv(1) == b""
     for button, rank in zip(buttons, (7, 1), strict=True):
         button.press()
         assert doorbell.wait() == rank
     for connection in (*strangers, *buttons):
+        connection.close()
+
+
+def test_a_visitor_may_speak_slowly_and_silent_strangers_keep_nobody_out(doorbell: Doorbell) -> None:
+    at = (doorbell.address.host, doorbell.address.port)
+    held = []
+
+    def come() -> None:
+        strangers = [socket.create_connection(at) for _ in range(120)]
+        slow = socket.create_connection(at)
+        words = doorbell.address.token + (1).to_bytes(4, "big")
+        for word in (words[:7], words[7:18], words[18:]):
+            slow.sendall(word)
+            time.sleep(0.1)
+        held.append(len(psutil.Process().net_connections()) - 2 * len(buttons))
+        buttons.append(Button(doorbell.address, 7, 5.0))
+        for connection in strangers:
+            connection.close()
+        slow.sendall(b"!")
+        buttons.append(slow)
+
+    buttons: list[Any] = []
+    caller = threading.Thread(target=come)
+    caller.start()
+    doorbell.welcome([1, 7], 20.0)
+    caller.join()
+    assert doorbell.wait([1]) == 1
+    assert held[0] < 121 + 50  # this end of all, and the other of a few
+    for connection in buttons:
         connection.close()
 
 

@@ -202,9 +202,6 @@ def test_a_frozen_rank_is_missed_and_nothing_is_lost(kind: Any, options: dict[st
         assert np.array_equal(table, table.T)
 
 
-DEADLINE = 0.8  # seconds
-
-
 class Killed(pl.Callback):
     """Rank 2 is gone after a few steps; the others note how long each step takes them."""
 
@@ -220,23 +217,25 @@ class Killed(pl.Callback):
 def _killed(kind: Any, options: dict[str, Any]) -> Any:
     killed = Killed()
     try:
-        fit(kind, Line(), epochs=1, deadline=DEADLINE, timeout=5, trainer={"callbacks": [killed]}, **options)
+        fit(kind, Line(), epochs=1, deadline=60.0, timeout=600, trainer={"callbacks": [killed]}, **options)
     except Exception:
         return killed.times
     return []
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     ("kind", "options"),
     [FORMS[0], FORMS[3]],
 )
-def test_a_dead_rank_is_not_waited_for_again_and_again(kind: Any, options: dict[str, Any]) -> None:
+def test_a_dead_rank_is_not_waited_for(kind: Any, options: dict[str, Any]) -> None:
     outcomes = attempt(_killed, 3, kind, options, nodes=APART)
     for outcome in outcomes[:2]:
         assert outcome.error is None
         assert len(outcome.value) == 20  # to the end of the epoch; then they must know
         steps = np.diff(outcome.value)
-        assert sum(steps > 0.9 * DEADLINE) <= 5, steps.round(2)
+        assert sum(steps > 0.8) <= 1, steps.round(2)  # seconds; its port refuses, which is known at once
+        assert steps.max() < 10
 
 
 def _left() -> Any:

@@ -1,11 +1,29 @@
 """How a center's host learns that somebody wants to visit: a wait that can be ended, unlike one of gloo's."""
 
+import hmac
+import secrets
 import selectors
 import socket
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
-_RANK = 4  # bytes
+_TOKEN, _RANK = 16, 4  # bytes
+_MOST_STRANGERS = 32  # connections at a time that have not said who they are
+
+
+class Address(NamedTuple):
+    """Where visitors ring.
+
+    Attributes:
+        host: by its address.
+        port: of the host.
+        token: the job's secret; who does not know it is sent away.
+    """
+
+    host: str
+    port: int
+    token: bytes
 
 
 class Doorbell:
@@ -15,23 +33,25 @@ class Doorbell:
         interface: address to listen on.
 
     Attributes:
-        address: where visitors connect to.
+        address: where visitors ring; to be told to ranks of the job only.
     """
 
     def __init__(self, interface: str) -> None:
         self._listener = socket.create_server((interface, 0), backlog=128)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        host, port = self._listener.getsockname()[:2]
+        self.address = Address(host, port, secrets.token_bytes(_TOKEN))
         self._visitors: dict[int, socket.socket] = {}
         self._wake, self._woken = socket.socketpair()
 
     def welcome(self, ranks: Iterable[int], seconds: float) -> None:
-        """Let visitors connect; who else does is sent away.
+        """Let visitors connect; who else does is sent away, as are those who have been silent for longest among many.
 
         Raises:
             OSError: they do not within so many seconds.
         """
         self._listener.settimeout(seconds)
-        until, missing, nameless = time.monotonic() + seconds, set(ranks), set[socket.socket]()
+        until, missing = time.monotonic() + seconds, set(ranks)
+        nameless: dict[socket.socket, bytearray] = {}  # with what each has said, in the order in which they came
         try:
             while missing:
                 ready = _ready([self._listener, *nameless], max(until - time.monotonic(), 0.0))
@@ -40,10 +60,15 @@ class Doorbell:
                 if self._listener in ready:
                     connection, _ = self._listener.accept()
                     connection.setblocking(False)
-                    nameless.add(connection)
-                for connection in nameless.intersection(ready):  # nobody waits for one that says nothing
-                    nameless.remove(connection)
-                    rank = _name(connection)
+                    nameless[connection] = bytearray()
+                    if len(nameless) > _MOST_STRANGERS:  # a visitor says at once who it is
+                        longest = next(iter(nameless))
+                        del nameless[longest]
+                        longest.close()
+                for connection in nameless.keys() & set(ready):  # nobody waits for one that says nothing
+                    if _says_more(connection, nameless[connection]):
+                        continue
+                    rank = self._name(nameless.pop(connection))
                     if rank in missing:
                         missing.remove(rank)
                         self._visitors[rank] = connection
@@ -52,6 +77,12 @@ class Doorbell:
         finally:
             for connection in (self._listener, *nameless):
                 connection.close()
+
+    def _name(self, said: bytearray) -> int | None:
+        """The rank with which a visitor introduces itself; ``None``: it is none of ours."""
+        if len(said) != _TOKEN + _RANK or not hmac.compare_digest(said[:_TOKEN], self.address.token):
+            return None
+        return int.from_bytes(said[_TOKEN:], "big")
 
     def wait(self, ranks: Iterable[int] | None = None) -> int | None:
         """Wait until one of some ranks rings, by default of all that are there; ``None``: the wait has been ended.
@@ -93,9 +124,9 @@ class Button:
         seconds: longest wait for the host.
     """
 
-    def __init__(self, address: tuple[str, int], rank: int, seconds: float) -> None:
-        self._connection = socket.create_connection(address, seconds)
-        self._connection.sendall(rank.to_bytes(_RANK, "big"))
+    def __init__(self, address: Address, rank: int, seconds: float) -> None:
+        self._connection = socket.create_connection((address.host, address.port), seconds)
+        self._connection.sendall(address.token + rank.to_bytes(_RANK, "big"))
 
     def press(self) -> None:
         """Announce a visit.
@@ -126,10 +157,13 @@ def _ready(connections: Iterable[socket.socket], seconds: float | None = None) -
         return [key.data for key, _ in selector.select(seconds)]
 
 
-def _name(connection: socket.socket) -> int | None:
-    """The rank with which a visitor introduces itself; ``None``: it is none of ours."""
+def _says_more(connection: socket.socket, said: bytearray) -> bool:
+    """Take what has come of a visitor's first words; whether more is to come."""
     try:
-        name = connection.recv(_RANK)
+        part = connection.recv(_TOKEN + _RANK - len(said))
+    except BlockingIOError:
+        return True
     except OSError:
-        return None
-    return int.from_bytes(name, "big") if len(name) == _RANK else None
+        return False
+    said += part
+    return bool(part) and len(said) < _TOKEN + _RANK

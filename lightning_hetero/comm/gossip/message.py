@@ -65,11 +65,15 @@ class Channel:
         token: the job's secret; both ends must hold the same.
         epoch: version of the membership, likewise.
         me: who sends.
+
+    Attributes:
+        caller: who is at the other end, once a message with the token has come.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, epoch: int, me: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._token, self._epoch, self._me = connection, token, epoch, me
+        self.caller: int | None = None
         self._sent = self._received = 0  # serial numbers: a message that comes twice is refused
 
     def send(self, kind: Kind, numbers: Sequence[float], vectors: Sequence[Tensor], deadline: float) -> int:
@@ -114,6 +118,7 @@ class Channel:
         [checksum] = _CHECKSUM.unpack(head[_HEADER.size :])
         if magic != _MAGIC or not hmac.compare_digest(token, self._token):
             raise RefusedError("token")
+        self.caller = sender
         if epoch != self._epoch:
             raise RefusedError("epoch")
         if serial != self._received + 1:

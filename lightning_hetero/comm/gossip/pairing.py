@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_hetero.comm.gossip.agenda import ANY, Agenda
 from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
 from lightning_hetero.comm.gossip.outbox import others_boxes
-from lightning_hetero.comm.gossip.peers import Job, Peers
+from lightning_hetero.comm.gossip.peers import EXCHANGE, Job, Peers
 from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError
 
@@ -78,13 +78,13 @@ class Pairing:
         self._agreed = False  # the peer that is asked has said yes
         self._offers = 0  # made so far
         self._failure: BaseException | None = None  # that has ended the thread that asks
-        self._agenda = Agenda(me, job.deadline)
         self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
         self._waiting = 0  # peers that have asked, for this one's own question to be answered
         self._paused = self._closed = False
         self._weight = 1.0
         self._swap: Swap | None = None
-        self.peers = Peers(me, job, interface, self._attend, heard_stop=self._wake)
+        self.peers = Peers(me, job, interface, self._attend, changed=self._wake)
+        self._agenda = Agenda(me, job.deadline, self.peers.attendance)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
@@ -99,8 +99,7 @@ class Pairing:
             whom: peers to ask.
             turn: only a peer that offers for the same round will do; the offer is closed if that one has gone on to a
                 later round or cannot be reached. Of such a pair, the first asks, and the second only if it has been
-                asked in vain, or is not asked for long. Who did not answer in time is neither asked nor waited for
-                again for four deadlines, unless it asks.
+                asked in vain, or is not asked for long. Who has ended or is silent is neither asked nor waited for.
         """
         with self._changed:
             assert self._state is _State.CLOSED
@@ -112,7 +111,7 @@ class Pairing:
     def result(self, wait: float = 0.0) -> Swap | None:
         """What the offer has brought, if it has within so many seconds.
 
-        Waits no longer once all are to stop, and not for somebody who did not answer in time lately.
+        Waits no longer once all are to stop, and not for somebody who has ended or is silent.
 
         Raises:
             CommunicationError: the thread that asks has failed.
@@ -138,8 +137,7 @@ class Pairing:
             return self._swap
 
     def _wait_for_exchange(self) -> None:
-        # As long as all its messages may take together.
-        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, 9 * self.peers.job.deadline)
+        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.job.deadline)
 
     def pause(self) -> None:
         """Exchange nothing more for now; waits for what is under way."""
@@ -188,18 +186,17 @@ class Pairing:
                     self._changed.wait(early)
                     continue
                 peer, offer, turn, weight = self._agenda.choose(), self._offers, self._agenda.turn, self._weight
+                if peer is None:
+                    continue  # it has gone just now
                 self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
-            swap, missed, late, in_vain, began = None, False, False, False, time.monotonic()
+            swap, missed, in_vain, began = None, False, False, time.monotonic()
             try:
                 swap = self._exchange_with(peer, turn, weight)
             except _GoneOnError:
                 in_vain = True
             except (OSError, RefusedError) as error:
                 missed = True
-                late = time.monotonic() - began > self.peers.job.deadline / 2  # whatever it was that broke at last
-                self.peers.drop(peer)
-                if isinstance(error, RefusedError):
-                    self.peers.refused[str(error)] += 1
+                self.peers.failed(peer, began, error)
             with self._changed:
                 if self._asking:  # or it has been asked itself meanwhile, and said yes
                     self._asking = False
@@ -209,13 +206,13 @@ class Pairing:
                 if missed:
                     self.misses[peer] += 1
                 if swap is None:
-                    self._agenda.in_vain(peer, missed, late)
+                    self._agenda.in_vain(missed)
                 if self._state is _State.OPEN and turn != ANY and (missed or in_vain):
                     self._state = _State.CLOSED
                     self._changed.notify_all()
 
     def _may_ask(self) -> bool:
-        able = self._state is _State.OPEN and bool(self._agenda.whom) and not self._paused
+        able = self._state is _State.OPEN and bool(self._agenda.asked) and not self._paused
         return self._closed or (able and not self._waiting)
 
     def _exchange_with(self, peer: int, turn: float, weight: float) -> Swap | None:
@@ -242,6 +239,7 @@ class Pairing:
         if near:
             self._take(peer)
         sent += self.peers.commit(channel, peer, self._number)
+        self.peers.attendance.met(peer)
         return Swap(peer, answer.numbers[1], self._inbox, sent)
 
     # -- who is asked ------------------------------------------------------------------------------
@@ -267,7 +265,7 @@ class Pairing:
         turn = ask.numbers[0]
         with self._changed:
             if turn >= self._agenda.turn:  # not from one who lags behind: it would be waited for in vain
-                self._agenda.heard(ask.sender)
+                self.peers.attendance.heard(ask.sender)
             if ask.sender < self.me and self._with != ask.sender and turn == self._agenda.turn:
                 # It waits while this one asks another. If all who ask were sent away, those who ask each other in a
                 # circle could do so for ever; as only the first are let wait, they never wait in a circle.

@@ -13,10 +13,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_hetero.comm.gossip.attendance import Attendance
 from lightning_hetero.comm.gossip.ledger import Ledger
 from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, Kind, Message, RefusedError, nowhere
 
 Address = tuple[str, int]
+EXCHANGE = 9  # deadlines that all messages of an exchange may take together
+_MOST_STRANGERS = 32  # connections at a time on which nothing has come with the job's token
 
 
 class Job(NamedTuple):
@@ -45,10 +48,11 @@ class Peers:
         interface: address to listen on, of the network between the peers.
         attend: goes on from a peer's first message to the end of an exchange; on a thread of its own.
         into: gives the place for the vectors of a first message.
-        heard_stop: called when a peer has said that all are to stop.
+        changed: called when a peer has said that all are to stop, or has come or gone.
 
     Attributes:
         address: where others reach this peer.
+        attendance: which peers are there.
         refused: messages that were not believed, by reason.
         ledger: exchanges that have counted here.
         stop: whether somebody wants all to stop.
@@ -61,17 +65,18 @@ class Peers:
         interface: str,
         attend: Callable[[Channel, Message], None],
         into: Callable[[Kind], Sequence[Tensor]] = nowhere,
-        heard_stop: Callable[[], None] = lambda: None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.me, self.job, self.refused = me, job, Counter[str]()
         self.ledger, self.stop = Ledger(), False
-        self._attend, self._into, self._heard_stop = attend, into, heard_stop
+        self._attend, self._into, self._changed = attend, into, changed
+        self.attendance = Attendance(lambda peer: self._connect(peer).close(), job.deadline, changed)
         self._addresses: dict[int, Address] = {}
         self._listener = socket.create_server((interface, 0), backlog=128)
         self.address: Address = self._listener.getsockname()[:2]
         self._lock = threading.Lock()
         self._out: dict[int, Channel] = {}
-        self._in: set[Channel] = set()
+        self._in: dict[Channel, None] = {}  # in the order in which they came
         self._closed = False
         threading.Thread(target=self._listen, name="hetero-gossip-listener", daemon=True).start()
 
@@ -79,19 +84,31 @@ class Peers:
         """Learn where the others are."""
         self._addresses = dict(addresses)
 
+    @property
+    def count(self) -> int:
+        """How many peers there are."""
+        return len(self._addresses)
+
     def channel(self, peer: int) -> Channel:
         """A connection to a peer, of this call's or an earlier one's making.
 
         Raises:
+            ConnectionRefusedError: the peer has ended.
             OSError: the peer cannot be reached in time.
         """
+        if self.attendance.has_ended(peer):
+            raise ConnectionRefusedError("the peer has ended")
         if peer not in self._out:
             self._out[peer] = self._connect(peer)
         return self._out[peer]
 
     def _connect(self, peer: int) -> Channel:
         deadline = self.soon()
-        connection = socket.create_connection(self._addresses[peer], self.job.deadline)
+        try:
+            connection = socket.create_connection(self._addresses[peer], self.job.deadline)
+        except ConnectionRefusedError:  # nobody listens there any more: that is no delay
+            self.attendance.ended(peer)
+            raise
         try:
             drawn = b""
             while len(drawn) < TOKEN_BYTES:
@@ -104,6 +121,14 @@ class Peers:
             connection.close()
             raise
         return self._channel(connection, drawn)
+
+    def failed(self, peer: int, began: float, error: OSError | RefusedError) -> None:
+        """An exchange with a peer has failed, which began at some time by the monotonic clock."""
+        self.drop(peer)
+        if isinstance(error, RefusedError):
+            self.refused[str(error)] += 1
+        if time.monotonic() - began > self.job.deadline / 2:  # whatever it was that broke at last
+            self.attendance.late(peer)
 
     def soon(self, times: float = 1.0) -> float:
         """The end of some deadlines that begin now, by the monotonic clock."""
@@ -183,16 +208,19 @@ class Peers:
                 time.sleep(0.1)  # too many open files, say
                 continue
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            threading.Thread(target=self._welcome, args=(connection,), name="hetero-gossip", daemon=True).start()
+            drawn = secrets.token_bytes(TOKEN_BYTES)
+            channel = self._channel(connection, drawn)
+            with self._lock:
+                self._in[channel] = None
+                strangers = [other for other in self._in if other.caller is None]
+            # A peer says at once who it is: those who have been silent for longest go.
+            for other in [channel] if self._closed else strangers[:-_MOST_STRANGERS]:
+                other.close()
+            threading.Thread(
+                target=self._welcome, args=(connection, channel, drawn), name="hetero-gossip", daemon=True
+            ).start()
 
-    def _welcome(self, connection: socket.socket) -> None:
-        drawn = secrets.token_bytes(TOKEN_BYTES)
-        channel = self._channel(connection, drawn)
-        with self._lock:
-            if self._closed:
-                channel.close()
-                return
-            self._in.add(channel)
+    def _welcome(self, connection: socket.socket, channel: Channel, drawn: bytes) -> None:
         try:
             connection.settimeout(self.job.deadline)
             connection.sendall(drawn)
@@ -203,13 +231,15 @@ class Peers:
             self.refused[str(error)] += 1
         finally:
             with self._lock:
-                self._in.discard(channel)
+                self._in.pop(channel, None)
             channel.close()
+        if channel.caller in self._addresses and not self._closed:
+            self.attendance.doubt(channel.caller)
 
     def _converse(self, channel: Channel) -> None:
         """Answer what a peer begins, until it hangs up."""
         first: float | None = self.soon()
-        while True:
+        while not self._closed:
             message = channel.receive(self._into, first)
             first = None  # those who have said a word may be silent between two exchanges
             if message.kind is Kind.COUNTED and len(message.numbers) == 1:
@@ -217,7 +247,7 @@ class Peers:
                 channel.send(Kind.YES if counted else Kind.NO, (), (), self.soon())
             elif message.kind is Kind.STOP and not message.numbers:
                 self.stop = True
-                self._heard_stop()
+                self._changed()
             else:
                 self._attend(channel, message)
 
@@ -227,6 +257,7 @@ class Peers:
             self._closed = True
             channels = [*self._in, *self._out.values()]
         self._out = {}
+        self.attendance.close()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

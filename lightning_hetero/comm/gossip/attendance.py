@@ -1,0 +1,90 @@
+"""Which peers are there: they have neither ended nor fallen silent."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+_AWAY = 4  # deadlines for which a peer that is late again and again is left alone
+
+
+class Attendance:
+    """Tells whether a peer is worth a wait.
+
+    A peer has *ended* once its port refuses a connection: that is known at once, and for good. A peer is *silent* from
+    when it did not answer in time until it says something itself or answers a knock, which a thread in the background
+    repeats. So a frozen peer costs one deadline, however long it stays frozen. A peer that is late again before an
+    exchange with it has succeeded answers knocks, but is too slow: it is left alone for four deadlines first.
+
+    Args:
+        knock: connects to a peer and waits for its greeting; raises an ``OSError`` if none comes within the deadline.
+        deadline: seconds within which a peer must answer.
+        changed: called when a peer has come or gone.
+    """
+
+    def __init__(self, knock: Callable[[int], None], deadline: float, changed: Callable[[], None]) -> None:
+        self._knock, self._deadline, self._changed = knock, deadline, changed
+        self._lock = threading.Lock()
+        self._ended: set[int] = set()
+        self._silent: dict[int, threading.Event] = {}  # set once nobody needs to knock any more
+        self._slow: set[int] = set()  # late since the latest exchange with them
+
+    def __contains__(self, peer: object) -> bool:
+        with self._lock:
+            return peer not in self._ended and peer not in self._silent
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether a peer's port has refused a connection."""
+        with self._lock:
+            return peer in self._ended
+
+    def ended(self, peer: int) -> None:
+        """A peer's port has refused a connection."""
+        with self._lock:
+            self._ended.add(peer)
+        self.heard(peer)
+
+    def late(self, peer: int) -> None:
+        """A peer did not answer in time."""
+        with self._lock:
+            if peer in self._ended or peer in self._silent:
+                return
+            pause = _AWAY * self._deadline if peer in self._slow else 0.0
+            self._slow.add(peer)
+            over = self._silent[peer] = threading.Event()
+        threading.Thread(
+            target=self._knock_until, args=(peer, over, pause), name="hetero-gossip-knocker", daemon=True
+        ).start()
+        self._changed()
+
+    def heard(self, peer: int) -> None:
+        """A peer has said something."""
+        with self._lock:
+            over = self._silent.pop(peer, None)
+        if over is not None:
+            over.set()
+        self._changed()
+
+    def met(self, peer: int) -> None:
+        """An exchange with a peer has succeeded."""
+        with self._lock:
+            self._slow.discard(peer)
+
+    def doubt(self, peer: int) -> None:
+        """A peer has hung up: find out whether it has ended; blocks."""
+        with suppress(OSError):
+            self._knock(peer)
+
+    def close(self) -> None:
+        """Knock no more; idempotent."""
+        with self._lock:
+            for over in self._silent.values():
+                over.set()
+
+    def _knock_until(self, peer: int, over: threading.Event, pause: float) -> None:
+        while not over.wait(pause):
+            pause = self._deadline
+            try:
+                self._knock(peer)
+            except OSError:
+                continue
+            return self.heard(peer)

@@ -1,0 +1,32 @@
+"""A process that cannot join its job ends with an error, in time."""
+
+import socket
+
+import pytest
+from center_tasks import Line, fit
+from ranks import attempt
+
+from lightning_hetero import NodeAverageStrategy
+from lightning_hetero.errors import CommunicationError
+
+
+def _fit() -> None:
+    fit(NodeAverageStrategy, Line(), epochs=1, timeout=4, every_n_steps=1)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_stranger_on_the_main_port_keeps_nobody_waiting(silent: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = str(stranger.getsockname()[1])
+        if not silent:
+            stranger.close()  # nobody is there at all; rank 0 has not been started either
+        of_rank_0 = {} if silent else {"MASTER_PORT": "1"}
+        outcomes = attempt(
+            _fit, 2, nodes=[1, 1], env={"MASTER_PORT": port}, env_of=lambda rank: {} if rank else of_rank_0, timeout=60
+        )
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CommunicationError), outcome.trace
+        assert "could not join the job" in str(outcome.error)
+    if silent:
+        assert "within 4 s" in str(outcomes[1].error)
+        assert f"127.0.0.1:{port}" in str(outcomes[1].error)
