@@ -1,9 +1,11 @@
 """Which peers are there: they have neither ended nor fallen silent."""
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
+_DYING = (0.01, 0.05, 0.2, 0.5, 1.0)  # seconds between knocks: a process that dies may accept, and then break off
 _AWAY = 4  # deadlines for which a peer that is late again and again is left alone
 
 
@@ -71,8 +73,12 @@ class Attendance:
 
     def doubt(self, peer: int) -> None:
         """A peer has hung up: find out whether it has ended; blocks."""
-        with suppress(OSError):
-            self._knock(peer)
+        for pause in _DYING:
+            with suppress(OSError):
+                return self._knock(peer)
+            if self.has_ended(peer):
+                return
+            time.sleep(pause)
 
     def close(self) -> None:
         """Knock no more; idempotent."""
