@@ -203,14 +203,14 @@ def test_a_frozen_rank_is_missed_and_nothing_is_lost(kind: Any, options: dict[st
 
 
 class Killed(pl.Callback):
-    """Rank 2 is gone after a few steps; the others note how long each step takes them."""
+    """Rank 1 is gone after a few steps; the others note how long each step takes them."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.times.append(time.monotonic())
-        if trainer.global_rank == 2 and batch_idx == 4:
+        if trainer.global_rank == 1 and batch_idx == 4:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -230,7 +230,7 @@ def _killed(kind: Any, options: dict[str, Any]) -> Any:
 )
 def test_a_dead_rank_is_not_waited_for(kind: Any, options: dict[str, Any]) -> None:
     outcomes = attempt(_killed, 3, kind, options, nodes=APART)
-    for outcome in outcomes[:2]:
+    for outcome in outcomes[::2]:  # of a pair, the first asks: rank 1 would have asked rank 2
         assert outcome.error is None
         assert len(outcome.value) == 20  # to the end of the epoch; then they must know
         steps = np.diff(outcome.value)
