@@ -59,13 +59,19 @@ def cnn() -> nn.Module:
     )
 
 
+def deep() -> nn.Module:
+    """2.14 million parameters as well, in eight layers of a mebibyte each."""
+    blocks = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), *blocks, nn.Linear(512, 10))
+
+
 def layers() -> nn.Module:
     """160 layers of about a thousand parameters each."""
     blocks = [nn.Sequential(nn.Linear(32, 32, bias=False), nn.LayerNorm(32, bias=False), nn.ReLU()) for _ in range(80)]
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *blocks, nn.Linear(32, 10))
 
 
-MODELS = {"cnn": cnn, "layers": layers}
+MODELS = {"cnn": cnn, "deep": deep, "layers": layers}
 
 
 class Watched(pl.LightningModule):

@@ -3,9 +3,7 @@
 import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
@@ -13,10 +11,10 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.callbacks.stretch import StretchedBackward
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.workload.shares import Cost
-from lightning_hetero.workload.timer import after_own_backward
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,10 +23,12 @@ if TYPE_CHECKING:
 class EmulatedSpeed(Callback):
     """Emulation: makes each rank as slow as a device that needs ``a + k * n`` seconds for ``n`` samples.
 
-    A rank sleeps before each backward pass, so that forward and backward together take that long. A sleep uses no
-    core, so a few cores emulate many devices, as long as their real work fits in. Only training is slowed down; the
-    optimizer, data loading and communication take the time they really take. For ranks on CPUs: the queue of a GPU
-    is not waited for. Works with every strategy, Lightning's own too.
+    A rank sleeps, so that forward and backward together take that long: a third of it in the forward pass, two thirds
+    in the backward pass, where each gradient is ready as late as it would be on such a device. So gradients that
+    travel during the backward pass find the time that they would have. (The very first batch is an exception: all its
+    sleep comes before the backward pass.) A sleep uses no core, so a few cores emulate many devices, as long as their
+    real work fits in. Only training is slowed down; the optimizer, data loading and communication take the time they
+    really take. For ranks on CPUs: the queue of a GPU is not waited for. Works with every strategy, Lightning's too.
 
     Args:
         costs: ``(a, k)`` of each rank, in seconds and seconds per sample; ``(0, 0)`` leaves a rank as fast as it is.
@@ -44,6 +44,8 @@ class EmulatedSpeed(Callback):
 
     #: So many batches in a row must overrun before that is no mere hiccup.
     OVERRUNS = 5
+    #: The backward pass computes two gradients, of weights and of inputs, where the forward pass computes one output.
+    BACKWARD = 2 / 3
 
     def __init__(
         self,
@@ -59,9 +61,8 @@ class EmulatedSpeed(Callback):
                 raise ConfigurationError(f"costs from batch {batch} on: {row}: seconds are finite and at least 0.")
             if len(row) != len(costs):
                 raise ConfigurationError(f"{len(row)} costs from batch {batch} on, {len(costs)} before: one per rank.")
-        self._backward: deque[float] = deque(maxlen=5)  # seconds of real backward passes; the first is out of line
+        self._backward = StretchedBackward()
         self._began: float | None = None  # the running batch, until its backward pass
-        self._resumed = 0.0  # when the real backward pass began
         self._samples = 0
         self._overruns, self._warned = 0, False
 
@@ -88,20 +89,15 @@ class EmulatedSpeed(Callback):
             return  # another backward pass of a batch that has been slowed down already
         batch = trainer.fit_loop.epoch_loop.total_batch_idx
         cost = self._costs[max(start for start in self._costs if start <= batch)][trainer.global_rank]
-        real = (
-            time.perf_counter()
-            - self._waited(trainer)
-            - self._began
-            + (median(self._backward) if self._backward else 0.0)
-        )
-        pause = cost.seconds(self._samples) - real
+        forward = time.perf_counter() - self._waited(trainer) - self._began
+        seconds, real = cost.seconds(self._samples), forward + self._backward.real
+        backward = max(self.BACKWARD * seconds, self._backward.real) if self._backward.known else 0.0
+        pause = seconds - backward - forward
         if pause > 0:
             time.sleep(pause)
-        self._check(pause, real, cost, trainer.global_rank)
+        self._check(seconds - real, real, cost, trainer.global_rank)
         self._began = None
-        if loss.requires_grad:
-            self._resumed = time.perf_counter()
-            after_own_backward(loss, self._backward_done)
+        self._backward.stretch(loss, pl_module.parameters(), min(backward, seconds - forward))
 
     @staticmethod
     def _waited(trainer: "pl.Trainer") -> float:
@@ -109,11 +105,8 @@ class EmulatedSpeed(Callback):
         strategy = trainer.strategy
         return strategy.share.timer.waited if isinstance(strategy, HeteroStrategy) else 0.0
 
-    def _backward_done(self) -> None:
-        self._backward.append(time.perf_counter() - self._resumed)
-
-    def _check(self, pause: float, real: float, cost: Cost, rank: int) -> None:
-        self._overruns = self._overruns + 1 if pause < 0 and any(cost) else 0
+    def _check(self, spare: float, real: float, cost: Cost, rank: int) -> None:
+        self._overruns = self._overruns + 1 if spare < 0 and any(cost) else 0
         if self._overruns == self.OVERRUNS and not self._warned:
             self._warned = True
             warnings.warn(

@@ -26,7 +26,7 @@ from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
 from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options, check_ddp_options, seconds
-from lightning_hetero.strategies.replica_ddp import ReplicaDDP, ReplicaSyncBatchNorm
+from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.saving import Saving
 from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.weights import StepWeight
@@ -134,6 +134,7 @@ class HeteroStrategy(Saving):
             ]
             if topology.rank in ranks:
                 replica, (self._data_group, small) = ranks, groups
+        self._buckets = BucketSize(self._data_group)
         pulse = Pulse(new_group(self, None, self.options.timeout))
         planner = self.options.planner(topology.world)
         exchange = exchanger(small, self._timer.waiting)
@@ -178,6 +179,7 @@ class HeteroStrategy(Saving):
             return model  # nothing to average with: DDP would only cost time
         # A LightningCLI passes every option of DDP, the group too.
         options = {**self._ddp_kwargs, "process_group": self._data_group}
+        options = self._buckets.options(options, model, self.root_device)
         return ReplicaDDP(self._timer, module=model, device_ids=self.determine_ddp_device_ids(), **options)
 
     def _register_ddp_hooks(self) -> None:

@@ -1,5 +1,7 @@
 """DDP over the ranks of one replica."""
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,8 +9,11 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm import buckets
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.workload.timer import StepTimer
+
+_log = logging.getLogger(__name__)
 
 
 class ReplicaDDP(DistributedDataParallel):
@@ -36,6 +41,47 @@ class ReplicaDDP(DistributedDataParallel):
         """Give all ranks the buffers of the first, as a forward pass in training does (collective)."""
         if self.will_sync_module_buffers():
             self._sync_buffers()
+
+
+class BucketSize:
+    """Lets the size of DDP's gradient buckets follow the link, which is measured when a model first needs it.
+
+    Not so where the user gives ``bucket_cap_mb``; for models that travel in two buckets at most whatever the link; nor
+    with deterministic algorithms, since the size decides in which order the gradients of three or more ranks are
+    summed, and with that how sums are rounded.
+
+    Args:
+        group: the replica's process group.
+    """
+
+    #: Bytes of gradients up to which there is nothing to choose.
+    SMALL = 2 * buckets.MEBIBYTE
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._travel: buckets.Travel | None = None
+
+    def options(self, given: Mapping[str, Any], model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
+        """DDP's options with a bucket size that suits the link (collective over the replica).
+
+        Args:
+            given: the options so far.
+            model: to be wrapped.
+            device: where its gradients are.
+
+        Raises:
+            CommunicationError: another rank did not take part in time.
+        """
+        size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        chosen = given.get("bucket_cap_mb") is not None or bool(given.get("bucket_cap_mb_list"))
+        open_ = size > self.SMALL and not chosen and not torch.are_deterministic_algorithms_enabled()
+        if not buckets.all_agree(open_, self._group, device):
+            return dict(given)
+        if self._travel is None:
+            self._travel = buckets.measure(self._group, device)
+        cap = self._travel.bucket_mib()
+        _log.info("%s: gradients travel in buckets of %s MiB", self._travel, cap or buckets.DEFAULT)
+        return dict(given) if cap is None else {**given, "bucket_cap_mb": cap}
 
 
 class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
