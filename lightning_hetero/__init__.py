@@ -4,28 +4,35 @@ Importing this package registers its strategy strings with Lightning::
 
     import lightning_hetero
     trainer = Trainer(strategy="hetero_ddp", devices=4)
+
+The names below are imported when they are first used, because PyTorch and Lightning take seconds to import.
 """
 
-from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
-from lightning_hetero.errors import HeteroError
-from lightning_hetero.strategies import (
-    DASOStrategy,
-    DiLoCoStrategy,
-    EAMSGDStrategy,
-    EASGDAsyncStrategy,
-    EASGDHogwildStrategy,
-    EASGDOverlapStrategy,
-    EASGDRoundRobinStrategy,
-    EASGDStrategy,
-    GossipAsyncStrategy,
-    GossipPushSumStrategy,
-    GossipStrategy,
-    HeteroDDPStrategy,
-    HeteroStrategy,
-    MEASGDAsyncStrategy,
-    NodeAverageStrategy,
-    register,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetero.registration import register_with_lightning
+
+if TYPE_CHECKING:
+    from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
+    from lightning_hetero.errors import HeteroError
+    from lightning_hetero.strategies import (
+        DASOStrategy,
+        DiLoCoStrategy,
+        EAMSGDStrategy,
+        EASGDAsyncStrategy,
+        EASGDHogwildStrategy,
+        EASGDOverlapStrategy,
+        EASGDRoundRobinStrategy,
+        EASGDStrategy,
+        GossipAsyncStrategy,
+        GossipPushSumStrategy,
+        GossipStrategy,
+        HeteroDDPStrategy,
+        HeteroStrategy,
+        MEASGDAsyncStrategy,
+        NodeAverageStrategy,
+    )
 
 __all__ = [
     "DASOStrategy",
@@ -49,5 +56,22 @@ __all__ = [
     "__version__",
 ]
 __version__ = "0.1.0"
+_PARTS = ("strategies", "callbacks", "errors")
 
-register()
+
+def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return import_module(f"{__name__}.{name}")
+    if name in __all__:
+        for part in _PARTS:
+            found = getattr(import_module(f"{__name__}.{part}"), name, None)
+            if found is not None:
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_with_lightning()

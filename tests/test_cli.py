@@ -1,6 +1,7 @@
 """The commands: options are explained, YAML and scripts are run, and what is missing is said."""
 
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from leftovers import watched
 
+import lightning_hetero
 from lightning_hetero import __version__
 from lightning_hetero.cli import main
 from lightning_hetero.launch import script
@@ -136,6 +138,67 @@ def test_options_are_explained(entry, monkeypatch, capsys) -> None:
         assert words.lower() in text.lower(), words
     assert not re.search(r"(?<!, )likewise\. \(type", text)  # refers to what cannot be seen here
     assert "as for :class:" not in text
+
+
+def test_a_strategys_own_options_come_first_and_ddps_only_on_request(monkeypatch, capsys) -> None:
+    arguments = ["fit", "--trainer.strategy.help", "lightning_hetero.DASOStrategy"]
+    text = said(arguments, monkeypatch, capsys)
+    options = re.findall(r"--trainer\.strategy\.(\w+) [A-Z{]", text)
+    own = ["warmup", "cooldown", "global_every", "wait"]
+    assert options[:4] == own
+    assert {"balance", "timeout", "start_method", "wire"} <= set(options)
+    ddp = {"gradient_as_bucket_view", "static_graph", "ddp_comm_state", "accelerator"}
+    assert not ddp & set(options)
+    assert "To see them too, add --all-options" in text
+    everything = said([*arguments, "--all-options"], monkeypatch, capsys)
+    assert ddp <= set(re.findall(r"--trainer\.strategy\.(\w+) [A-Z{]", everything))
+
+
+def test_ddps_options_still_work(monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    option = "--trainer.strategy.init_args.dict_kwargs.static_graph=true"
+    text = said(["fit", "-c", str(FOLDER / "daso.yaml"), option, "--print_config"], monkeypatch, capsys)
+    assert "static_graph: true" in text
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor", "--help"], ["demo", "--help"], ["tran"]])
+def test_help_imports_neither_torch_nor_lightning(arguments: list[str]) -> None:
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(sorted({'torch', 'lightning', 'numpy', 'rich'} & set(sys.modules))))\n"
+        f"from lightning_hetero.cli import main\nmain({arguments!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.clock
+def test_help_takes_less_than_two_seconds_of_cpu_time() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "lightning_hetero", "--help"], stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0  # 0.1 s; with PyTorch 5 s
+
+
+@pytest.mark.parametrize(
+    "first", ["lightning_hetero", "lightning_hetero.launch.observer", "lightning_hetero.strategies.guards"]
+)
+def test_the_strings_are_registered_if_this_package_is_imported_before_lightning(first: str) -> None:
+    """The last two are modules that the strategies import, which would make a circle."""
+    code = (
+        f"import sys, lightning_hetero{part}\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "assert StrategyRegistry['hetero_daso']['strategy'] is sys.modules['lightning_hetero'].DASOStrategy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_of_the_package() -> None:
+    assert set(lightning_hetero.__all__) <= set(dir(lightning_hetero))
+    assert lightning_hetero.callbacks.HeteroMonitor is lightning_hetero.HeteroMonitor
+    with pytest.raises(AttributeError, match="has no attribute 'Daso'"):
+        lightning_hetero.Daso  # noqa: B018
 
 
 def test_what_is_in_force_is_printed(monkeypatch, capsys) -> None:

@@ -75,7 +75,8 @@ def test_python_blocks_run(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     module = Module()
     torch.save({"state_dict": module.state_dict()}, "model.ckpt")
-    names = {**vars(pl), **vars(lightning_hetero), "torch": torch, "module": module, "model": module}
+    ours = {name: getattr(lightning_hetero, name) for name in lightning_hetero.__all__}
+    names = {**vars(pl), **ours, "torch": torch, "module": module, "model": module}
     names["loader"] = names["train_loader"] = DataLoader(TensorDataset(torch.randn(8, 2)))
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(block.code, block.name, "exec"), names)

@@ -11,17 +11,20 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
+from lightning_hetero.launch.options_help import ALL_OPTIONS, own_options_first
+
 
 def lightning_cli(arguments: Sequence[str] | None = None, run: bool = True, **options: Any) -> LightningCLI:
     """Run a LightningCLI in which the strategies are registered; the YAML names model and data by ``class_path``.
 
     Args:
         arguments: such as ``["fit", "-c", "config.yaml"]``. Default: this process's.
-        run: whether they begin with a command, which is run; else model, data and Trainer are made and that is all.
-        **options: further ones of LightningCLI.
+        run: whether the arguments begin with a command to run; otherwise model, data and Trainer are made, and nothing
+            is run.
+        **options: further options of LightningCLI.
 
     Raises:
-        SystemExit: the arguments or the file cannot be used; it has been said why.
+        SystemExit: the arguments or the file cannot be used; the reason has been printed.
     """
     if find_spec("jsonargparse") is None:
         sys.exit("error: YAML files need jsonargparse: pip install 'lightning-hetero[cli]'")
@@ -29,15 +32,22 @@ def lightning_cli(arguments: Sequence[str] | None = None, run: bool = True, **op
         sys.path.insert(0, str(Path.cwd()))  # where a class_path is looked for; an installed command leaves it out
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's own calls
     args = None if arguments is None else list(arguments)
+    given = sys.argv if args is None else args
+    _Commands.in_full = ALL_OPTIONS in given
+    if _Commands.in_full:
+        given.remove(ALL_OPTIONS)  # which LightningCLI does not know
     return _Commands(args=args, run=run, parser_kwargs={"prog": "lightning-hetero"}, **options)
 
 
 class _Commands(LightningCLI):
     """A LightningCLI that says what was wrong without a page of options before it, and what to do."""
 
+    in_full = False
+
     @override
     def init_parser(self, **kwargs: Any) -> Any:
-        return super().init_parser(**{"exit_on_error": False, **kwargs})
+        parser = super().init_parser(**{"exit_on_error": False, **kwargs})
+        return parser if self.in_full else own_options_first(parser)
 
     @override
     def parse_arguments(self, parser: Any, args: Any) -> None:

@@ -1,5 +1,7 @@
 """The Lightning face: one typed class per algorithm, and its strategy strings."""
 
+import lightning.pytorch  # noqa: F401  before any part of this package, as it triggers the registration
+
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
 from lightning_hetero.strategies.diloco import DiLoCoStrategy
@@ -35,3 +37,5 @@ __all__ = [
     "ReplicaStrategy",
     "register",
 ]
+
+register()

@@ -170,7 +170,7 @@ ENTRIES = (
 
 
 def register() -> None:
-    """Make the strategy strings known to Lightning; importing the package does it."""
+    """Make the strategy strings known to Lightning; importing ``lightning_hetero.strategies`` does it."""
     for entry in ENTRIES:
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
             for unused in (None, True, False):
