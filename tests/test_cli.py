@@ -180,10 +180,8 @@ def test_help_takes_less_than_two_seconds_of_cpu_time() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0  # 0.1 s; with PyTorch 5 s
 
 
-@pytest.mark.parametrize(
-    "first", ["lightning_hetero", "lightning_hetero.launch.observer", "lightning_hetero.strategies.guards"]
-)
-def test_the_strings_are_registered_if_this_package_is_imported_before_lightning(first: str) -> None:
+@pytest.mark.parametrize("part", ["", ".launch.observer", ".strategies.guards"])
+def test_the_strings_are_registered_if_this_package_is_imported_before_lightning(part: str) -> None:
     """The last two are modules that the strategies import, which would make a circle."""
     code = (
         f"import sys, lightning_hetero{part}\n"
