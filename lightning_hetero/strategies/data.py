@@ -7,6 +7,7 @@ import torch
 from typing_extensions import override
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies.connector import is_sharded
 from lightning_hetero.strategies.evaluation import Evaluation
 from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.workshare import Workshare
@@ -43,10 +44,7 @@ class Data(Evaluation):
                 "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
                 "follow from where a run stands, and all ranks set it up together: pass it to one of these."
             )
-        sampler = getattr(dataloader, "sampler", None)
-        sharded = not trainer._accelerator_connector.use_distributed_sampler or (
-            isinstance(sampler, torch.utils.data.DistributedSampler) and sampler.num_replicas > 1
-        )
+        sharded = not trainer._accelerator_connector.use_distributed_sampler or is_sharded(dataloader)
         if trainer.training:
             return self.share.loaders.training(dataloader, sharded)
         return self.share.loaders.evaluation(dataloader, sharded, stage.dataloader_prefix or "validation")

@@ -22,6 +22,7 @@ from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
+from lightning_hetero.strategies.connector import keep_batch_samplers
 from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
 from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.loaders import Loaders
@@ -49,6 +50,9 @@ class HeteroStrategy(Saving):
             times the number of ranks, as with Lightning's ``ddp``.
         min_batch_size: least samples of a rank per step: one number for all, or one per rank.
         max_batch_size: most samples of a rank per step, likewise, for instance for its memory.
+        balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank
+            then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
+            make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.
         rebalance_every_n_steps: how often (in batches) the ranks exchange their measured speeds.
         ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
             launcher; to try one machine as several nodes.
@@ -89,6 +93,7 @@ class HeteroStrategy(Saving):
         global_batch_size: int | None = None,
         min_batch_size: int | list[int] | None = None,
         max_batch_size: int | list[int] | None = None,
+        balance_iterable: bool = False,
         rebalance_every_n_steps: int = 4,
         ranks_per_node: int | list[int] | None = None,
         **kwargs: Any,
@@ -102,6 +107,7 @@ class HeteroStrategy(Saving):
             global_batch_size,
             min_batch_size,
             max_batch_size,
+            balance_iterable,
             rebalance_every_n_steps,
             ranks_per_node,
             limit,
@@ -148,6 +154,7 @@ class HeteroStrategy(Saving):
             self._samples_in,
             self.options.global_batch_size,
             self.options.sizes,
+            self.options.balance_iterable,
         )
         self.share = Workshare(
             planner, self._timer, loaders, replica, small, pulse, self._report_due, self._stop_requested
@@ -163,6 +170,7 @@ class HeteroStrategy(Saving):
         """Check that all ranks can train together, then set up as DDP does."""
         assert self.model is not None
         assert self.topology is not None
+        keep_batch_samplers(trainer)
         check_trainer(trainer, self._layer_sync, self.root_device, self.replicas(self.topology))
         check_model(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -241,6 +249,10 @@ class HeteroStrategy(Saving):
         if module.automatic_optimization and self._trainer.fit_loop._should_accumulate():
             self.share.end()
         return loss
+
+    @override
+    def _loss_counts(self) -> bool:
+        return self.share.drawn is None or self.share.weight() > 0
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer; with automatic optimization the step ends here, before schedulers and callbacks."""

@@ -9,12 +9,21 @@ from typing import Any
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset, sized_len
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.comm.agreement import agree, gather, together
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
-from lightning_hetero.workload.order import AgreedOrder, EvenBatches, FixedBatches, GlobalBatches, GroupedBatches
+from lightning_hetero.strategies.connector import has_own_batches
+from lightning_hetero.workload.order import (
+    AgreedOrder,
+    EvaluatedGroups,
+    EvenBatches,
+    FixedBatches,
+    GlobalBatches,
+    GroupedBatches,
+)
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, ShareSampler, check_enough
 from lightning_hetero.workload.stream import SizedStream, Stream, Tally, VaryingBatchSizes
@@ -33,6 +42,7 @@ class Loaders:
         size_of: samples in a batch.
         global_batch_size: samples in a step of all ranks; default: the loader's ``batch_size`` times the ranks.
         sized_by_user: whether the user has given shares, a batch size or limits.
+        balance_iterable: whether measured shares may move where ranks have data of their own.
     """
 
     def __init__(
@@ -46,11 +56,12 @@ class Loaders:
         size_of: Callable[[Any], float],
         global_batch_size: int | None,
         sized_by_user: bool,
+        balance_iterable: bool,
     ) -> None:
         self.rank, self.replica, self.planner = rank, replica, planner
         self._begin, self._broadcast, self._exchange, self._size_of = begin, broadcast, exchange, size_of
         self._global_batch_size = global_batch_size
-        self._sized_by_user = sized_by_user
+        self._sized_by_user, self._balance_iterable = sized_by_user, balance_iterable
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
 
     # -- entry -------------------------------------------------------------------------------------
@@ -64,10 +75,11 @@ class Loaders:
             problem = error
         together(problem, "the training dataloader")
         agree("the training dataloader", {"kind": kind, **self._describe(loader, kind)})
+        self.planner.hold(kind != "map" and not self._balance_iterable)
         if kind == "map":
             batches = self._batches(loader, evaluation=False)
             check_enough(_samples(batches), self.planner.world, "training")
-            self.planner.expect(self._batch_size(loader))
+            self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._shares)
             sampler.filler = self.planner.least
             return _with_batch_sampler(loader, sampler)
@@ -77,15 +89,12 @@ class Loaders:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
         if sharded_by_user or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
             return loader
-        problem = None
-        if loader.batch_sampler is None:
-            problem = _no_batches(name)
-        together(problem, f"the {name} dataloader")
+        together(_no_batches(loader, name), f"the {name} dataloader")
         agree(f"the {name} dataloader", self._describe(loader, "map"))
         batches = self._batches(loader, evaluation=True)
         check_enough(_samples(batches), self.planner.world, name)
         sampler = EvaluationSampler(batches, self.rank, self.planner.world, lambda: self.planner.plans[-1])
-        indexed = isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper)
+        indexed = name == "predict"
         return _with_batch_sampler(loader, _IndexBatchSamplerWrapper(sampler) if indexed else sampler)
 
     # -- what was drawn ----------------------------------------------------------------------------
@@ -119,7 +128,7 @@ class Loaders:
             )
         if has_iterable_dataset(loader) or sharded_by_user:
             resizable = has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size is not None
-            if resizable and (self.planner.auto or self._sized_by_user):
+            if resizable and (self._balance_iterable or self._sized_by_user):
                 return "resizable stream"
             if self._sized_by_user:
                 raise UnsupportedError(
@@ -127,9 +136,15 @@ class Loaders:
                     "a map-style dataset, or of an iterable one without a length. Yours are sized by your own "
                     "DataLoader: remove these options, or set its batch_size on each rank."
                 )
+            if self._balance_iterable:
+                raise UnsupportedError(
+                    "balance_iterable=True needs an iterable dataset without a length, and a DataLoader with a "
+                    "batch_size: here the sizes of batches, or their number, are settled. Remove the option, or the "
+                    "dataset's `__len__`."
+                )
             return "stream"
-        if loader.batch_sampler is None:
-            raise _no_batches("training")
+        if problem := _no_batches(loader, "training"):
+            raise problem
         return "map"
 
     def _batches(self, loader: Any, evaluation: bool) -> GlobalBatches:
@@ -142,7 +157,7 @@ class Loaders:
                     f"global_batch_size={self._global_batch_size} and the batch sampler "
                     f"{type(batch_sampler).__name__} both say how large a batch is. Remove one."
                 )
-            return GroupedBatches(self._agreed(batch_sampler), self.planner.world)
+            return (EvaluatedGroups if evaluation else GroupedBatches)(self._agreed(batch_sampler), self.planner.world)
         order = self._order(batch_sampler.sampler)
         size = self._batch_size(loader)
         return (
@@ -169,6 +184,13 @@ class Loaders:
         return int(size) * self.planner.world
 
     def _stream(self, loader: Any, kind: str) -> Stream:
+        if kind == "stream":
+            self.planner.expect(0)
+            if self.planner.auto and has_iterable_dataset(loader):
+                rank_zero_info(
+                    "Every rank takes batch_size samples of its own part of the iterable dataset per step, fast or "
+                    "slow. balance_iterable=True splits by speed here, too: see the strategy's documentation."
+                )
         if kind == "resizable stream":
             total = self._batch_size(loader)
             self.planner.expect(total)
@@ -234,6 +256,8 @@ class Loaders:
             "num_workers above 0, with a sampler of yours": decided and loader.num_workers > 0,
             "samples": sized_len(loader.dataset),
             "batch_size": loader.batch_size,
+            "batch sampler": type(loader.batch_sampler).__name__,
+            "its batches": sized_len(loader.batch_sampler) if has_own_batches(loader) else None,
             "drop_last": loader.drop_last,
             "sampler": type(sampler).__name__,
             "seed (seed_everything)": getattr(sampler, "seed", None),
@@ -252,11 +276,19 @@ def _samples(batches: GlobalBatches) -> int:
     return length if isinstance(batches, FixedBatches) else length * 10**9 if length else 0
 
 
-def _no_batches(name: str) -> HeteroError:
-    return UnsupportedError(
-        f"the {name} DataLoader has batch_size=None: the dataset makes the batches, and there is nothing to split. "
-        "Give a batch_size, or shard the data yourself and set Trainer(use_distributed_sampler=False)."
-    )
+def _no_batches(loader: DataLoader, name: str) -> HeteroError | None:
+    otherwise = "or shard the data yourself and set Trainer(use_distributed_sampler=False)."
+    if loader.batch_sampler is None:
+        return UnsupportedError(
+            f"the {name} DataLoader has batch_size=None: the dataset makes the batches, and there is nothing to split. "
+            f"Give a batch_size, {otherwise}"
+        )
+    if has_own_batches(loader) and sized_len(loader.batch_sampler) is None:
+        return UnsupportedError(
+            f"the {name} DataLoader's batch sampler {type(loader.batch_sampler).__name__} has no length, so that "
+            f"nobody knows how many batches an epoch has. Give it a `__len__`, {otherwise}"
+        )
+    return None
 
 
 def _with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.checks import at_least_one
+from lightning_hetero.checks import at_least_one, one_of
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.workload.planner import Planner
 
@@ -25,6 +25,7 @@ class Options:
     global_batch_size: int | None
     min_batch_size: int | list[int] | None
     max_batch_size: int | list[int] | None
+    balance_iterable: bool
     rebalance_every_n_steps: int
     ranks_per_node: int | list[int] | None
     timeout: timedelta
@@ -38,6 +39,12 @@ class Options:
             value = getattr(self, name)
             if value is not None:
                 at_least_one(name, value)
+        one_of("balance_iterable", self.balance_iterable, (True, False))
+        if self.balance_iterable and self.balance != "auto":
+            raise ConfigurationError(
+                f"balance_iterable=True moves shares by measured speed, but balance={self.balance!r} fixes them. "
+                "Remove one of the two."
+            )
         if self.timeout <= timedelta(0):
             raise ConfigurationError(
                 f"timeout={self.timeout.total_seconds():g} s: the longest wait must be above 0 seconds."

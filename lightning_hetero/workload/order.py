@@ -1,14 +1,17 @@
 """The global order of samples, cut into global batches; the same on every rank."""
 
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from typing_extensions import override
+
+from lightning_hetero.errors import DataError
 
 
 class GlobalBatches(Protocol):
@@ -111,6 +114,31 @@ class GroupedBatches:
                 yield batch
 
 
+class EvaluatedGroups(GroupedBatches):
+    """Grouped batches of which none has fewer samples than there are ranks, so that all ranks run the same number.
+
+    Where one would, all samples are cut again, into as many batches of equal size as can be.
+
+    Raises:
+        DataError: when they are drawn, if all of them together have fewer samples than there are ranks.
+    """
+
+    @override
+    def draw(self, first: int) -> Iterator[list[int]]:
+        batches = list(super().draw(0))
+        if any(len(batch) < self.world for batch in batches):
+            samples = [i for batch in batches for i in batch]
+            if len(samples) < self.world:
+                raise DataError(
+                    f"an evaluation's batch sampler yields {len(samples)} samples for {self.world} ranks, so that some "
+                    "rank would have none. Use fewer ranks or more data."
+                )
+            count = min(len(batches), len(samples) // self.world)
+            edges = [len(samples) * i // count for i in range(count + 1)]
+            batches = [samples[begin:end] for begin, end in pairwise(edges)]
+        yield from batches[first:]
+
+
 class AgreedOrder:
     """A sampler of the user's whose order rank 0 decides, for all ranks.
 
@@ -151,6 +179,12 @@ class AgreedOrder:
                     if isinstance(own := getattr(owner, "generator", None), torch.Generator):
                         own.manual_seed(self._own_seed(own) + self._epoch)
                 order = list(self.sampler)
+            if len(order) > len(self):
+                warnings.warn(
+                    f"{type(self.sampler).__name__} yields {len(order)} items, but its length says {len(self)}: the "
+                    "rest is not used. Let its `__len__` tell how many it yields.",
+                    stacklevel=2,
+                )
         return iter(self._broadcast(order))
 
 

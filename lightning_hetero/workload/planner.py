@@ -127,7 +127,9 @@ class Planner:
         self.world = world
         self.auto = balance == "auto"
         self.min_gain = min_gain
-        self.total = 0
+        self.total = 0  # samples of a full step; 0 while nobody knows
+        self._learns = False  # whether reports tell how large steps are
+        self._held = False  # whether shares stay even, whatever is measured
         self.least = 1  # of each rank, where the user has not said and the batch allows it
         self._may_raise = low is None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
@@ -142,16 +144,33 @@ class Planner:
         self.plans = [Plan(0, costs, self._low, barred)]
         self._most = [0.0] * world  # the largest part of a batch that each rank has been given so far
 
-    def expect(self, total: int) -> None:
+    def hold(self, held: bool) -> None:
+        """Keep measured shares even from the first step on, as where every rank has data of its own, or let them move.
+
+        Called before the first batch of a dataloader is drawn, which is when all plans may be forgotten.
+        """
+        self._held = held
+        if held and self.auto:
+            self.plans = [Plan(0, (Cost(0.0, 1.0),) * self.world, self._low, self._high)]
+
+    def expect(self, total: int | None) -> None:
         """Say how many samples a full step holds (of all loaders together).
+
+        Args:
+            total: samples; ``None`` if steps differ in size, so that only reports can tell what is usual; 0 if no plan
+                sizes them.
 
         Raises:
             ShareError: the limits per rank cannot be met with ``total`` samples.
         """
-        self.total = total
-        if self._may_raise and self.least * self.world <= total:
+        self.total, self._learns = total or 0, total is None
+        if total == 0:
+            return
+        if self._may_raise and (total is None or self.least * self.world <= total):
             self._low = tuple(max(low, self.least) if low else 0 for low in self._low)
             self.plans = [replace(plan, low=self._low) for plan in self.plans]
+        if total is None:
+            return
         plan = self.plans[-1]
         if any(self._low) and sum(self._low) > total:
             raise ShareError(
@@ -182,7 +201,12 @@ class Planner:
             The new plan if it pays, else ``None``.
         """
         latest = self.plans[-1]
-        if not (self.auto and self.total) or latest.start > step or any(math.isinf(r.error) for r in reports):
+        if self._learns and (total := round(sum(report.samples for report in reports))):
+            self.total = total
+            if not any(self._most):
+                self._note(latest.split([total])[0])
+        moves = self.auto and self.total and not self._held
+        if not moves or latest.start > step or any(math.isinf(r.error) for r in reports):
             return None
         costs = tuple(Cost(r.fixed, r.per_sample) for r in reports)
         reach = tuple(min(1.0, self.GROWTH * part) for part in self._most)

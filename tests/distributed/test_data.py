@@ -1,6 +1,7 @@
 """Every kind of dataloader: each sample counts exactly once, and the weights are those of one process."""
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -58,8 +59,6 @@ def test_measured_shares_with_prefetching_workers() -> None:
 
 
 def _slow_ranks(strategy: dict[str, Any], loader: dict[str, Any]) -> dict[str, Any]:
-    import time
-
     class Slow(Net):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             time.sleep(0.004 * (1 + self.global_rank) * len(batch[0]))
@@ -203,10 +202,10 @@ class Shard(IterableDataset):
                 return
 
 
-def _iterable(endless: bool, workers: int, balance: Any) -> dict[str, Any]:
+def _iterable(endless: bool, workers: int, balance: Any, **options: Any) -> dict[str, Any]:
     module = Net()
     loader = DataLoader(Shard(60, endless), batch_size=4, num_workers=workers)
-    strategy = HeteroDDPStrategy(balance=balance)
+    strategy = HeteroDDPStrategy(balance=balance, **options)
     limits = {"max_steps": 12} if endless else {"max_epochs": 2}
     pl.Trainer(strategy=strategy, **{**FAST, **limits}).fit(module, loader)
     assert loader.batch_sampler.batch_size == 4  # the user's loader stays as it was
@@ -235,10 +234,54 @@ def test_streams_weigh_by_samples() -> None:
 
 
 def test_endless_streams_take_measured_shares() -> None:
-    results = run(_iterable, WORLD, True, 0, "auto")
+    results = run(_iterable, WORLD, True, 0, "auto", balance_iterable=True)
     assert {len(result["seen"]) for result in results} == {12}
     for step in range(12):
         assert sum(len(result["seen"][step]) for result in results) == 12
+
+
+class Half(IterableDataset):
+    """Every rank's half of the samples."""
+
+    def __init__(self, samples: int) -> None:
+        self.data = dataset(samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i] for i in range(int(_env("RANK")), len(self.data), 2))
+
+
+def _unlike(batch_size: int, **options: Any) -> dict[str, Any]:
+    """Rank 1 is much slower; the schedule goes by steps."""
+
+    class Scheduled(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            time.sleep(0.01 * self.global_rank * len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module, strategy = Scheduled(), HeteroDDPStrategy(rebalance_every_n_steps=2, **options)
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2})
+    trainer.fit(module, DataLoader(Half(208), batch_size=batch_size))
+    lr = trainer.optimizers[0].param_groups[0]["lr"]
+    return {"seen": module.seen, "steps": trainer.global_step, "lr": lr}
+
+
+def test_shares_of_shards_are_even_and_epochs_as_long_as_with_ddp() -> None:
+    for batch_size, options in ((4, {}), (2, {"global_batch_size": 8})):
+        results = run(_unlike, 2, batch_size, **options)
+        assert [result["steps"] for result in results] == [2 * 26] * 2
+        assert {len(batch) for result in results for batch in result["seen"]} == {4}
+        assert results[0]["lr"] == pytest.approx(0.05 * 0.1**5)
+
+
+@pytest.mark.clock
+def test_shares_over_shards_move_where_the_user_wants_it() -> None:
+    fast, slow = run(_unlike, 2, 4, balance_iterable=True)
+    assert max(map(len, fast["seen"])) > 4 > min(map(len, slow["seen"]))
 
 
 # -- several loaders at once ---------------------------------------------------------------------------------

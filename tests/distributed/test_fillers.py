@@ -128,11 +128,19 @@ class Sized(Shard):
         return self.samples // 2
 
 
-@pytest.mark.parametrize("options", [{"balance": [3.0, 1.0]}, {"global_batch_size": 16}, {"max_batch_size": 2}])
-def test_options_that_a_stream_cannot_follow_are_refused(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"balance": [3.0, 1.0]}, "remove these options"),
+        ({"global_batch_size": 16}, "remove these options"),
+        ({"max_batch_size": 2}, "remove these options"),
+        ({"balance_iterable": True}, "Remove the option, or the dataset's `__len__`"),
+    ],
+)
+def test_options_that_a_stream_cannot_follow_are_refused(options: dict[str, Any], words: str) -> None:
     for outcome in attempt(_stream, 2, DataLoader(Sized(60), batch_size=4), options):
         assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert "remove these options" in str(outcome.error)
+        assert words in str(outcome.error)
 
 
 class Ragged(IterableDataset):

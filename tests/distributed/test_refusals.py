@@ -69,6 +69,8 @@ def refused(
         ({"rebalance_every_n_steps": 0}, "rebalance_every_n_steps=0"),
         ({"timeout": 0}, "timeout=0"),
         ({"timeout": timedelta(seconds=-1)}, "timeout=-1 s: the longest wait must be above 0"),
+        ({"balance": "off", "balance_iterable": True}, "balance='off' fixes them"),
+        ({"balance_iterable": 2}, "balance_iterable=2 must be one of True, False"),
         ({"start_method": "x"}, "start_method='x' must be one of 'popen'"),
         ({"process_group_backend": "nccl"}, "All ranks meet over gloo"),
         ({"balance": [1.0, 1.0], "min_batch_size": 9, "max_batch_size": 3}, "min_batch_size=[9, 9]"),

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_hetero.workload.order import AgreedOrder, EvenBatches, FixedBatches, GroupedBatches, seeded
+from lightning_hetero.errors import DataError
+from lightning_hetero.workload.order import (
+    AgreedOrder,
+    EvaluatedGroups,
+    EvenBatches,
+    FixedBatches,
+    GroupedBatches,
+    seeded,
+)
 
 sizes = st.integers(0, 60)
 batch_sizes = st.integers(1, 20)
@@ -67,6 +75,32 @@ def test_a_batch_sampler_that_ends_early_gives_no_empty_batch():
     batches = GroupedBatches(Short([[1], [2], [3]]), 2)
     assert len(batches) == 4
     assert list(batches.draw(0)) == [[1, 2], [3]]
+
+
+@given(st.lists(st.lists(st.integers(), min_size=1, max_size=4), min_size=1, max_size=14), st.integers(1, 5))
+def test_evaluated_groups_hold_all_samples_and_none_is_too_small_for_the_ranks(parts, world):
+    batches, samples = EvaluatedGroups(parts, world), list(chain(*parts))
+    if len(samples) < world:
+        with pytest.raises(DataError, match=f"yields {len(samples)} samples for {world} ranks"):
+            list(batches.draw(0))
+        return
+    drawn = list(batches.draw(0))
+    assert list(chain(*drawn)) == samples
+    assert min(map(len, drawn)) >= world
+    assert len(drawn) <= len(batches)
+    grouped = list(GroupedBatches(parts, world).draw(0))
+    if min(map(len, grouped)) >= world:
+        assert drawn == grouped
+
+
+def test_a_sampler_that_yields_more_than_its_length_says_so():
+    class Long(list):
+        def __len__(self):
+            return 2
+
+    order = AgreedOrder(Long([1, 2, 3]), lambda value: value, decides=True, seed=0)
+    with pytest.warns(UserWarning, match="Long yields 3 items, but its length says 2"):
+        assert list(order) == [1, 2, 3]
 
 
 # -- agreeing on a sampler of the user's -----------------------------------------------------------------

@@ -239,6 +239,28 @@ def test_nothing_is_changed_before_the_batch_is_known():
     assert Planner(2).update(4, [report(0.001), report(0.009)]) is None
 
 
+def test_the_batch_is_learned_from_reports_where_it_is_not_known():
+    planner = Planner(2)
+    planner.expect(None)
+    slow_and_fast = [report(0.009)._replace(samples=31.6), report(0.001)._replace(samples=32.5)]
+    assert planner.update(4, slow_and_fast) is not None
+    assert planner.total == 64  # of 64.1
+    shares = planner.shares(planner.plans[-1].start)
+    assert sum(shares) == 64
+    assert shares[0] < shares[1] <= 64  # no more than twice what it has been given
+
+
+def test_shares_of_data_that_each_rank_has_for_itself_stay_even():
+    planner = planner_of(64, 2)
+    planner.update(4, [report(0.001), report(0.009)])
+    planner.hold(True)
+    planner.expect(64)
+    assert planner.shares(0) == [32, 32]  # the plan of an earlier fit is forgotten
+    assert planner.update(8, [report(0.001), report(0.009)]) is None
+    planner.hold(False)
+    assert planner.update(12, [report(0.001), report(0.009)]) is not None
+
+
 # With two ranks of k and (1 + x) k the best split gains x / (2 + x) over the even one.
 @pytest.mark.parametrize(
     ("x", "error", "pays"),
