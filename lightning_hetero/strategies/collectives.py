@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.errors import DataError, UnsupportedError
+from lightning_hetero.comm.gather import gather_samples
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.workload.timer import StepTimer
 
 _REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
@@ -112,35 +113,28 @@ class Collectives(DDPStrategy):
         return plain / ranks
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all ranks.
+        """Gather the tensors of all ranks.
+
+        Ranks may have different numbers of samples. ``gathered.flatten(0, 1)`` holds all samples either way, in the
+        order of ranks.
 
         Args:
-            tensor: of the same shape on every rank.
+            tensor: of the same shape on every rank but for its first dimension.
             group: a process group; default: all ranks.
             sync_grads: let gradients flow back to each rank's tensor.
 
         Returns:
-            A tensor of shape ``(ranks, *tensor.shape)``.
+            On every rank the same: if all shapes are equal, a tensor of shape ``(ranks, *tensor.shape)``, as Lightning
+            returns it; else of shape ``(1, samples of all ranks, *tensor.shape[1:])``.
 
         Raises:
-            DataError: on every rank, if the shapes differ, as those of batches do when shares are uneven.
+            DataError: on every rank, if dtypes differ, or more than the first dimension.
         """
         if self._alone():
             return tensor
-        with self._timer.waiting(), deadline("gather a tensor"):
-            shapes: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(shapes, tuple(tensor.shape), group=group)
-            if len(set(shapes)) > 1:
-                raise DataError(
-                    f"all_gather of different shapes: {shapes}. Batches have different sizes on different ranks; "
-                    "pad to a common size, reduce first, or use a torchmetrics metric, which gathers uneven states."
-                )
-            on_cpu = tensor.to("cpu")
-            if sync_grads:
-                from torch.distributed.nn.functional import all_gather
+        gathered = gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)
+        return gathered.to(tensor.device)
 
-                gathered = all_gather(on_cpu.contiguous(), group or dist.group.WORLD)
-            else:
-                gathered = [torch.empty_like(on_cpu) for _ in shapes]
-                dist.all_gather(gathered, on_cpu.detach().contiguous(), group=group)
-        return torch.stack(list(gathered)).to(tensor.device)
+    def _loss_counts(self) -> bool:
+        """Whether this rank's loss has a part in the gradient; asked in a backward pass."""
+        return True

@@ -93,7 +93,7 @@ def _evaluate(kind: str) -> dict[str, dict[str, Any]]:
     data = TensorDataset(torch.arange(SAMPLES, dtype=torch.float64))
     loader = DataLoader(data, batch_size=4, collate_fn=collate)
     logger, module = Steps(), FromBoxes() if kind == "boxes" else FromIterator()
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance=SHARES, timeout=300), **{**FAST, "logger": logger})
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance=SHARES), **{**FAST, "logger": logger})
     results = {}
     for stage in STAGES:
         module.steps, logger.means = [], []
@@ -164,7 +164,7 @@ class Tokens(Net):
 
 def _tokens() -> dict[str, Any]:
     module, logger = Tokens(), Steps()
-    strategy = HeteroDDPStrategy(balance=SHARES, timeout=300)
+    strategy = HeteroDDPStrategy(balance=SHARES)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "logger": logger, "log_every_n_steps": 1})
     trainer.fit(module, DataLoader(dataset(32), batch_size=4))
     return {"kept": module.kept, "logged": logger.means}

@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.errors import DataError
 
 WORLD = 3
 UNEVEN = [5.0, 1.0, 2.0]
@@ -213,29 +212,6 @@ def test_sigterm_to_one_rank_stops_all_at_one_step() -> None:
     assert len({result["steps"] for result in results}) == 1
     assert 9 < results[0]["steps"] < 20
     assert torch.equal(results[0]["weights"], results[2]["weights"])
-
-
-def _gathered() -> tuple[Any, str]:
-    class Gather(Net):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 0:
-                self.ranks = self.all_gather(torch.tensor([self.global_rank]))
-            elif batch_idx == 1:
-                self.all_gather(batch[0])
-
-    module = Gather()
-    strategy = HeteroDDPStrategy(balance=UNEVEN)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
-    with pytest.raises(DataError, match="all_gather of different shapes") as raised:
-        trainer.fit(module, DataLoader(dataset(96), batch_size=4))
-    return module.ranks.tolist(), str(raised.value)
-
-
-def test_all_gather_of_uneven_batches_is_refused_on_every_rank() -> None:
-    for ranks, message in run(_gathered, WORLD):
-        assert ranks == [[0], [1], [2]]
-        assert "[(8, 8), (1, 8), (3, 8)]" in message  # the shapes are named
-        assert "torchmetrics" in message
 
 
 # -- launches ------------------------------------------------------------------------------------------------
