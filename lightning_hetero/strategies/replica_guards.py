@@ -46,8 +46,15 @@ def about(
             f"replica {index} (ranks {list(ranks)}) holds values that are not finite, the first in {name!r}"
             + (f"; the first loss that was not: {', '.join(losses)}" if losses else "; its losses were all finite")
         )
+    spread = "No value that is not finite has reached the others."
+    firsts = sorted((seen[rank][1] or 0, rank) for i in broken for rank in replicas[i] if seen[rank][1] is not None)
+    if len(broken) > 1 and firsts:
+        spread = (
+            f"The loss of rank {firsts[0][1]} was the first that was not finite, at step {firsts[0][0]}: before that "
+            "it may have given the others values that were finite, but far too large."
+        )
     return (
-        f"When replicas met after step {step}, {'; '.join(parts)}. Nothing of it has reached the others. Lower the "
+        f"When replicas met after step {step}, {'; '.join(parts)}. {spread} Lower the "
         "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with "
         f"{fresh_start}."
     )

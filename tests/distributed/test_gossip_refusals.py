@@ -84,17 +84,31 @@ def test_ranks_that_disagree(kind: Any, name: str, values: list[Any]) -> None:
 # -- alone, and within nodes ---------------------------------------------------------------------------------
 
 
+class Waits(pl.Callback):
+    """How long a peer may take to answer."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.seconds.append(trainer.strategy.averager._transport.peers.job.deadline)
+
+
 def _alone() -> Any:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
-    results = [fit(kind, Line(), epochs=1, **options) for kind, options in FORMS]
-    return said, results
+    waits = Waits()
+    common: dict[str, Any] = {"epochs": 1, "trainer": {"callbacks": [waits]}, "timeout": 27}
+    results = [fit(kind, Line(), **common, **options) for kind, options in FORMS]
+    results.append(fit(GossipAsyncStrategy, Line(), **common, deadline=0.5))
+    return said, results, waits.seconds
 
 
 def test_one_replica_trains_alone_and_says_so() -> None:
-    [(said, results)] = run(_alone, 1)
+    [(said, results, seconds)] = run(_alone, 1)
+    assert seconds == [*[3.0] * len(FORMS), 0.5]  # with timeout=27, in which all of an exchange must end
     for kind in (GossipStrategy, GossipPushSumStrategy, GossipAsyncStrategy):
         assert any(f"{kind.__name__}: there is one replica" in words for words in said)
     for result in results:

@@ -23,6 +23,7 @@ from lightning_hetero.errors import (
     UnsupportedError,
 )
 from lightning_hetero.strategies.guards import precision_problem
+from lightning_hetero.strategies.replica_guards import about
 
 NODES = [2, 1]
 STRATEGIES = {"node": NodeAverageStrategy, "daso": DASOStrategy, "ddp": HeteroDDPStrategy}
@@ -250,3 +251,12 @@ def test_16_mixed_over_cpus_and_gpus() -> None:
     assert "rank 1: cpu in bf16-mixed" in str(problem)
     assert precision_problem([gpu, gpu, cpu], [[0, 1], [2]]) is None  # alike within each replica
     assert precision_problem([("cuda", "bf16-mixed"), cpu], [[0, 1]]) is None
+
+
+def test_where_several_replicas_are_not_finite_the_first_is_named_as_the_cause() -> None:
+    replicas, fine = [[0], [1], [2]], (None, None)
+    one = about([1], replicas, 20, [fine, ("w", 17), fine], "the mean")
+    assert "No value that is not finite has reached the others" in one
+    several = about([0, 1, 2], replicas, 20, [("w", 18), ("w", 13), ("w", 18)], "the mean")
+    assert "has reached the others" not in several
+    assert "The loss of rank 1 was the first that was not finite, at step 13" in several

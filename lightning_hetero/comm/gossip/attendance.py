@@ -43,7 +43,8 @@ class Attendance:
         """A peer's port has refused a connection."""
         with self._lock:
             self._ended.add(peer)
-        self.heard(peer)
+        self._stop_knocking(peer)
+        self._changed()
 
     def late(self, peer: int) -> None:
         """A peer did not answer in time."""
@@ -60,11 +61,8 @@ class Attendance:
 
     def heard(self, peer: int) -> None:
         """A peer has said something."""
-        with self._lock:
-            over = self._silent.pop(peer, None)
-        if over is not None:
-            over.set()
-        self._changed()
+        if self._stop_knocking(peer):
+            self._changed()
 
     def met(self, peer: int) -> None:
         """An exchange with a peer has succeeded."""
@@ -85,6 +83,13 @@ class Attendance:
         with self._lock:
             for over in self._silent.values():
                 over.set()
+
+    def _stop_knocking(self, peer: int) -> bool:
+        with self._lock:
+            over = self._silent.pop(peer, None)
+        if over is not None:
+            over.set()
+        return over is not None
 
     def _knock_until(self, peer: int, over: threading.Event, pause: float) -> None:
         while not over.wait(pause):

@@ -1,0 +1,110 @@
+"""Who has ended, or is silent, is known; and of a pair in rounds nobody waits for such a one again and again."""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+from test_gossip_pairing import team
+
+from lightning_hetero.comm.gossip.attendance import Attendance
+
+
+class Door:
+    """Answers knocks, or does not."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = TimeoutError("no answer")
+        self.knocks: list[float] = []
+
+    def __call__(self, peer: int) -> None:
+        self.knocks.append(time.monotonic())
+        if self.error is not None:
+            raise self.error
+
+
+def until(true: object, attendance: Attendance, peer: int) -> bool:
+    deadline = time.monotonic() + 20
+    while (peer in attendance) is not true and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return (peer in attendance) is true
+
+
+def test_who_was_late_is_back_when_it_answers_a_knock_or_speaks() -> None:
+    door, changes = Door(), list[int]()
+    attendance = Attendance(door, 0.02, lambda: changes.append(1))
+    assert 3 in attendance
+    attendance.late(3)
+    attendance.late(3)
+    assert 3 not in attendance
+    assert 4 in attendance
+    assert not attendance.has_ended(3)
+    while len(door.knocks) < 3:
+        time.sleep(0.005)
+    assert 3 not in attendance
+    door.error = None
+    assert until(True, attendance, 3)
+    door.error = TimeoutError("no answer")
+    attendance.late(3)
+    assert 3 not in attendance
+    attendance.heard(3)
+    assert 3 in attendance
+    assert len(changes) >= 4
+    attendance.close()
+
+
+def test_who_is_late_again_is_left_alone_for_a_while() -> None:
+    door = Door()
+    door.error = None
+    attendance = Attendance(door, 0.2, lambda: None)
+    attendance.late(3)
+    assert until(True, attendance, 3)
+    began, known = time.monotonic(), len(door.knocks)
+    attendance.late(3)
+    assert until(True, attendance, 3)
+    assert door.knocks[known] - began > 0.75
+    attendance.met(3)
+    attendance.late(3)
+    assert until(True, attendance, 3)
+    attendance.close()
+
+
+def test_who_has_ended_stays_so_and_nobody_knocks_after_the_end() -> None:
+    door = Door()
+    attendance = Attendance(door, 0.02, lambda: None)
+    attendance.late(3)
+    attendance.ended(3)
+    attendance.heard(3)
+    attendance.late(3)
+    assert attendance.has_ended(3)
+    assert 3 not in attendance
+    attendance.late(4)
+    attendance.close()
+    deadline = time.monotonic() + 10
+    while any(t.name == "hetero-gossip-knocker" for t in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(t.name == "hetero-gossip-knocker" for t in threading.enumerate())
+
+
+@pytest.mark.clock
+def test_a_pair_in_rounds_waits_once_for_a_silent_peer_and_not_at_all_for_one_that_has_ended() -> None:
+    limit = 0.6
+    with team([1, 1, 1], limit=limit) as (one, two, three), socket.create_server(("127.0.0.1", 0)) as deaf:
+        for member, whom in ((one, 1), (three, 1)):  # the first of the pair, and the second
+            member.pairing.peers.know({1: deaf.getsockname()})
+            began = time.monotonic()
+            for turn in range(12):
+                member.offer([whom], float(turn))
+                assert not member.take(10 * limit)
+            assert time.monotonic() - began < 4 * limit
+        one.pairing.peers.know({1: two.pairing.peers.address, 2: three.pairing.peers.address})
+        three.pairing.close()
+        began = time.monotonic()
+        for turn in range(20, 32):
+            one.offer([2], float(turn))
+            assert not one.take(10 * limit)
+        assert time.monotonic() - began < limit
+        assert one.pairing.peers.attendance.has_ended(2)
+        with suppress(OSError):
+            deaf.shutdown(socket.SHUT_RDWR)
