@@ -118,10 +118,6 @@ class Averager(ABC):
         """What people may want to see of the algorithm's course, by name."""
         return {}
 
-    def lost(self) -> int | None:
-        """A rank that has ended, as far as this one can see it; local."""
-        return None
-
     def state_dict(self) -> dict[str, Any]:
         """This replica's own state; tensors and builtins only."""
         return {"reference": self.reference}

@@ -197,9 +197,5 @@ class VisitingAverager(CenteredAverager):
         self._visitor.write(self.known, state["counts"])
 
     @override
-    def lost(self) -> int | None:
-        return self._center.lost()
-
-    @override
     def close(self) -> None:
         self._center.close()

@@ -282,6 +282,7 @@ class HeteroStrategy(Saving):
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the error be seen, with what to do about unused parameters in this strategy's terms."""
+        self._tell_others(exception)
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         loader = None if trainer is None else trainer.fit_loop._combined_loader
         if trainer is not None and loader is not None and loader._iterator is None:

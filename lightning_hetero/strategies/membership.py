@@ -10,9 +10,11 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_hetero.comm import failures
+from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import agree
 from lightning_hetero.comm.background import Background
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.groups import end_unused
 from lightning_hetero.comm.topology import Place, Topology, device_identity, discover
 from lightning_hetero.errors import CommunicationError
@@ -65,6 +67,10 @@ class Membership(Collectives):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._connect(self.cluster_environment)
+        with deadline("learn where failures are told"):
+            failures.watch(
+                interface_towards(self.cluster_environment.main_address), self.options.timeout.total_seconds()
+            )
         if self.topology is None:
             self._timer = StepTimer(self.root_device)
             host = hostname()
@@ -91,6 +97,17 @@ class Membership(Collectives):
                     f"{cluster.main_port}. Look for an error of rank 0. If there is none, another program may hold "
                     "that port: set MASTER_PORT to a free one, the same for all ranks."
                 ) from error
+
+    def _tell_others(self, exception: BaseException) -> None:
+        """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""
+        if not of_communication(exception):
+            what = str(exception).strip().split("\n")[0]
+            failures.tell("failed", f"failed with {type(exception).__name__}{what and f': {what}'}")
+            return
+        failures.tell("echo", "has lost another rank")
+        first = failures.first(0.0)
+        if first is not None and str(first) not in str(exception):  # of a collective of the user's own
+            exception.args = (f"{exception} The rank that failed first: {first}.",)
 
     def algorithm_options(self) -> dict[str, Any]:
         """Options of the algorithm itself, by name, which must also be the same on every rank."""

@@ -1,7 +1,6 @@
 """What goes wrong with replicas that differ, in words."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +11,6 @@ from lightning_hetero.errors import ConfigurationError, HeteroError, Unsupported
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_SEEN_WITHIN = 0.5  # seconds in which the kernel lets go of all that a dead process held
 
 
 def about(
@@ -58,19 +55,6 @@ def about(
         "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with "
         f"{fresh_start}."
     )
-
-
-def about_lost(message: str, lost: Callable[[], int | None]) -> str:
-    """Add to an error whose end was its cause: a wait at the end of an epoch does not tell, the averager may.
-
-    Args:
-        message: of the error.
-        lost: see :meth:`~lightning_hetero.averaging.averager.Averager.lost`.
-    """
-    until = time.monotonic() + _SEEN_WITHIN
-    while (rank := lost()) is None and time.monotonic() < until:
-        time.sleep(0.02)
-    return message if rank is None or f"rank {rank}" in message else f"{message} It was rank {rank} that ended."
 
 
 def unsupported(callbacks: list[Callback]) -> HeteroError | None:

@@ -11,9 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import CommunicationError
 from lightning_hetero.strategies import replica_state
-from lightning_hetero.strategies.replica_guards import about_lost
 from lightning_hetero.strategies.replica_steps import ReplicaSteps
 
 if TYPE_CHECKING:
@@ -135,12 +133,6 @@ class ReplicaStrategy(ReplicaSteps):
                 fetcher = self._trainer.fit_loop._data_fetcher
                 assert fetcher is not None
                 iter(fetcher)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, CommunicationError) and self.averager is not None:
-            exception.args = (about_lost(str(exception), self.averager.lost),)
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

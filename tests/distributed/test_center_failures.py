@@ -149,6 +149,7 @@ def test_nothing_hangs_when_a_rank_fails(name: str, options: dict[str, Any], ran
             assert f"a fault of rank {rank}" in str(outcome.error)
         else:
             assert isinstance(outcome.error, CommunicationError), outcome.trace
+            assert f"rank {rank} failed with RuntimeError" in str(outcome.error)
 
 
 class Dies(Line):
@@ -171,7 +172,7 @@ def test_who_waits_at_the_epochs_end_hears_that_the_host_has_died(name: str, opt
     assert outcomes[0].exitcode == -signal.SIGKILL
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, CommunicationError), outcome.trace
-        assert "rank 0" in str(outcome.error)
+        assert "rank 0 has ended without a word" in str(outcome.error)
 
 
 class Terminate(pl.Callback):

@@ -296,4 +296,4 @@ def test_when_a_rank_that_lightning_started_fails_its_name_is_said(tmp_path: Pat
     assert done.returncode == 1, done.stderr  # by its own error, not killed
     if failing == 1:
         assert "local rank 1 ended with exit code 1" in done.stderr
-        assert "another rank has failed" in done.stderr
+        assert "rank 1 failed with ValueError: a fault of rank 1" in done.stderr

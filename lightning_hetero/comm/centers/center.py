@@ -100,10 +100,6 @@ class Center(ABC):
     def leave(self) -> None:  # noqa: B027 - not all homes need it
         """No rank will visit any more (collective over all ranks)."""
 
-    def lost(self) -> int | None:
-        """A rank that has ended, the host if it is among them, as far as this one can see it; local."""
-        return None
-
     @abstractmethod
     def close(self) -> None:
         """Let go of all resources; local, idempotent, also after an error."""

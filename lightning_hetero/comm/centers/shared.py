@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, together
 from lightning_hetero.comm.centers.center import Center, Job, Visit, copied, differ, push_by
+from lightning_hetero.comm.deadline import cause
 from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
 
@@ -118,14 +119,12 @@ class SharedCenter(Center):
         """See that nobody has ended, who would be waited for in vain at the end of the epoch."""
         if self._table[-1]:  # all stop, some sooner
             return
-        if (rank := self.lost()) is not None:
+        if (rank := self._lost()) is not None:
             host = ", with which it lives," if rank == self.job.host else ""
-            raise CommunicationError(
-                f"rank {self.job.rank} cannot visit the center: rank {rank}{host} has ended. Look for its error first."
-            )
+            error = ConnectionError(f"rank {rank}{host} has ended")
+            raise CommunicationError(f"rank {self.job.rank} cannot visit the center: {cause(error)}")
 
-    @override
-    def lost(self) -> int | None:
+    def _lost(self) -> int | None:
         for replica, rank in enumerate(self.job.leaders):  # the first is the host
             if self._file >= 0 and replica != self.job.replica and _try(self._file, fcntl.LOCK_SH, _ALIVE + replica):
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _ALIVE + replica)

@@ -15,7 +15,7 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.centers.center import Center, Job, Visit, copied, differ, push_by
 from lightning_hetero.comm.centers.doorbell import Button, Doorbell
 from lightning_hetero.comm.centers.line import Line, NarrowLine
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.deadline import cause, deadline
 from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import CommunicationError
@@ -97,8 +97,8 @@ class ThreadCenter(Center):
                 yield
         except OSError as error:
             raise CommunicationError(
-                f"rank {self.job.rank} could not {what} the center, which lives with rank {self.job.host}: {error}. "
-                "Look for the first error among the other ranks."
+                f"rank {self.job.rank} could not {what} the center, which lives with rank {self.job.host}: "
+                f"{cause(error)}"
             ) from error
 
     @override
@@ -130,10 +130,6 @@ class ThreadCenter(Center):
                 self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0, 0.0], dtype=torch.float64))
 
     @override
-    def lost(self) -> int | None:
-        return self.job.host if self._button is not None and self._button.host_ended else None
-
-    @override
     def close(self) -> None:
         with self._changed:
             self._host_left = self._closed = True
@@ -156,8 +152,7 @@ class ThreadCenter(Center):
             mine = self._changed.wait_for(lambda: self._error or not self._in_turn or self._next == 0, limit)
             if self._error is not None:
                 raise CommunicationError(
-                    f"rank {self.job.rank} cannot keep the center any longer: another rank has failed. Look for the "
-                    f"first error among the other ranks. Cause: {self._error}"
+                    f"rank {self.job.rank} cannot keep the center any longer: {cause(self._error)}"
                 ) from self._error
             if not mine:
                 raise CommunicationError(

@@ -1,0 +1,138 @@
+"""Who failed first, as rank 0 and the others come to know it."""
+
+import json
+import multiprocessing
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+
+import pytest
+
+from lightning_hetero.comm import failures
+from lightning_hetero.comm.failures import Failure, Failures
+
+LONG = 20.0  # seconds for what takes no time on a machine that is not busy
+
+
+@contextmanager
+def ranks(world: int = 4) -> Iterator[list[Failures]]:
+    """All ranks, in this process."""
+    first = Failures(0, world, "127.0.0.1")
+    first.listen()
+    everyone = [first, *(Failures(rank, world) for rank in range(1, world))]
+    for other in everyone[1:]:
+        other.connect(first.where, LONG)
+    for one in everyone:
+        one.run += 1
+    end = time.monotonic() + LONG
+    while len(first._others) < world - 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    try:
+        yield everyone
+    finally:
+        for one in everyone:
+            one.close()
+
+
+def die(one: Failures) -> None:
+    """As the kernel would let it."""
+    one._closed = True
+    for connection in [*one._others, *([one._listener] if one._listener else [])]:
+        with suppress(OSError):  # its thread has noticed already
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def named(one: Failures) -> tuple[int, str] | None:
+    failure = one.first(LONG)
+    return failure and (failure.rank, failure.kind)
+
+
+def test_a_rank_that_ends_without_a_word_is_known_to_all() -> None:
+    with ranks() as everyone:
+        die(everyone[2])
+        assert [named(everyone[rank]) for rank in (0, 1, 3)] == [(2, "gone")] * 3
+        assert "rank 2 has ended without a word" in str(everyone[3].first(0))
+
+
+def test_what_came_first_wins_over_its_echoes() -> None:
+    with ranks() as everyone:
+        everyone[3].tell("echo", "has lost another rank")  # before anybody knows of which
+        die(everyone[3])
+        assert everyone[1].first(0.3) is None
+        everyone[2].tell("failed", "failed with ValueError: no")
+        everyone[0].tell("echo", "has lost another rank")
+        assert named(everyone[1]) == (2, "failed")
+        die(everyone[0])
+        die(everyone[2])
+        time.sleep(0.2)
+        assert [named(everyone[rank]) for rank in (0, 1)] == [(2, "failed")] * 2
+
+
+def test_the_end_of_rank_0_is_seen_by_the_others() -> None:
+    with ranks() as everyone:
+        die(everyone[0])
+        assert [named(one) for one in everyone[1:]] == [(0, "gone")] * 3
+
+
+def test_an_error_is_of_its_own_run_only() -> None:
+    with ranks(3) as everyone:
+        for one in everyone:
+            one.tell("failed", "failed with ValueError: an option")
+        assert named(everyone[1]) is not None
+        for one in everyone:
+            one.run += 1
+        assert [one.first(0.1) for one in everyone] == [None] * 3
+        everyone[1].tell("failed", "failed with ValueError: another")
+        assert [str(everyone[rank].first(LONG)) for rank in (0, 2)] == ["rank 1 failed with ValueError: another"] * 2
+        die(everyone[1])
+        for one in everyone:
+            one.run += 1
+        assert [str(everyone[rank].first(LONG)) for rank in (0, 2)] == ["rank 1 has ended"] * 2
+
+
+def test_strangers_change_nothing() -> None:
+    with ranks(2) as (first, other):
+        address = first.where[:2]
+        strangers = [socket.create_connection(address) for _ in range(60)]
+        for number, stranger in enumerate(strangers):
+            lie = {"token": "0" * 32, "rank": 1}
+            said = [
+                b"\x00" * 9000,
+                json.dumps(lie).encode() + b"\n",
+                b'"no"\n',
+                b"[1]\n",
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"",
+            ]
+            try:
+                stranger.sendall(said[number % len(said)])
+            except OSError:
+                continue  # it has been sent away: there are too many
+        for stranger in strangers[::2]:
+            stranger.close()
+        assert first.first(0.3) is None
+        assert len(first._others) == 1
+        other.tell("failed", "failed")
+        assert first.first(LONG) == Failure(1, "failed", 1, "failed")
+        for stranger in strangers:
+            stranger.close()
+
+
+def _told(one: Failures, end: Connection) -> None:
+    end.send([connection.fileno() for connection in one._others])
+
+
+def test_a_child_process_does_not_keep_connections_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks(3) as everyone:
+        for one in everyone:
+            monkeypatch.setattr(failures, "_failures", one)
+            ours, theirs = multiprocessing.Pipe()
+            child = multiprocessing.get_context("fork").Process(target=_told, args=(one, theirs))
+            child.start()
+            assert ours.recv() == [-1] * (2 if one.rank == 0 else 1)
+            child.join()
+            ours.close()
+            theirs.close()
+            assert all(connection.fileno() >= 0 for connection in one._others)
