@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_hetero.errors import CommunicationError
@@ -18,6 +19,8 @@ from lightning_hetero.launch.script import passed_on
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+_ORDERLY = (0, 128 + signal.SIGTERM)  # exit codes of a rank that is done, or was asked to stop
 
 
 class ObservedLauncher(_SubprocessScriptLauncher):
@@ -47,6 +50,8 @@ class ObservedLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
+        except SIGTERMException:
+            raise  # no failure: all ranks end so
         except BaseException as error:
             # This rank's error may be the echo of another's, whose process takes a while to end.
             observer.report(patience=10.0 if isinstance(error, CommunicationError) else 2.0)
@@ -71,9 +76,9 @@ class Observer(threading.Thread):
     def run(self) -> None:
         while True:
             codes = [child.poll() for child in self.children]
-            if all(code == 0 for code in codes):
+            if all(code in _ORDERLY for code in codes):
                 return
-            if any(codes):
+            if any(code not in (None, *_ORDERLY) for code in codes):
                 break
             time.sleep(self.poll)
         self.report()
@@ -85,12 +90,15 @@ class Observer(threading.Thread):
                 child.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def _failed(self) -> list[tuple[int, int]]:
+        codes = [child.poll() for child in self.children]
+        return [(rank, code) for rank, code in enumerate(codes, start=1) if code not in (None, *_ORDERLY)]
+
     def report(self, patience: float = 0.0) -> None:
         """Say once which children failed first, waiting up to ``patience`` seconds for one to."""
         deadline = time.monotonic() + patience
-        while not any(child.poll() for child in self.children) and time.monotonic() < deadline:
+        while not (failed := self._failed()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        failed = [(rank, child.returncode) for rank, child in enumerate(self.children, start=1) if child.returncode]
         if not failed or not self._told.acquire(blocking=False):
             return
         for rank, code in failed:

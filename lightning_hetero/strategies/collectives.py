@@ -26,6 +26,7 @@ class Collectives(DDPStrategy):
     """
 
     _timer: StepTimer
+    _all_stop = False  # whether the Trainer is interrupted on all ranks at the same step: by SIGTERM
     _step_samples: Callable[[], float | None] | None = None  # this rank's in the running step, outside of one None
     _warned_of_weights = False
 
@@ -33,7 +34,7 @@ class Collectives(DDPStrategy):
         """Whether there is nobody to meet: no job yet, or this rank has failed, and callbacks save what they can."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        return interrupted or not dist.is_initialized()
+        return (interrupted and not self._all_stop) or not dist.is_initialized()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait until every rank is here."""

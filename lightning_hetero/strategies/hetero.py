@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -29,7 +29,7 @@ from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options, check_ddp_options, seconds
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.saving import Saving
-from lightning_hetero.strategies.signals import StopRequest
+from lightning_hetero.strategies.signals import StopRequest, end_at_once
 from lightning_hetero.strategies.weights import StepWeight
 from lightning_hetero.strategies.workshare import Workshare, exchanger
 from lightning_hetero.workload.timer import StepTimer
@@ -127,10 +127,12 @@ class HeteroStrategy(Saving):
             start_method=start_method,
             **kwargs,
         )
-        self._stop: StopRequest | None = None
         self._timer = StepTimer(torch.device("cpu"))
 
     # -- membership --------------------------------------------------------------------------------
+
+    _stop: StopRequest | None = None  # of the running fit
+    of_the_job: ClassVar[tuple[str, ...]] = (*Saving.of_the_job, "_stop", "_all_stop")
 
     @override
     def _join(self, topology: Topology) -> None:
@@ -179,7 +181,11 @@ class HeteroStrategy(Saving):
             self.share.loaders.combined = lambda: trainer.fit_loop._combined_loader
             if self._layer_sync is not None:
                 self._layer_sync = ReplicaSyncBatchNorm(self._data_group)
-            self._stop = StopRequest(trainer)
+            self._all_stop = False
+            fit = self.broadcast(next(StopRequest.fits))
+            self._stop = StopRequest(trainer, fit, self.options.timeout.total_seconds(), self._save_and_stop)
+        else:
+            end_at_once(trainer)
         super().setup(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]
@@ -203,8 +209,6 @@ class HeteroStrategy(Saving):
         """Move a batch; in training this is where a step begins."""
         if self.lightning_module is not None and self._trainer.training:
             self.share.begin()
-            if self._stop is not None and any(report.stop for report in self.share.reports):
-                self._stop.heed()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,6 +283,15 @@ class HeteroStrategy(Saving):
         super().on_train_end()
         self.share.end()
         self.share.listen()
+        if self._stop is not None:
+            self._stop.finish()
+
+    @override
+    def teardown(self) -> None:
+        if self._stop is not None:
+            self._stop.close()
+            self._stop = None
+        super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the error be seen, with what to do about unused parameters in this strategy's terms."""

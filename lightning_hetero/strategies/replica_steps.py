@@ -105,7 +105,6 @@ class ReplicaSteps(HeteroStrategy):
             self._share_values(self.lightning_module)
             self._window_open = False  # an earlier fit may have ended in one
             self.averager = self.make_averager()
-            self.averager.wants_stop = self._stop_requested
             self.averager.setup(self.make_replica(self.lightning_module), self._links, lambda: self.optimizers)
             if self._averages:
                 together(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
@@ -209,11 +208,6 @@ class ReplicaSteps(HeteroStrategy):
             self._say()
             if met:
                 self.share.listen()  # all are here now
-                if self._stop is not None and any(report.stop for report in self.share.reports):
-                    self._stop.heed()
-            if self.averager.stops and self._stop is not None:
-                self.share.report_now()  # who waits at the end of the epoch must know, and all wait for who does not
-                self._stop.heed()
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:

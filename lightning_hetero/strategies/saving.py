@@ -1,9 +1,11 @@
 """How a strategy saves and loads checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -13,6 +15,7 @@ from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.checkpoint import REPLICAS, add_plan, readable, restore_plan
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 from lightning_hetero.strategies.data import Data
+from lightning_hetero.strategies.preemption import path_to_save, requeue, say_where
 
 
 class Saving(Data):
@@ -42,9 +45,16 @@ class Saving(Data):
         """
         if self.topology is not None:
             add_plan(checkpoint, self.share)
+        with self._told_to_all():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._timer.restart()
+
+    @contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        """An error in the block is raised on every rank (collective)."""
         problem: Exception | None = None
         try:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            yield
         except Exception as error:
             problem = error
         everyone = [] if self._alone() else gather(None if problem is None else str(problem), "a checkpoint's fate")
@@ -53,7 +63,24 @@ class Saving(Data):
         for rank, text in enumerate(everyone):
             if text is not None:
                 raise CheckpointError(f"rank {rank} could not save: {text}")
-        self._timer.restart()
+
+    def _save_and_stop(self) -> None:
+        """Save what a job that is asked to stop can be resumed from; all ranks have done the same steps (collective).
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be written.
+        """
+        trainer = self._trainer
+        path = self.broadcast(path_to_save(trainer) if self.is_global_zero else None)
+        if path is not None:
+            trainer.save_checkpoint(path)
+            with self._told_to_all():  # no process ends before this is done
+                if isinstance(self.checkpoint_io, AsyncCheckpointIO):
+                    self.checkpoint_io.teardown()  # waits until the file is whole
+                requeue(trainer)
+        say_where(path)
+        self.share.listen()  # leave nothing in flight
+        self._all_stop = True
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

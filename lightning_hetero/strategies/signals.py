@@ -1,38 +1,168 @@
-"""SIGTERM, agreed upon."""
+"""SIGTERM: all ranks agree on a step, save there, and end."""
 
+import itertools
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.errors import CommunicationError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+#: Exit status of a process that SIGTERM has ended, as shells and schedulers count.
+TERMINATED = 128 + signal.SIGTERM
+
 
 class StopRequest:
-    """Stops the Trainer on all ranks at the same step once any rank has received SIGTERM.
+    """Stops the Trainer on all ranks after the same batch, once any rank has received SIGTERM.
 
-    Lightning broadcasts a flag before every batch, which makes all ranks wait for rank 0 each time, and broadcasts
-    within the signal's handler, whenever that happens to run. Here the handler only raises a flag, which travels with
-    the ranks' reports.
+    Lightning broadcasts a flag before every batch, which makes all ranks wait for rank 0 each time, and broadcasts or
+    saves within the signal's handler, whenever that happens to run. Here the handler only raises a flag. A thread
+    passes it on through the job's key-value store, so that all hear of it within a second, whether they are about to
+    meet or not. Each rank then says after which batch it could stop at the earliest: the one that it is at. It may
+    not go beyond that one before it knows what the others say; the latest of these batches is where all stop.
 
     Args:
-        trainer: whose handlers are replaced; before it registers them.
+        trainer: its handlers are replaced; before it registers them.
+        fit: a number that is the same on every rank, and another one in every fit.
+        limit: longest wait for the other ranks' answers, seconds.
+        save: writes the checkpoint to resume from (collective).
     """
 
-    def __init__(self, trainer: "pl.Trainer") -> None:
-        self.requested = False
-        self._trainer = trainer
-        nothing: Callable[[], None] = lambda: None  # noqa: E731
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = nothing  # type: ignore[method-assign]
-        trainer._signal_connector._sigterm_notifier_fn = self._notify  # type: ignore[method-assign]
+    fits = itertools.count()  # of this process
 
-    def heed(self) -> None:
-        """Some rank has been asked to stop: let the Trainer stop after this batch."""
-        self._trainer._signal_connector.received_sigterm = True
+    def __init__(self, trainer: "pl.Trainer", fit: int, limit: float, save: Callable[[], None]) -> None:
+        self.requested = False  # of this rank
+        self.at: int | None = None  # the batch after which all stop, counted from the start of this fit
+        self._trainer, self._limit, self._save = trainer, limit, save
+        self._store = PrefixStore(f"lightning_hetero/stop/{fit}", _get_default_store())
+        self._lock, self._closed, self._known = threading.Lock(), threading.Event(), threading.Event()
+        self._done = 0  # batches of this fit
+        self._bound: int | None = None  # how far this rank may go before it knows `at`
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+        self._replaced: list[tuple[Any, str]] = []
+        self._replace(loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._replace(loop, "update_lr_schedulers", self._update_lr_schedulers)
+        self._replace(connector, "_sigterm_notifier_fn", self._notify)
+        self._replace(connector, "_slurm_sigusr_handler_fn", self._notify_here)
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="stop-request")
+        self._thread.start()
+
+    def __deepcopy__(self, _: Any) -> "StopRequest":
+        return self  # of one Trainer, with a thread
+
+    def close(self) -> None:
+        """Give the Trainer its own methods back, and end the thread; idempotent."""
+        self._closed.set()
+        self._thread.join(2.0)  # a thread within the store would break the process's end off
+        while self._replaced:
+            owner, name = self._replaced.pop()
+            vars(owner).pop(name, None)
+
+    def finish(self) -> None:
+        """The fit is complete; if any rank has been asked to stop, save and end all the same (collective)."""
+        asked = torch.tensor([self.requested or self._bound is not None])
+        with deadline("end the fit"):
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if asked.item():
+            self._stop()
+
+    # -- the handlers ------------------------------------------------------------------------------
 
     def _notify(self, signum: int | signal.Signals, _: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
         if not self.requested and launcher is not None:
             launcher.kill(signum)
         self.requested = True
+
+    def _notify_here(self, *_: Any) -> None:
+        self.requested = True
+
+    def _replace(self, owner: Any, name: str, by: Callable) -> None:
+        setattr(owner, name, by)
+        self._replaced.append((owner, name))
+
+    # -- the agreement -----------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            while not self._closed.wait(0.25):
+                if self.requested:
+                    self._store.set("asked", "1")
+                if self.requested or self._store.check(["asked"]):
+                    self._agree()
+                    return
+        except RuntimeError:  # the store has gone, and the job with it
+            self._known.set()
+
+    def _agree(self) -> None:
+        with self._lock:
+            self._bound = self._done + 1
+        self._store.set(str(dist.get_rank()), str(self._bound))
+        everyone = [str(rank) for rank in range(dist.get_world_size())]
+        while not self._store.check(everyone):
+            if self._closed.wait(0.05):
+                return
+        self.at = max(int(self._store.get(rank)) for rank in everyone)
+        self._known.set()
+
+    def _batch_ended(self) -> bool:
+        """Count a batch; whether the fit stops here."""
+        with self._lock:
+            self._done += 1
+            wait = self._bound is not None and self._done >= self._bound
+        if wait and not self._known.wait(self._limit):
+            raise CommunicationError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()} was asked to stop (SIGTERM), and could not agree "
+                f"on a step with the others: one did not answer within {self._limit:.0f} s. Nothing was saved."
+            )
+        fit = self._trainer.fit_loop
+        complete = self._trainer.should_stop and fit._can_stop_early  # as if this were the last batch: see `finish`
+        return self.at is not None and self._done >= self.at and not fit._should_accumulate() and not complete
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        ends = interval == "step" and update_plateau_schedulers  # what Lightning does last with a batch
+        if not ends or not self._batch_ended():
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+            return
+        # Lightning resumes from two moments: the end of a validation, at which it would have saved just before this
+        # call; and `on_train_batch_end`, at which the batch does not count as completed yet.
+        assert self._trainer.fit_loop._data_fetcher is not None
+        if not loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher):
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+            for progress in (loop.batch_progress.total, loop.batch_progress.current):
+                progress.completed -= 1
+        self._stop()
+
+    def _stop(self) -> None:
+        self._save()
+        self._trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException(TERMINATED)
+
+
+def end_at_once(trainer: "pl.Trainer") -> None:
+    """Outside of a fit there is nothing to save: let SIGTERM end this process and those that it has started.
+
+    Args:
+        trainer: its handler is replaced; before it registers it.
+    """
+
+    def notify(signum: int | signal.Signals, _: FrameType | None) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signum)
+        raise SIGTERMException(TERMINATED)
+
+    trainer._signal_connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]

@@ -113,13 +113,6 @@ class Workshare:
             self._pulse.launch(self._report())
             self._reported_at = self.step
 
-    def report_now(self) -> None:
-        """Exchange reports whatever the step: all ranks must come to it, or to the next regular report."""
-        if not self._pulse.in_flight:
-            self._pulse.launch(self._report())
-            self._reported_at = self.step
-        self.listen()
-
     def listen(self) -> None:
         """Act on the reports that are on their way, if any; on all ranks at the same step."""
         if not self._pulse.in_flight:

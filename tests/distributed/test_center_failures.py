@@ -13,6 +13,7 @@ from center_tasks import APART, STRATEGIES, Line, fit
 from ranks import attempt, run
 from tasks import FAST, Net, dataset, parameters
 from test_daso_oracle import loader
+from test_sigterm import Terminated
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import CommunicationError, NotFiniteError
@@ -175,12 +176,6 @@ def test_who_waits_at_the_epochs_end_hears_that_the_host_has_died(name: str, opt
         assert "rank 0 has ended without a word" in str(outcome.error)
 
 
-class Terminate(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 9 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 class SlowHost(Line):
     """The center's host comes late to its next visit."""
 
@@ -193,7 +188,7 @@ class SlowHost(Line):
 def _terminated(name: str, options: dict[str, Any], slow: bool) -> tuple[str, int]:
     module = SlowHost() if slow else Line()
     try:
-        fit(name, module, epochs=200, trainer={"callbacks": [Terminate()]}, **options)
+        fit(name, module, epochs=200, trainer={"callbacks": [Terminated(9)]}, **options)
     except BaseException as stopped:
         return f"{type(stopped).__name__}: {stopped}", module.trainer.global_step
     return "not at all", 0
@@ -202,7 +197,7 @@ def _terminated(name: str, options: dict[str, Any], slow: bool) -> tuple[str, in
 @pytest.mark.parametrize(("name", "options"), HOMES[:3])
 def test_sigterm_to_one_rank_stops_all_at_one_step(name: str, options: dict[str, Any]) -> None:
     results = run(_terminated, 3, name, options, False, nodes=APART)
-    assert [how for how, _ in results] == ["SIGTERMException: "] * 3
+    assert [how for how, _ in results] == ["SIGTERMException: 143"] * 3
     assert len({step for _, step in results}) == 1
     assert 9 < results[0][1] < 25
 
@@ -210,8 +205,9 @@ def test_sigterm_to_one_rank_stops_all_at_one_step(name: str, options: dict[str,
 @pytest.mark.parametrize(("name", "options"), HOMES[3:])
 def test_sigterm_to_one_rank_stops_who_visits_later(name: str, options: dict[str, Any]) -> None:
     results = run(_terminated, 3, name, options, True, nodes=APART)
-    assert max(step for _, step in results) < 25
-    assert [how for how, _ in results] == ["SIGTERMException: "] * 3
+    assert [how for how, _ in results] == ["SIGTERMException: 143"] * 3
+    assert len({step for _, step in results}) == 1
+    assert results[0][1] < 25
 
 
 # -- once more -----------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Lightning's features over several ranks: each works as in one process."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -189,29 +187,6 @@ def test_early_stopping_agrees() -> None:
     results = run(_early, WORLD)
     assert {result["epochs"] for result in results} == {2}
     assert len({result["value"] for result in results}) == 1
-
-
-def _terminated() -> dict[str, Any]:
-    class Terminate(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 9 and trainer.global_rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    module, strategy = Net(), HeteroDDPStrategy()
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 50, "callbacks": [Terminate()]})
-    try:
-        trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
-    except BaseException as stopped:
-        return {"how": type(stopped).__name__, "steps": trainer.global_step, "weights": parameters(module)}
-    return {"how": "not at all"}
-
-
-def test_sigterm_to_one_rank_stops_all_at_one_step() -> None:
-    results = run(_terminated, WORLD)
-    assert {result["how"] for result in results} == {"SIGTERMException"}
-    assert len({result["steps"] for result in results}) == 1
-    assert 9 < results[0]["steps"] < 20
-    assert torch.equal(results[0]["weights"], results[2]["weights"])
 
 
 # -- launches ------------------------------------------------------------------------------------------------

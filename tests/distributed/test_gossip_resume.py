@@ -1,7 +1,5 @@
 """Saving, resuming and validating lose nothing; the sync forms go on as if they never had been stopped."""
 
-import os
-import signal
 import time
 import warnings
 from pathlib import Path
@@ -17,6 +15,7 @@ from tasks import FAST, dataset, parameters
 from test_daso_oracle import START, loader
 from test_gossip import Pause
 from test_node import Dropping
+from test_sigterm import Terminated
 from torch.utils.data import DataLoader
 
 from lightning_hetero import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
@@ -201,23 +200,18 @@ def test_validating_changes_nothing() -> None:
 # -- SIGTERM -------------------------------------------------------------------------------------------------
 
 
-class Terminate(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 4 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _terminated(kind: Any) -> tuple[str, int]:
     module = Line()
     try:
-        fit(kind, module, epochs=200, trainer={"callbacks": [Terminate(), Pause()]}, every_n_steps=2)
+        fit(kind, module, epochs=200, trainer={"callbacks": [Terminated(4), Pause()]}, every_n_steps=2)
     except BaseException as stopped:
         return type(stopped).__name__, module.trainer.global_step
     return "not at all", 0
 
 
 @pytest.mark.parametrize("kind", [GossipStrategy, GossipPushSumStrategy, GossipAsyncStrategy])
-def test_sigterm_to_one_replica_stops_all_within_the_epoch(kind: Any) -> None:
+def test_sigterm_to_one_replica_stops_all_at_one_step(kind: Any) -> None:
     results = run(_terminated, 3, kind, nodes=APART)
     assert [how for how, _ in results] == ["SIGTERMException"] * 3
-    assert max(step for _, step in results) < 20  # the end of the epoch
+    assert len({step for _, step in results}) == 1
+    assert results[0][1] <= 21  # the end of the epoch

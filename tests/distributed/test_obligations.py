@@ -1,7 +1,5 @@
 """What Lightning expects of a strategy, where replicas differ. (More in test_node.py, test_kill.py and others.)"""
 
-import os
-import signal
 from typing import Any
 
 import lightning.pytorch as pl
@@ -138,28 +136,6 @@ def test_after_the_fit_all_test_the_same_final_weights() -> None:
 
 
 # -- signals and failures ------------------------------------------------------------------------------------
-
-
-class Terminate(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 9 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _terminated() -> tuple[str, int]:
-    strategy = DASOStrategy(**BASE, **CYCLING | {"warmup": 4, "cooldown": 4}, wait=2)
-    try:
-        _fit(Net(), strategy, max_epochs=50, callbacks=[Terminate()])
-    except BaseException as stopped:
-        return type(stopped).__name__, strategy.lightning_module.trainer.global_step
-    return "not at all", 0
-
-
-def test_sigterm_to_one_rank_stops_all_at_one_step() -> None:
-    results = run(_terminated, 3, nodes=NODES)
-    assert {how for how, _ in results} == {"SIGTERMException"}
-    assert len({step for _, step in results}) == 1
-    assert 9 < results[0][1] < 25
 
 
 class FailsInFlight(Net):

@@ -60,7 +60,7 @@ class Wide(Net):
 
 def _saves(path: str, kind: Any, full: str, plugins: Any) -> tuple[str, int, list[str]]:
     options = {**FAST, "max_epochs": 2, "callbacks": [Saves(path, full)], "plugins": plugins}
-    trainer = pl.Trainer(strategy=kind(balance="off", timeout=30), **options)
+    trainer = pl.Trainer(strategy=kind(balance="off"), **options)
     with pytest.raises((CheckpointError, OSError)) as raised:
         trainer.fit(Wide(), DataLoader(dataset(96), batch_size=4))
     if not trainer.is_global_zero:
@@ -117,7 +117,7 @@ def _plugins(folder: str) -> Any:
     for i, plugin in enumerate((Noting(), AsyncCheckpointIO(), AsyncCheckpointIO(Noting()))):
         callbacks = [SaveOnce(f"{folder}/{i}/new/a.ckpt", "memory://there/b.ckpt")]
         options = {**FAST, "max_epochs": 1, "callbacks": callbacks, "plugins": [plugin]}
-        trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance="off", timeout=30), **options)
+        trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance="off"), **options)
         trainer.fit(Net(), DataLoader(dataset(96), batch_size=4))
         io = trainer.strategy.checkpoint_io
         remote = trainer.strategy.load_checkpoint("memory://there/b.ckpt") if trainer.is_global_zero else {}

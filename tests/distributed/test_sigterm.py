@@ -1,0 +1,310 @@
+"""SIGTERM: all ranks stop after the same step, save what a run goes on from as if it had never stopped, and end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import psutil
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from ranks import attempt, run
+from tasks import FAST, EvaluatedNet, Net, dataset, parameters
+from torch.utils.data import DataLoader
+
+from lightning_hetero import (
+    DASOStrategy,
+    DiLoCoStrategy,
+    EASGDAsyncStrategy,
+    EASGDStrategy,
+    GossipAsyncStrategy,
+    GossipPushSumStrategy,
+    GossipStrategy,
+    HeteroDDPStrategy,
+    NodeAverageStrategy,
+)
+from lightning_hetero.errors import CommunicationError
+
+TERMINATED = 128 + signal.SIGTERM
+BASE: dict[str, Any] = {"balance": [2.0, 1.0], "global_batch_size": 12}
+EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 22, "max_epochs": -1}  # of 8 batches an epoch
+
+
+class Terminated(pl.Callback):
+    """Asks ranks to stop once they have done a step, each of which then waits until it knows that it has been asked."""
+
+    def __init__(self, step: int, ranks: tuple[int, ...] = (1,), signum: int = signal.SIGTERM) -> None:
+        self.step, self.ranks, self.signum = step, ranks, signum
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank in self.ranks and trainer.global_step == self.step:
+            os.kill(os.getpid(), self.signum)
+            until = time.monotonic() + 20
+            while trainer.strategy._stop._bound is None and time.monotonic() < until:
+                time.sleep(0.01)
+
+
+class Watched(EvaluatedNet):
+    """Counts its epochs, and has a learning rate that changes with the steps and the epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+        self.began: torch.Tensor | None = None
+
+    def on_train_start(self) -> None:
+        self.began = parameters(self)
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net[0].bias.mul_(0.99)  # the module's own work after a step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
+
+
+def _fit(
+    strategy: Any, folder: str, limits: dict[str, Any], stop: int | None = None, resume: str | None = None, **more: Any
+) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+    callbacks = [ModelCheckpoint(folder, save_top_k=0, save_last=True), *([] if stop is None else [Terminated(stop)])]
+    settings = {**FAST, "enable_checkpointing": True, "num_sanity_val_steps": 0, "val_check_interval": 4, **limits}
+    module, trainer = Watched(), pl.Trainer(strategy=strategy, callbacks=callbacks, **settings, **more)
+    loaders = DataLoader(dataset(96), batch_size=4, shuffle=True), DataLoader(dataset(24), batch_size=4)
+    code = None
+    try:
+        trainer.fit(module, *loaders, ckpt_path=resume)
+    except SIGTERMException as stopped:
+        code = stopped.code
+    return {
+        "code": code,
+        "steps": trainer.global_step,
+        "epochs": module.epochs,
+        "seen": module.seen,
+        "evaluated": module.evaluated,
+        "weights": parameters(module),
+        "began": module.began,
+        "files": sorted(os.listdir(folder)),
+    }
+
+
+def _stopped(folder: str, kind: Any, options: dict[str, Any], cases: list[Any]) -> list[Any]:
+    results = []
+    for i, (stop, limits) in enumerate(cases):
+        whole = _fit(kind(**BASE, **options), f"{folder}/whole", limits)
+        first = _fit(kind(**BASE, **options), f"{folder}/{i}", limits, stop)
+        results.append((whole, first, _fit(kind(**BASE, **options), f"{folder}/{i}", limits, resume="last")))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "cases"),
+    [
+        (HeteroDDPStrategy, {}, [(3, EPOCHS), (4, EPOCHS), (8, EPOCHS), (24, EPOCHS), (9, STEPS), (12, STEPS)]),
+        (HeteroDDPStrategy, {"checkpoint_io": AsyncCheckpointIO()}, [(8, STEPS)]),
+        (NodeAverageStrategy, {}, [(3, EPOCHS), (16, STEPS)]),  # meets once an epoch
+        (DASOStrategy, {"warmup": 3, "cooldown": 0, "global_every": 4, "wait": 3, "patience": 99}, [(9, EPOCHS)]),
+        (DiLoCoStrategy, {"tau": 5}, [(3, EPOCHS)]),
+        (EASGDStrategy, {"moving_rate": 0.3, "tau": 3}, [(4, EPOCHS)]),
+        (GossipStrategy, {"overlap": False}, [(5, EPOCHS)]),
+        (GossipPushSumStrategy, {}, [(11, EPOCHS)]),
+    ],
+)
+def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: Any, options: dict[str, Any], cases: list[Any]) -> None:
+    results = run(_stopped, 2, str(tmp_path), kind, options, cases, nodes=[1, 1], timeout=120)
+    for rank, parts in enumerate(results):
+        for (stop, limits), (whole, first, second) in zip(cases, parts, strict=True):
+            case = f"rank {rank}, step {stop}, {limits}"
+            assert whole["code"] is second["code"] is None, case
+            assert first["code"] == TERMINATED, case
+            assert first["files"] == ["last-sigterm.ckpt"] or "last.ckpt" in first["files"], case
+            assert stop <= first["steps"] <= stop + 2, case
+            assert first["steps"] == results[0][cases.index((stop, limits))][1]["steps"], case
+            assert first["seen"] + second["seen"] == whole["seen"], case
+            assert first["evaluated"] + second["evaluated"] == whole["evaluated"], case
+            assert first["epochs"] + second["epochs"] == whole["epochs"], case
+            assert second["steps"] == whole["steps"], case
+            assert torch.equal(second["weights"], whole["weights"]), case
+
+
+def _apart(folder: str, kind: Any, options: dict[str, Any]) -> Any:
+    first = _fit(kind(**BASE, **options), folder, EPOCHS, 5)
+    return first, _fit(kind(**BASE, **options), folder, EPOCHS, resume="last")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(EASGDAsyncStrategy, {"moving_rate": 0.3, "tau": 2}), (GossipAsyncStrategy, {"every_n_steps": 2})],
+)
+def test_asynchronous_replicas_stop_after_the_same_step(tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
+    results = run(_apart, 2, str(tmp_path), kind, options, nodes=[1, 1])
+    stops = {first["steps"] for first, _ in results}
+    assert len(stops) == 1
+    assert 5 <= min(stops) < 24
+    saved = torch.load(tmp_path / "last-sigterm.ckpt", weights_only=True)
+    assert [{replica["windows"]} for replica in saved["lightning_hetero_replicas"]["replicas"]] == [stops] * 2
+    for first, second in results:
+        assert first["code"] == TERMINATED
+        assert torch.equal(first["weights"], second["began"])  # each replica with its own
+        assert second["steps"] == 24
+    assert not torch.equal(results[0][1]["began"], results[1][1]["began"])
+    seen = [i for parts in results for part in parts for batch in part["seen"] for i in batch]
+    assert sorted(seen) == sorted(list(range(96)) * 3)
+
+
+class Deaf(pl.Callback):
+    """Rank 0 does not hear of it."""
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy._stop._limit = 3.0  # only here: joining may take longer
+        if trainer.is_global_zero:
+            trainer.strategy._stop._closed.set()
+
+
+def _unanswered(kind: Any) -> None:
+    settings = {**FAST, "max_epochs": 50, "callbacks": [Deaf(), Terminated(3)]}
+    trainer = pl.Trainer(strategy=kind(**BASE), **settings)
+    trainer.fit(Net(), DataLoader(dataset(96), batch_size=4))
+
+
+@pytest.mark.parametrize("kind", [HeteroDDPStrategy, NodeAverageStrategy])
+def test_a_rank_that_does_not_answer_is_not_waited_for_without_end(kind: Any) -> None:
+    outcomes = attempt(_unanswered, 2, kind, nodes=[1, 1], timeout=60)
+    assert all(isinstance(outcome.error, CommunicationError) for outcome in outcomes), outcomes[1].trace
+    assert "could not agree on a step with the others: one did not answer within 3 s" in str(outcomes[1].error)
+
+
+# -- where it is saved ---------------------------------------------------------------------------------------
+
+SCONTROL = """#!/usr/bin/env bash
+echo "$@" >> "$(dirname "$0")/asked"
+"""
+
+
+def _under_slurm(folder: str, signum: int) -> Any:
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    found = []
+    for callbacks in ([Terminated(3, (0, 1), signum)], []):
+        settings = {**FAST, "max_epochs": 2, "default_root_dir": folder, "num_nodes": 1, "devices": 2}
+        trainer = pl.Trainer(strategy=HeteroDDPStrategy(**BASE), callbacks=callbacks, **settings)
+        assert isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment)
+        module, code = Net(), None
+        try:
+            trainer.fit(module, DataLoader(dataset(96), batch_size=4))
+        except SIGTERMException as stopped:
+            code = stopped.code
+        found.append((code, len(module.seen), parameters(module)))
+    return found
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_under_slurm_the_job_is_requeued_and_goes_on(tmp_path: Path, signum: int) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "scontrol").write_text(SCONTROL)
+    (tmp_path / "bin" / "scontrol").chmod(0o755)
+    job = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NODEID": "0",
+    }
+
+    def of(rank: int) -> dict[str, str]:
+        return {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+
+    for (code, before, _), (none, after, _) in run(_under_slurm, 2, str(tmp_path / "root"), signum, env_of=of):
+        assert code == TERMINATED
+        assert none is None
+        assert 3 <= before < 16
+        assert before + after == 16
+    assert (tmp_path / "bin" / "asked").read_text() == "requeue 4711\n"
+    assert os.listdir(tmp_path / "root") == ["hpc_ckpt_1.ckpt"]
+
+
+# -- a real kill ---------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+from test_sigterm import Sleepy, train
+if __name__ == "__main__":
+    train({kind!r}, {folder!r}, callbacks=[Sleepy({folder!r})], devices=2)
+"""
+
+
+class Sleepy(pl.Callback):
+    """Does not get far; says when it has begun."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        Path(f"{self.folder}/begun-{trainer.global_rank}-{os.getpid()}").touch()
+        time.sleep(1.0)
+
+
+def train(kind: str, folder: str, callbacks: Any = (), resume: str | None = None, **options: Any) -> torch.Tensor:
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    strategy = STRATEGIES[kind](**BASE)
+    keep = ModelCheckpoint(f"{folder}/kept", every_n_train_steps=100, save_top_k=0)
+    settings = {**FAST, "enable_checkpointing": True, "max_epochs": 3, **options}
+    module, trainer = Net(), pl.Trainer(strategy=strategy, callbacks=[*callbacks, keep], **settings)
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), ckpt_path=resume)
+    return parameters(module)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+STRATEGIES = {"ddp": HeteroDDPStrategy, "easgd": partial(EASGDStrategy, moving_rate=0.3, tau=3)}
+
+
+@pytest.mark.parametrize("kind", list(STRATEGIES))
+def test_a_job_that_is_killed_ends_as_terminated_and_goes_on(tmp_path: Path, kind: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), kind=kind, folder=str(tmp_path)))
+    job = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 120
+        while len(begun := list(tmp_path.glob("begun-*"))) < 2 and job.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        subprocess.run(["kill", "-TERM", str(job.pid)], check=True)
+        _, said = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == TERMINATED, said
+    ranks = [int(path.name.split("-")[-1]) for path in begun]
+    until = time.monotonic() + 30  # rank 1 may take a moment longer
+    while any(_runs(pid) for pid in ranks) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(_runs(pid) for pid in ranks)
+    assert f"saved {tmp_path}/kept/last-sigterm.ckpt" in said
+    assert "local rank 1" not in said  # which has not failed
+    saved = torch.load(tmp_path / "kept" / "last-sigterm.ckpt", weights_only=True)
+    assert 1 <= saved["global_step"] < 24
+    whole = run(train, 2, kind, str(tmp_path / "whole"), nodes=[2])
+    again = run(train, 2, kind, str(tmp_path), resume="last", nodes=[2])
+    for one, other in zip(whole, again, strict=True):
+        assert torch.equal(one, other)
