@@ -132,7 +132,7 @@ class HeteroStrategy(Saving):
     # -- membership --------------------------------------------------------------------------------
 
     _stop: StopRequest | None = None  # of the running fit
-    of_the_job: ClassVar[tuple[str, ...]] = (*Saving.of_the_job, "_stop", "_all_stop")
+    of_the_job: ClassVar[tuple[str, ...]] = (*Saving.of_the_job, "_stop", "_all_stop", "_buckets")
 
     @override
     def _join(self, topology: Topology) -> None:
