@@ -45,7 +45,7 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(strategy: str, model: str) -> tuple[float, float]:
+def fit(strategy: Any, model: str) -> tuple[float, float]:
     torch.distributed.is_initialized() and torch.distributed.barrier()
     clock, module = jobs.Clock(), Module(model)
     trainer = jobs.quiet_trainer(strategy=strategy, max_steps=STEPS, callbacks=[clock])

@@ -81,6 +81,11 @@ class Data(Evaluation):
         batches = fit.epoch_loop.batch_progress.current.processed if fit.restarting else 0  # type: ignore[attr-defined]
         return Position(epochs, batches, self.share.step)
 
+    def _where(self) -> str:
+        """Which step runs, for messages."""
+        batch = self._trainer.fit_loop.epoch_loop.batch_idx
+        return f"step {self._trainer.global_step + 1} (epoch {self._trainer.current_epoch}, batch {batch})"
+
 
 class _Both:
     """Calls one function, then another."""

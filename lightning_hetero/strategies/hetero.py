@@ -11,6 +11,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.exceptions import _augment_message
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +25,7 @@ from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.strategies.connector import keep_batch_samplers
 from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
+from lightning_hetero.strategies.finite import FiniteSteps, OnNaN, StepLeftOutError
 from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options, check_ddp_options, seconds
@@ -54,6 +56,9 @@ class HeteroStrategy(Saving):
             then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
             make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.
         rebalance_every_n_steps: how often (in batches) the ranks exchange their measured speeds.
+        on_nan: what to do about a loss or gradient that is not finite on some rank, before the optimizer steps:
+            ``"error"`` raises on every rank and names it; ``"skip"`` leaves the samples of a rank with such a loss out
+            (exactly: the others weigh more), and the whole step if only a gradient is; ``"ignore"`` looks at nothing.
         ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
             launcher; to try one machine as several nodes.
         timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
@@ -95,12 +100,15 @@ class HeteroStrategy(Saving):
         max_batch_size: int | list[int] | None = None,
         balance_iterable: bool = False,
         rebalance_every_n_steps: int = 4,
+        on_nan: OnNaN = "error",
         ranks_per_node: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         limit = seconds(timeout)
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        one_of("on_nan", on_nan, ("error", "skip", "ignore"))
         check_ddp_options(process_group_backend, kwargs)
+        self.on_nan = on_nan
         self.options = Options(
             type(self).__name__,
             balance,
@@ -135,6 +143,10 @@ class HeteroStrategy(Saving):
     of_the_job: ClassVar[tuple[str, ...]] = (*Saving.of_the_job, "_stop", "_all_stop", "_buckets")
 
     @override
+    def algorithm_options(self) -> dict[str, Any]:
+        return {"on_nan": self.on_nan}
+
+    @override
     def _join(self, topology: Topology) -> None:
         for ranks in self.replicas(topology):  # every process takes part in the making of every group
             groups = [
@@ -143,6 +155,9 @@ class HeteroStrategy(Saving):
             if topology.rank in ranks:
                 replica, (self._data_group, small) = ranks, groups
         self._buckets = BucketSize(self._data_group)
+        # Replicas that differ look when they meet, so that all learn of it at once.
+        mode = self.on_nan if len(replica) == topology.world else "ignore"
+        self._finite = FiniteSteps(mode, replica, small, self._timer.waiting, self._where)
         pulse = Pulse(new_group(self, None, self.options.timeout))
         planner = self.options.planner(topology.world)
         exchange = exchanger(small, self._timer.waiting)
@@ -221,6 +236,7 @@ class HeteroStrategy(Saving):
                 self.configure_ddp()
         if callable(measure := getattr(module, "batch_weight", None)):
             self.share.weigh(measure, args[0] if args else None)
+        self._finite.before_forward(module)
         results = self._trainer._results
         counts = drawn.samples > 0 or results is None
         with (
@@ -238,16 +254,19 @@ class HeteroStrategy(Saving):
         With ``W`` ranks in the replica, of which this one holds ``n_i`` of ``N`` samples, the factor is ``W n_i / N``
         (HetGrad, Moreno-Alvarez et al. 2022).
         """
-        weight = self.share.weight()
-        loss = closure_loss if weight == 1 else closure_loss * weight
         module = self.lightning_module
         assert module is not None
+        own, total = self._finite.count(closure_loss, *self.share.weights())
+        weight = len(self.share.replica) * own / total if total else 0.0
+        loss = self._finite.weigh(closure_loss, weight)
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
+        self._finite.watch(loss, self.optimizers, self.model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         with deadline("average gradients"), no_gradients(module) if weight == 0 else nullcontext():
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._timer.backward_done()
+        self._finite.look(self.optimizers, self.model)
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         if module.automatic_optimization and self._trainer.fit_loop._should_accumulate():
@@ -260,9 +279,15 @@ class HeteroStrategy(Saving):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer; with automatic optimization the step ends here, before schedulers and callbacks."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
+        module = self.lightning_module
+        assert module is not None
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        try:
+            output = super().optimizer_step(optimizer, self._finite.checked(closure, module, scaled), model, **kwargs)
+        except StepLeftOutError:
+            optimizer.zero_grad()
+            output = None
+        if module.automatic_optimization:
             self.share.end()
         return output
 
@@ -271,6 +296,8 @@ class HeteroStrategy(Saving):
     def on_train_start(self) -> None:
         """If the loaders were set up before a checkpoint was restored, let them begin again where it stands."""
         super().on_train_start()
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        self._finite.begin(searching=any(isinstance(callback, _LRCallback) for callback in callbacks))
         position = self._position()
         begun = [getattr(source, "begun", None) for source in self.share.loaders.sources()]
         if any(b is not None and (b.epoch, b.batch) != (position.epoch, position.batch) for b in begun):

@@ -56,12 +56,7 @@ class ReplicaSteps(HeteroStrategy):
     def __init__(self, on_nan: Literal["error", "skip"] = "error", **kwargs: Any) -> None:
         one_of("on_nan", on_nan, ("error", "skip"))
         averages_again(kwargs)
-        self.on_nan: Literal["error", "skip"] = on_nan
-        super().__init__(**kwargs)
-
-    @override
-    def algorithm_options(self) -> dict[str, Any]:
-        return {"on_nan": self.on_nan}
+        super().__init__(on_nan=on_nan, **kwargs)
 
     @property
     def traffic(self) -> Traffic:
@@ -90,7 +85,9 @@ class ReplicaSteps(HeteroStrategy):
         super()._join(topology)
         self._replicas = self.replicas(topology)
         self.share.patient = len(self._replicas) > 1
-        self._links = ReplicaLinks(topology.rank, self._replicas, self.options.timeout, self.on_nan)
+        self._links = ReplicaLinks(
+            topology.rank, self._replicas, self.options.timeout, "skip" if self.on_nan == "skip" else "error"
+        )
         self._losses = Losses()
         self._windows = 0  # optimizer steps since the start of the fit
         self._window_open = False

@@ -135,8 +135,8 @@ class Workshare:
             work = dist.all_reduce(total, group=self._group, async_op=True)
         self._weighing = own, total, work
 
-    def weight(self) -> float:
-        """The factor ``W n_i / N`` on this rank's loss, which makes a plain mean over ``W`` ranks one over samples.
+    def weights(self) -> tuple[float, float]:
+        """What this rank's samples weigh, and those of all ranks of the replica.
 
         Raises:
             DataError: on every rank, if the user's measure of a batch was negative or NaN on any.
@@ -155,7 +155,7 @@ class Workshare:
                     "`batch_weight(batch)` was negative or NaN, infinite, or not one number, on some rank; it must be "
                     "a finite number of at least 0."
                 )
-        return len(self.replica) * own / total if total else 0.0
+        return own, total
 
     def _report(self) -> Report:
         count = max(len(self._laps), 1)

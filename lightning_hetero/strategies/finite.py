@@ -1,0 +1,226 @@
+"""Losses and gradients that are not finite: found within the step, before an optimizer takes them in."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.workload.timer import after_own_backward
+
+OnNaN = Literal["error", "skip", "ignore"]
+
+
+class StepLeftOutError(Exception):
+    """Ends an optimizer's step before it has changed anything; on all ranks alike."""
+
+
+class FiniteSteps:
+    """Finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
+
+    It costs no message. A loss that is not finite makes all gradients of its rank NaN, and averaging spreads these, so
+    that every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
+    at its own gradients while DDP was averaging them.
+
+    Args:
+        mode: what to do: ``"error"``, ``"skip"`` or ``"ignore"``.
+        ranks: those that average gradients.
+        group: their process group for small CPU tensors.
+        waiting: counts the time in its block as waiting.
+        where: says which step this is.
+    """
+
+    def __init__(
+        self,
+        mode: OnNaN,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        waiting: Callable[[], AbstractContextManager[None]],
+        where: Callable[[], str],
+    ) -> None:
+        self.mode, self._ranks, self._group, self._waiting, self._where = mode, ranks, group, waiting, where
+        self._buffers: list[Tensor] = []  # as they were before the forward pass
+        self.begin()
+
+    def begin(self, searching: bool = False) -> None:
+        """Begin a fit.
+
+        Args:
+            searching: whether it is a search for a learning rate, in which losses that grow without limit are usual.
+        """
+        self._active: OnNaN = "ignore" if searching else self.mode
+        self._skipped = 0  # times that something was left out
+        self._spoilt = False  # whether the buffers are to be set back
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin a step."""
+        nothing = torch.tensor(False)
+        self._loss = self._own = nothing  # whether a loss, or a gradient, of this rank was not finite
+        self._spread = nothing  # whether a gradient is not, after averaging: the same on every rank
+        self._passes = self._counted = 0  # backward passes; those in which some samples counted
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Remember the buffers, since samples that are left out must not have changed them."""
+        self._restore(module)
+        if self._active == "skip":
+            self._buffers = [buffer.detach().clone() for buffer in module.buffers()]
+
+    def _restore(self, module: nn.Module) -> None:
+        if self._spoilt:
+            self._spoilt = False
+            with torch.no_grad():
+                for buffer, before in zip(module.buffers(), self._buffers, strict=True):
+                    buffer.copy_(before)
+
+    def count(self, loss: Tensor, own: float, total: float) -> tuple[float, float]:
+        """What this rank and all ranks weigh in a backward pass; under ``"skip"`` without those with a broken loss.
+
+        Args:
+            loss: of this rank.
+            own: weight of its samples.
+            total: of all ranks.
+        """
+        if self._active != "skip":
+            return own, total
+        well = own == 0 or bool(loss.detach().isfinite().all())
+        self._spoilt |= not well  # to be restored when the backward pass needs them no more
+        mine = torch.tensor([own, float(well)], dtype=torch.float64)
+        rows = [mine]
+        if len(self._ranks) > 1:
+            rows = [torch.empty_like(mine) for _ in self._ranks]
+            with self._waiting(), deadline("learn which losses are finite"):
+                dist.all_gather(rows, mine, group=self._group)
+        table = torch.stack(rows)
+        bad, total = table[:, 1] == 0, (table[:, 0] * table[:, 1]).sum().item()
+        self._passes += 1
+        self._counted += total > 0
+        if bad.any():
+            self._say(f"{self._subject('loss', bad.tolist())} not finite: its samples do not count")
+        return own if well else 0.0, total
+
+    def weigh(self, loss: Tensor, weight: float) -> Tensor:
+        """The loss times its weight; under ``"error"`` NaN times it, if it counts and is not finite."""
+        if self._active == "error" and weight:
+            bad = ~loss.detach().isfinite().all()
+            self._loss = self._loss.to(loss.device) | bad
+            if loss.device.type != "cpu":  # where nothing may wait for it
+                return loss * torch.where(bad, math.nan, weight)
+            weight = math.nan if bad else weight
+        return loss if weight == 1 else loss * weight
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def _averages(self, model: nn.Module | None) -> bool:
+        return self._active != "ignore" and getattr(model, "require_backward_grad_sync", True)
+
+    def watch(self, start: Tensor, optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
+        """Look at this rank's own gradients once they are ready, before DDP overwrites them.
+
+        Args:
+            start: the tensor with which the backward pass begins.
+            optimizers: take the gradients in.
+            model: perhaps wrapped in DDP.
+        """
+
+        def look() -> None:
+            self._own = self._own | not_finite(optimizers)
+
+        if len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
+            after_own_backward(start, look)
+
+    def look(self, optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
+        """Look at the gradients after a backward pass, before hooks of the user, which ranks may have of their own."""
+        if self._averages(model):
+            found = not_finite(optimizers)
+            self._spread = self._spread.to(found.device) | found
+
+    def checked(self, closure: Callable[[], Any], module: nn.Module, scaled: bool) -> Callable[[], Any]:
+        """What an optimizer calls before its step, and with it a look at what has been found; see :meth:`check`."""
+
+        def both() -> Any:
+            output = closure()
+            self.check(module, scaled)
+            return output
+
+        return closure if self._active == "ignore" else both
+
+    def check(self, module: nn.Module, scaled: bool) -> None:
+        """Act on what has been found, between the backward passes and the optimizer's step.
+
+        Args:
+            module: whose gradients they are.
+            scaled: whether a scaler skips steps with infinite gradients by itself.
+
+        Raises:
+            NotFiniteError: on every rank, if something is not finite on one.
+            StepLeftOutError: on every rank, instead, under ``"skip"``, or if no sample is left.
+        """
+        self._restore(module)
+        loss, own, spread = self._loss, self._own, bool(self._spread)
+        nothing = self._passes > 0 and self._counted == 0
+        self._forget()
+        if nothing:
+            raise StepLeftOutError
+        if not spread:
+            return
+        name = next((name for name, p in module.named_parameters() if broken([p.grad])), None)
+        mine = bool(loss), bool(own), name
+        rows = gather(mine, "what is not finite", self._group) if len(self._ranks) > 1 else [(bool(loss), True, name)]
+        losses, gradients, names = zip(*rows, strict=True)
+        if any(losses):
+            found = f"{self._subject('loss', losses)} not finite"
+        elif scaled or not any(names):
+            return  # the scaler's business; or hooks have put all gradients in order
+        else:
+            # Under gradient_as_bucket_view=True averaging may have spread it before they looked.
+            found = f"{self._subject('gradient', gradients)} not finite although the loss was"
+            found += f", first in {next(filter(None, names))!r}"
+        if self._active == "skip":
+            self._say(f"{found}: no optimizer steps")
+            raise StepLeftOutError
+        raise NotFiniteError(
+            [0],
+            f"At {self._where()} {found}. The optimizer has not stepped: the weights are those from before. Lower the "
+            "learning rate, clip gradients, or look at the samples of that batch. With on_nan='skip' such samples are "
+            "left out of the step; on_nan='ignore' goes on, as Lightning's ddp does.",
+        )
+
+    def _subject(self, what: str, bad: Sequence[bool]) -> str:
+        ranks = [str(rank) for rank, is_bad in zip(self._ranks, bad, strict=True) if is_bad]
+        if len(ranks) == 1:
+            return f"the {what} of rank {ranks[0]} was"
+        return f"the {'losses' if what == 'loss' else what + 's'} of ranks {', '.join(ranks)} were"
+
+    def _say(self, text: str) -> None:
+        self._skipped += 1
+        if self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th time
+            rank_zero_warn(f"At {self._where()} {text} (on_nan='skip'; {self._skipped} times so far).")
+
+
+def not_finite(optimizers: Sequence[Optimizer]) -> Tensor:
+    """Whether a gradient that they would take in is not finite; see :func:`broken`."""
+    return broken([p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]])
+
+
+def broken(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Whether an element of some of them is not finite: a boolean on their device, for which nothing waits there."""
+    values = [g._values() if g.is_sparse else g for g in gradients if g is not None and g.numel()]
+    if not values:
+        return torch.tensor(False)
+    if values[0].device.type != "cpu":
+        return ~torch.stack(torch._foreach_norm(values, math.inf)).isfinite().all()
+    # Here this norm is a hundred times as fast; it may overflow by itself.
+    if math.isfinite(torch.stack(torch._foreach_norm(values)).sum().item()):
+        return torch.tensor(False)
+    return ~torch.stack([value.isfinite().all() for value in values]).all()
