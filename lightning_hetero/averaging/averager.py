@@ -57,6 +57,10 @@ class Averager(ABC):
     stops = False
     #: What to tell the user, if anything.
     warning: str | None = None
+    #: How many exchanges this replica has completed in this fit, if what it validates depends on that.
+    meetings: int | None = None
+    #: What is validated and saved between two exchanges, in words.
+    between = ""
     #: Where replicas exchange one to one, at the end: of each, its completed exchanges with each.
     pairings: list[list[int]] | None = None
 

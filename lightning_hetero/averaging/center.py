@@ -25,6 +25,8 @@ Order = Literal["jacobi", "gauss_seidel"]
 class CenteredAverager(Averager):
     """What is validated, saved and left at the end is a center; values that take no part have their mean beside it.
 
+    As long as no replica has met the center, which then is only the model that all began with, it is the mean of all.
+
     Args:
         tau: optimizer steps from one exchange of a replica to the next.
 
@@ -34,10 +36,13 @@ class CenteredAverager(Averager):
 
     needs_others = False
     fresh_start = "the center"
+    between = "the mean of all replicas before the first exchange, and then the same center as at the latest exchange"
+    meetings: int = 0
 
     def __init__(self, tau: int) -> None:
         self.tau = tau
         self._distance = math.nan  # from the center, at the latest exchange
+        self._moved = False  # whether a replica has met the center, in an earlier part of a resumed fit too
 
     @property
     def known(self) -> list[Tensor]:
@@ -50,8 +55,15 @@ class CenteredAverager(Averager):
         self.replica.mend(self.reference)  # what takes no part
         clear_broken(self.optimizers())
 
+    @property
+    def leads(self) -> bool:
+        """Whether the center is what to validate and to save; the same on all ranks."""
+        return self._moved
+
     @override
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+        if not self.leads:
+            return super().consensus(planned)
         first = self.replica.together
         if first == len(self.reference):  # nothing stays apart
             return self.known
@@ -62,9 +74,10 @@ class CenteredAverager(Averager):
     def finish(self, planned: Sequence[int]) -> None:
         self.replica.unpack(self.consensus(planned))
         if math.isnan(self._distance):
+            left = "the center as it was" if self.leads else "the mean of all replicas"
             self.warning = (
-                "No replica has met the center in this fit, so that it is left with the values with which it began: "
-                f"tau={self.tau} steps are more than there were, or alpha is 0. Lower tau, or train for longer."
+                f"No replica has met the center in this fit: tau={self.tau} steps are more than there were, or alpha "
+                f"is 0. What is left is {left}. Lower tau, or train for longer."
             )
 
     @override
@@ -72,7 +85,12 @@ class CenteredAverager(Averager):
         return {"center_distance": self._distance}
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "moved": self._moved}
+
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._moved = state.get("moved", True)
         for own, saved in zip(self.reference, state["reference"], strict=True):
             own.copy_(saved)
 
@@ -131,6 +149,8 @@ class CenterAverager(CenteredAverager):
         assert self._exchange is not None
         average, self._exchange = self._exchange(), None
         self._distance = average.displacement  # RMS over the replicas
+        self._moved = True
+        self.meetings += 1
         own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
         self.move(own, average)
         if not average.healthy[self.links.index]:

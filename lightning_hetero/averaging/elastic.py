@@ -102,6 +102,7 @@ class ElasticAverager(CenterAverager):
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         super().setup(replica, links, optimizers)
+        self._moved = self.pull.nothing  # the center never will: nothing is sent, for the mean neither
         alpha = self.pull.alpha(optimizers(), links.count)
         self.warning = stability(alpha, self.pull.of_center(alpha, links.count))
 

@@ -108,6 +108,7 @@ class VisitingAverager(CenteredAverager):
         self._difference = [torch.empty_like(c) for c in self.known]
         self._snapshot = self._packed[: replica.together]
         self._center.open(self.known)
+        self._moved = self.pull.nothing  # the center never will: nothing is sent, for the mean neither
         self.warning = stability(*self._strength())
 
     def _strength(self) -> tuple[float, float]:
@@ -135,6 +136,7 @@ class VisitingAverager(CenteredAverager):
         assert self._visit is not None
         visit, self._visit = self._visit(), None
         self._rates.saw(visit.counts)
+        self.meetings += 1
         self.stops |= visit.stop
         self._distance = math.sqrt(visit.square) if visit.square >= 0 else math.nan
         if not self._healthy:
@@ -173,7 +175,8 @@ class VisitingAverager(CenteredAverager):
 
     @override
     def consensus(self, planned: Sequence[int]) -> list[Tensor]:
-        self._visitor.read(self.known)
+        counts = self._visitor.read(self.known)
+        self._moved |= any(counts)
         return super().consensus(planned)
 
     @override

@@ -26,8 +26,8 @@ class StepLeftOutError(Exception):
 class FiniteSteps:
     """Finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
 
-    It costs no message. A loss that is not finite makes all gradients of its rank NaN, and averaging spreads these, so
-    that every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
+    It costs no message. A loss that is not finite makes all gradients of its rank NaN. Averaging spreads these, so that
+    every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
     at its own gradients while DDP was averaging them.
 
     Args:

@@ -39,6 +39,8 @@ class ReplicaStrategy(ReplicaSteps):
         super()._join(topology)
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
         self._random_states: dict[str, Any] | None = None  # to restore once training starts
+        self._looked = 0, 0  # at the consensus: at which step, and after how many exchanges
+        self._warned = False  # that looks come more often than exchanges
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -71,7 +73,25 @@ class ReplicaStrategy(ReplicaSteps):
     def _consensus(self) -> list[Tensor]:
         assert self.averager is not None
         with self._meeting():
-            return self.averager.consensus(self._planned())
+            values = self.averager.consensus(self._planned())
+        self._note_look()
+        return values
+
+    def _note_look(self) -> None:
+        """Warn, once, if validation or checkpoints come more often than exchanges."""
+        assert self.averager is not None
+        (step, exchanges), meetings = self._looked, self.averager.meetings
+        if meetings is None or self._windows == step or self._trainer.sanity_checking:
+            return
+        self._looked = self._windows, meetings
+        if meetings == exchanges and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"Replicas have not met between step {step} and step {self._windows}, at which validation or a "
+                f"checkpoint looks at them again. Between exchanges it sees {self.averager.between}. So early stopping "
+                "and the choice of a best checkpoint may go by looks at which nothing has changed. Look less often "
+                "(check_val_every_n_epoch, val_check_interval, every_n_train_steps), or lower tau."
+            )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -125,6 +145,8 @@ class ReplicaStrategy(ReplicaSteps):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self.averager is not None:
+            self._looked = self._windows, self.averager.meetings or 0
         if self._random_states is not None:  # after the loaders, whose making draws random numbers
             replica_state.restore_random_states(self._random_states)
             self._random_states = None

@@ -1,5 +1,6 @@
 """The center is what is validated, saved, tested and left at the end; looking at it changes nothing."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from center_tasks import APART, SHARES, STRATEGIES, Recorder, same
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from ranks import run
 from tasks import FAST, Net, dataset, parameters
 from test_node import Watched
@@ -62,8 +63,11 @@ def _watch(
         strategy=strategy, **{**settings, **limits, **trainer, "enable_checkpointing": folder is not None}
     )
     val = DataLoader(dataset(50), batch_size=4)
-    instance.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), val)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", "Replicas have not met")
+        instance.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), val)
     return {
+        "said": [str(w.message) for w in caught if "Replicas have not met" in str(w.message)],
         "path": torch.stack(recorder.weights),
         "centers": torch.stack(recorder.centers) if recorder.centers else torch.zeros(0),
         "validated": module.validated,
@@ -87,13 +91,20 @@ def test_the_center_is_validated_saved_tested_and_left(tmp_path: Path) -> None:
             watched, unwatched = fits[i], fits[i + len(EXACT)]
             assert same(watched, unwatched), name  # validating and saving change nothing
             assert len(watched["validated"]) == 8
+            assert unwatched["said"] == []
+            assert len(watched["said"]) == (rank == 0)
+            if rank == 0:
+                assert "between step 0 and step 2, at which validation or a checkpoint" in watched["said"][0]
             for j, weights in enumerate(watched["validated"]):
-                if name != "round_robin":
-                    apart = BIAS if "exclude" in options else BIAS & False
+                # Where the center has nothing to say, or less than the replicas, their mean stands for it.
+                apart = BIAS if "exclude" in options else BIAS & False
+                if (2 * j + 2) % 3 if name == "diloco" else j == 0:
+                    apart = BIAS | True
+                of_all = [paths[k][i][2 * j + 1] for k in range(3)]
+                mean = (3 * of_all[0] + of_all[1] + 2 * of_all[2]) / 6
+                assert torch.allclose(weights[apart], mean[apart], rtol=0, atol=1e-13)
+                if name != "round_robin" and not apart.all():
                     assert torch.equal(weights[~apart], watched["centers"][2 * j + 1])
-                    of_all = [paths[k][i][2 * j + 1] for k in range(3)]
-                    mean = (3 * of_all[0] + of_all[1] + 2 * of_all[2]) / 6
-                    assert torch.allclose(weights[apart], mean[apart], rtol=0, atol=1e-13)
                 assert torch.equal(weights, results[0][i]["validated"][j])
                 assert watched["metrics"][j] == pytest.approx(loss_at(weights), rel=1e-12)
                 if name != "diloco" or (2 * j + 2) % 3:  # whose replicas start from the center
@@ -112,6 +123,7 @@ def test_and_where_replicas_come_one_by_one(tmp_path: Path, home: str) -> None:
     for result in results:
         start = result["validated"].pop(0)
         assert torch.equal(start, parameters(Watched()))  # the sanity check
+        assert result["said"] == []  # all have met since the last look
         assert len(result["validated"]) == 4
         for j, weights in enumerate(result["validated"]):
             assert torch.equal(weights, results[0]["validated"][j])
@@ -121,6 +133,29 @@ def test_and_where_replicas_come_one_by_one(tmp_path: Path, home: str) -> None:
         assert torch.equal(result["at_train_end"], results[0]["final"])
         assert torch.equal(result["final"], results[0]["final"])
         assert result["test"] == pytest.approx(loss_at(result["final"]), rel=1e-12)
+
+
+def _stops_early() -> list[tuple[int, list[float]]]:
+    results = []
+    for name, options in (("diloco", {}), ("easgd", {"moving_rate": 0.2}), ("async", {"moving_rate": 0.2})):
+        metrics, stop = Metrics(), EarlyStopping("val", patience=1)
+        warnings.filterwarnings("ignore", "Replicas have not met|No replica has met")
+        strategy = STRATEGIES[name](tau=50, balance=SHARES[2], global_batch_size=12, timeout=30, **options)
+        settings = {**FAST, "max_epochs": 4, "num_sanity_val_steps": 2, "callbacks": [metrics, stop]}
+        trainer, module = pl.Trainer(strategy=strategy, **settings), Watched()
+        module.lr = 0.003
+        trainer.fit(module, DataLoader(dataset(96), batch_size=6), DataLoader(dataset(50), batch_size=4))
+        results.append((trainer.global_step, metrics.val))
+    return results
+
+
+def test_early_stopping_sees_progress_before_replicas_have_met() -> None:
+    start = loss_at(parameters(Net()))
+    for results in run(_stops_early, 2, nodes=[1, 1]):
+        for steps, losses in results:
+            assert steps == 32
+            assert losses == sorted(losses, reverse=True)
+            assert losses[0] < 0.99 * start
 
 
 def _in_flight() -> list[dict[str, Any]]:

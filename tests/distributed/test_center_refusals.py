@@ -207,6 +207,7 @@ def test_classes_from_a_typed_configuration(kind: str) -> None:
 
 def _by_name(names: list[str]) -> list[list[float]]:
     found = []
+    warnings.filterwarnings("ignore", "No replica has met the center in this fit: tau=50")  # of hetero_diloco
     for name in names:
         module = Net()
         trainer = pl.Trainer(strategy=name, **{**FAST, "max_epochs": 1, "limit_train_batches": 12})
