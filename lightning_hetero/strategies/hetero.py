@@ -275,7 +275,7 @@ class HeteroStrategy(Saving):
 
     @override
     def _loss_counts(self) -> bool:
-        return self.share.drawn is None or self.share.weight() > 0
+        return self.share.drawn is None or self.share.weights()[0] > 0
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer; with automatic optimization the step ends here, before schedulers and callbacks."""
