@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lightning_hetero.doctor.links import Link
 from lightning_hetero.workload.shares import Cost, makespan, split
 
-#: DDP hides an exchange behind the backward pass, about two thirds of a step; up to this part of it surely.
+#: An exchange of at most this part of a step hides behind DDP's backward pass, which is about two thirds of a step.
 HIDDEN = 0.5
 #: Steps from one background exchange of DASO to the next: by default, and at most.
 EVERY, MOST = 4, 8
@@ -56,33 +56,59 @@ def advise(
     if between is None:
         assert within is not None
         steps = _exchange(reasons, "the ranks of the node", len(costs), size, within, step)
-        if steps <= HIDDEN:
-            reasons.append(f"At most {HIDDEN} of a step: it hides behind the backward pass.")
-            return Advice('"hetero_ddp"', reasons)
-        tau = max(EVERY, math.ceil(2 * steps))
-        reasons.append(f"Too long to hide in every step: exchange every {tau} steps, in the background of one of them.")
-        reasons.append("hetero_ddp, which is exact, remains the choice if that matters more than time.")
-        return Advice(f'EASGDOverlapStrategy(tau={tau}, moving_rate="auto")', reasons)
-    steps = _exchange(reasons, "the nodes", len(nodes), size, between, step)
+        choice = within_a_node(steps)
+    else:
+        steps = _exchange(reasons, "the nodes", len(nodes), size, between, step)
+        choice = between_nodes(steps)
+    return Advice(choice.strategy, reasons + choice.reasons)
+
+
+def between_nodes(steps: float) -> Advice:
+    """The rule for a job of several nodes; ``docs/choosing.md`` works through an example.
+
+    Args:
+        steps: time that an all-reduce of the gradients between the nodes takes, over the time of a step.
+    """
     if steps <= HIDDEN:
-        reasons.append(f"At most {HIDDEN} of a step: it hides behind the backward pass.")
-        return Advice('"hetero_ddp"', reasons)
-    reasons.append(f"The link between nodes alone would take {steps:.1f} times the step: take it out of the step.")
+        return _hides()
+    reasons = [f"The exchange between nodes takes {steps:.1f} times as long as the step: take it out of the step."]
     if steps <= MOST:
         every = EVERY if steps <= EVERY else MOST
-        reasons.append(f"An exchange in the background every {every} steps leaves it time enough.")
+        reasons.append(f"In the background, once every {every} steps, there is time enough for it.")
         options = 'wait="auto"' if every == EVERY else f'global_every={every}, wait="auto"'
         return Advice(f"DASOStrategy({options})", reasons)
     if steps / 2 <= MOST:
-        reasons.append(f"In bf16 it takes {steps / 2:.1f} steps: in the background every {MOST} steps.")
+        reasons.append(f"In bf16 it takes {steps / 2:.1f} steps: do it in the background, once every {MOST} steps.")
         return Advice(f'DASOStrategy(global_every={MOST}, wait="auto", wire="bf16")', reasons)
     tau = math.ceil(steps / PRICE)
-    reasons.append(f"Too long for {MOST} steps, in bf16 too: one every {tau} steps takes {PRICE:.0%} of the time.")
+    reasons.append(
+        f"Even in bf16 it takes more than {MOST} steps: once every {tau} steps it takes {PRICE:.0%} of the time."
+    )
     return Advice(f'DiLoCoStrategy(tau={tau}, replica="node")', reasons)
 
 
+def within_a_node(steps: float) -> Advice:
+    """The rule for a job on one node.
+
+    Args:
+        steps: time that an all-reduce of the gradients between the ranks takes, over the time of a step.
+    """
+    if steps <= HIDDEN:
+        return _hides()
+    tau = max(EVERY, math.ceil(2 * steps))
+    reasons = [
+        f"Too long to hide in every step: exchange every {tau} steps, in the background of one of them.",
+        "If exactness matters more than time, take hetero_ddp all the same.",
+    ]
+    return Advice(f'EASGDOverlapStrategy(tau={tau}, moving_rate="auto")', reasons)
+
+
+def _hides() -> Advice:
+    return Advice('"hetero_ddp"', [f"At most {HIDDEN} of a step: it hides behind the backward pass."])
+
+
 def _step(reasons: list[str], costs: Sequence[Cost], samples: int, spread: float) -> float:
-    """Seconds of a step, with what they are by; no gain that is no more than the measurements' own spread."""
+    """Seconds of a step, split by speed only if the gain is larger than the spread of the measurements."""
     total, least = samples * len(costs), [1] * len(costs)  # a strategy gives every rank something to do
     shares = split(total, costs, least)
     each = [cost.seconds(samples) for cost in costs]
@@ -90,8 +116,8 @@ def _step(reasons: list[str], costs: Sequence[Cost], samples: int, spread: float
     apart = even / min(each) - 1
     if spread > BUSY:
         reasons.append(
-            f"Measurements differ by {spread:.0%} from round to round; the machine is busy: run it again when it is "
-            "quiet. What follows is not sure."
+            f"Measurements differ by {spread:.0%} from round to round, because the machine is busy. Run it again when "
+            "it is quiet; what follows may be wrong."
         )
     if len(costs) == 1:
         reasons.append(f"One rank: a step of {samples} samples takes {_ms(even)}; nobody to wait for.")
@@ -99,8 +125,8 @@ def _step(reasons: list[str], costs: Sequence[Cost], samples: int, spread: float
     text = f"Step: {_ms(even)} with {samples} samples on each rank"
     if apart <= spread:
         reasons.append(
-            f"{text}. Ranks differ by {apart:.0%}, measurements of one rank by up to {spread:.0%}: no rank is surely "
-            "slower than another, and a gain from splitting by speed cannot be told."
+            f"{text}. Ranks differ by {apart:.0%}, and measurements of one rank by up to {spread:.0%}: it is not clear "
+            "that any rank is slower than another, nor that splitting by speed would help."
         )
         return even
     sure = "" if spread <= BUSY else "perhaps "
@@ -111,8 +137,8 @@ def _step(reasons: list[str], costs: Sequence[Cost], samples: int, spread: float
     idle = [rank for rank, share in enumerate(split(total, costs)) if share == 0]
     if idle:
         reasons.append(
-            f"Rank(s) {', '.join(map(str, idle))}: so slow that the others would be {sure or 'at least '}as fast "
-            "without; every rank gets one sample at least, or leave them out."
+            f"Rank(s) {', '.join(map(str, idle))}: so slow that the job would {sure}be at least as fast without. "
+            "Every rank gets at least one sample, so leave them out."
         )
     return step
 

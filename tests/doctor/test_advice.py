@@ -1,8 +1,11 @@
 """Suggestions, against arithmetic by hand."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from lightning_hetero.doctor.advice import advise
+from lightning_hetero.doctor.advice import HIDDEN, advise, between_nodes
 from lightning_hetero.doctor.links import Link, pairs
 from lightning_hetero.workload.shares import Cost
 
@@ -33,7 +36,25 @@ def test_a_slower_link_is_used_more_rarely(steps: float, strategy: str) -> None:
     assert advice.strategy == strategy
     assert f"that is {steps:.2f} steps" in " ".join(advice.reasons)
     if steps > 0.5:
-        assert f"The link between nodes alone would take {steps:.1f} times the step" in " ".join(advice.reasons)
+        assert f"The exchange between nodes takes {steps:.1f} times as long as the step" in " ".join(advice.reasons)
+
+
+def test_the_example_in_the_docs_follows_the_same_rule() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
+    step, bandwidth = 0.3, 125e6
+    assert "a step of 300 ms" in text
+    assert "1 GbE" in text
+    rows = re.findall(r"^\| ([\d.]+) million \| (\d+) MB \| ([\d.]+) s \| ([\d.]+) \| (.*?) \|$", text, re.MULTILINE)
+    assert len(rows) == 5
+    for million, size, seconds, steps, strategy in rows:
+        gradients = 4e6 * float(million)
+        exchange = Link((0, 1), 0.0002, bandwidth).all_reduce(int(gradients), 2)
+        assert float(size) == gradients / 1e6
+        assert float(seconds) == pytest.approx(exchange, rel=0.02)
+        assert float(steps) == pytest.approx(exchange / step, rel=0.02)
+        assert strategy.strip("`") == between_nodes(exchange / step).strategy.strip('"')
+    largest = HIDDEN * step * bandwidth / 4e6
+    assert f"up to about {largest:.1f} million parameters" in text
 
 
 def test_the_arithmetic_is_shown() -> None:
@@ -49,15 +70,15 @@ def test_what_is_not_sure_is_not_presented_as_sure() -> None:
     ranks = [Cost(0.0, 0.001), Cost(0.0, 0.003)]  # one is three times as slow: 200% more
     link = Link((0, 1), 0.001, 100 * MB)
     busy = "\n".join(advise(ranks, ((0,), (1,)), 20, 3 * MB, None, link, spread=2.5).reasons)
-    assert "Measurements differ by 250% from round to round; the machine is busy: run it again" in busy
-    assert "no rank is surely slower" in busy
+    assert "Measurements differ by 250% from round to round, because the machine is busy. Run it again" in busy
+    assert "it is not clear that any rank is slower" in busy
     assert "x as fast" not in busy
     perhaps = "\n".join(advise(ranks, ((0,), (1,)), 20, 3 * MB, None, link, spread=0.4).reasons)
     assert "Measurements differ by 40%" in perhaps
     assert "perhaps 2.00x as fast" in perhaps
     alike = "\n".join(advise(ALIKE, NODES, 16, MB, FAST, FAST, spread=0.02).reasons)
     assert "busy" not in alike
-    assert "Ranks differ by 0%, measurements of one rank by up to 2%" in alike
+    assert "Ranks differ by 0%, and measurements of one rank by up to 2%" in alike
 
 
 def test_no_share_of_zero() -> None:
