@@ -14,9 +14,9 @@ from lightning_hetero.errors import HeteroError
 
 _TRAINER = {
     "fit": "train what a YAML file describes: -c config.yaml",
-    "validate": "evaluate on the validation data, likewise",
-    "test": "evaluate on the test data, likewise",
-    "predict": "predict, likewise",
+    "validate": "evaluate on the validation data: -c config.yaml",
+    "test": "evaluate on the test data: -c config.yaml",
+    "predict": "predict: -c config.yaml",
 }
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the command line, without the program's name. Default: this process's.
 
     Raises:
-        SystemExit: the arguments are wrong, or the command failed; it has been said why.
+        SystemExit: the arguments are wrong, or the command failed; the reason has been printed.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -83,17 +83,15 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="measure this machine, or the job that this runs in, and suggest a strategy",
         description="Measure ranks and links, and suggest a strategy with its arithmetic. It starts its own ranks, or "
-        "is one, under torchrun, mpiexec or srun.",
+        "runs as one of them under torchrun, mpiexec or srun.",
     )
     doctor.add_argument("--devices", default="auto", help="ranks on this machine, unless a launcher has started them")
     doctor.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (%(default)s)")
     doctor.add_argument("--num-nodes", type=_at_least_one, default=1, help="nodes, as for the Trainer (%(default)s)")
     doctor.add_argument(
-        "--ranks-per-node", type=_at_least_one, help="take so many consecutive ranks for a node, to try things out"
+        "--ranks-per-node", type=_at_least_one, help="treat so many consecutive ranks as one node, to try things out"
     )
-    doctor.add_argument(
-        "-c", "--config", type=_file, help="a YAML file as for fit, whose model and data are measured (a small one)"
-    )
+    doctor.add_argument("-c", "--config", type=_file, help="a YAML file as for fit; its model and data are measured")
     doctor.add_argument(
         "--batch-size", type=_at_least_one, default=64, help="of each rank, for the built-in model (%(default)s)"
     )

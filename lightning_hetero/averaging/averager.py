@@ -36,8 +36,8 @@ class Averager(ABC):
 
     Attributes:
         replica: this rank's values, since :meth:`setup`.
-        links: the wires to other replicas, likewise.
-        optimizers: gives the optimizers, likewise.
+        links: the wires to other replicas, since :meth:`setup`.
+        optimizers: gives the optimizers, since :meth:`setup`.
         reference: the last mean that all ranks know, on the CPU, in fp32 or wider. What travels is the difference from
             it, which is small, so that rounding it on the wire is harmless.
     """

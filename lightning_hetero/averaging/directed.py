@@ -18,13 +18,13 @@ class DirectedAverager(PushAverager):
     Source: GossipGraD, Daily et al. 2018.
 
     Args:
-        every: as for :class:`~lightning_hetero.averaging.gossip.GossipAverager`.
+        every: optimizer steps from one exchange to the next.
         rule: who sends to whom.
         pull: the other way round: who would be sent to sends.
         seed: of what is drawn at random.
-        wire: as for :class:`~lightning_hetero.averaging.gossip.GossipAverager`.
-        place: likewise.
-        skip: likewise.
+        wire: number format; in 16 bits differences from the initial values travel.
+        place: where this rank can be reached.
+        skip: whether a replica that is not finite begins again at the initial values, instead of raising an error.
     """
 
     def __init__(self, every: int, rule: Rule, pull: bool, seed: int, wire: Wire, place: Place, skip: bool) -> None:

@@ -86,10 +86,10 @@ class ElasticAverager(CenterAverager):
 
     Args:
         pull: gives alpha, of the first replica for all, and beta.
-        tau: as for :class:`~lightning_hetero.averaging.center.CenterAverager`.
-        order: likewise.
-        wire: likewise.
-        overlap: likewise.
+        tau: optimizer steps from one exchange to the next.
+        order: when ``D_i`` is taken: before the replica's own step, or after it.
+        wire: number format of the differences.
+        overlap: exchange in the background of the step; needs differences from before it.
     """
 
     def __init__(

@@ -254,7 +254,7 @@ class PairAverager(GossipAverager[Pairing]):
         return Swap(int(peer), weight, vectors, int(sent)) if well else None
 
     def take(self, wait: float, withdraw: bool = True) -> bool:
-        """Move by what the offer has brought, likewise; whether it has brought anything."""
+        """Move by what the offer has brought; returns whether it has brought anything."""
         began = time.perf_counter()
         swap = self.found(wait, withdraw)
         now = time.perf_counter()

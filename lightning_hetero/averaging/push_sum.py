@@ -43,12 +43,12 @@ class PushSumAverager(PushAverager):
     Source: SGP, Assran et al. 2019, algorithm 1.
 
     Args:
-        every: as for :class:`~lightning_hetero.averaging.gossip.GossipAverager`.
+        every: optimizer steps from one exchange to the next.
         rule: who sends to whom.
         seed: of what is drawn at random.
-        wire: as for :class:`~lightning_hetero.averaging.gossip.GossipAverager`.
-        place: likewise.
-        skip: likewise.
+        wire: number format; in 16 bits differences from the initial values travel.
+        place: where this rank can be reached.
+        skip: whether a replica that is not finite begins again at the initial values, instead of raising an error.
     """
 
     def __init__(self, every: int, rule: Rule, seed: int, wire: Wire, place: Place, skip: bool) -> None:

@@ -75,7 +75,7 @@ class HeteroMonitor(Callback):
     Attributes:
         history: all that ranks have told each other, on every rank; older records are thinned out, so that there
             are never more than 2048.
-        exchanges: likewise of exchanges, of this rank.
+        exchanges: a record per exchange between replicas, as this rank has seen it; older records are thinned out, too.
         pairings: under gossip, once a fit has ended: of each replica, its completed exchanges with each.
     """
 

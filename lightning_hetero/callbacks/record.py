@@ -1,4 +1,4 @@
-"""What the monitor writes down, in memory that does not grow with the length of a fit."""
+"""What the monitor records, in memory that does not grow with the length of a fit."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Record(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What replicas' exchanges have cost this one since the start of the fit, and where the algorithm stands.
+    """What replicas' exchanges have cost this one since the start of the fit, and the algorithm's own numbers.
 
     Attributes:
         step: batches done.
@@ -142,7 +142,7 @@ class StepRecord:
         self._background: tuple[list[tuple[float, float]], deque[tuple[float, float]]] = ([], deque(maxlen=self.ENDS))
 
     def add(self, lap: Lap) -> None:
-        """Take down a step."""
+        """Record a step."""
         step = Stretch.of(lap, self._count, self._start)
         self._count += 1
         if len(self.beginning) < self.ENDS:
@@ -156,7 +156,7 @@ class StepRecord:
                 self._stretches, self._width = coarser(self._stretches, self.STRETCHES // 2), 2 * self._width
 
     def hidden(self, began: float, ended: float) -> None:
-        """Take down that an exchange was under way in the background, by the clock of the laps."""
+        """Record that an exchange was under way in the background; times on the clock of the laps."""
         first, latest = self._background
         span = began - self._start, ended - self._start
         (first if len(first) < self.ENDS else latest).append(span)

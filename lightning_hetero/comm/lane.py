@@ -28,12 +28,12 @@ class Average(NamedTuple):
     Attributes:
         mean: weighted mean of all replicas: vectors on the CPU, in fp32 or wider. Or, if that is wanted, its difference
             from the reference.
-        away: how far the mean is from this replica's values, likewise, if asked for; else empty. The only one that
-            differs between replicas.
+        away: the mean minus this replica's values, as vectors, if asked for; else empty. The only one that differs
+            between replicas.
         healthy: whether each replica's values were finite; the mean leaves the others out.
         distance: RMS distance of the replicas from their mean: the square root of the weighted mean of squared
             Euclidean distances, over all values.
-        displacement: likewise from the reference.
+        displacement: RMS distance of the replicas from the reference, computed like ``distance``.
         notes: the number that each replica had for the others.
     """
 

@@ -1,1 +1,1 @@
-"""``lightning-hetero doctor``: what there is to train on, measured, and what to train with."""
+"""``lightning-hetero doctor``: measures the machines, and suggests what to train with."""

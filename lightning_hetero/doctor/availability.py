@@ -1,4 +1,4 @@
-"""Which strategies can be had here, and why not the others."""
+"""Which strategies can run here, and why not the others."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -25,8 +25,8 @@ def examine(
     """Measure ranks and links, and print a suggestion on the first rank.
 
     Args:
-        ranks_per_node: take so many consecutive ranks for a node.
-        config: a YAML file whose model and data to measure. Default: a built-in model.
+        ranks_per_node: treat so many consecutive ranks as one node.
+        config: a YAML file with the model and the data to measure. Default: a built-in model.
         batch_size: samples of each rank, for the built-in model.
         timeout: longest wait for another rank, in seconds.
         **trainer_options: ``devices`` and the like. The ranks are those that such a Trainer would have: a launcher's,
@@ -34,7 +34,7 @@ def examine(
 
     Raises:
         ConfigurationError: Lightning makes no such Trainer.
-        HeteroError: the launcher's variables, an option, or another rank is not as it should be.
+        HeteroError: the launcher's variables or an option are wrong, or another rank has failed.
     """
     for source in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(source).setLevel(logging.ERROR)

@@ -80,8 +80,8 @@ def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
         wait: for those who do.
 
     Raises:
-        SystemExit: the file cannot be used; it has been said why.
-        UnsupportedError: a model with manual optimization, whose steps only a Trainer can take.
+        SystemExit: the file cannot be used; the reason has been printed.
+        UnsupportedError: a model with manual optimization; only a Trainer can take its steps.
         ConfigurationError: when a step is measured: `training_step` returned no loss.
     """
     cli = lightning_cli(["-c", str(path)], run=False, save_config_callback=None)

@@ -24,7 +24,7 @@ class CenterStrategy(ReplicaStrategy):
         exclude: names of parameters and buffers that do not take part, such as norms or embeddings; with patterns:
             ``"*norm*"``. Each replica keeps its own; where the center is looked at, their mean stands for them.
         packed: ``False`` sends a message for each parameter instead of one for all; to see what that costs.
-        **kwargs: as for :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.

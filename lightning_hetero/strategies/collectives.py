@@ -55,7 +55,7 @@ class Collectives(DDPStrategy):
         """Reduce a tensor over all ranks.
 
         Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it: by the
-        ``batch_size`` given to ``self.log``, else by what the batch holds. If that cannot be told on some rank, every
+        ``batch_size`` given to ``self.log``, else by what the batch holds. If that is unknown on some rank, every
         rank counts the same, with a warning. At the end of an epoch Lightning has weighted the values itself. The mean
         of integers is not truncated.
 

@@ -29,7 +29,7 @@ class DASOStrategy(ReplicaStrategy):
 
     Args:
         warmup: length of the warm-up: a fraction of the run (float), optimizer steps (int), or ``"4 epochs"``.
-        cooldown: length of the cool-down, likewise.
+        cooldown: length of the cool-down: a fraction, optimizer steps, or epochs, as for ``warmup``.
         global_every: first B, in optimizer steps.
         wait: first W, in optimizer steps; 0 is blocking; at most B. ``"auto"``: always the smallest that hides an
             exchange as measured, at most B.
@@ -40,7 +40,7 @@ class DASOStrategy(ReplicaStrategy):
         monitor: a logged metric to watch instead of the training loss; smaller is better.
         mixing: ``"daso"``, the paper's rule, or ``"delta"``, which keeps the nodes' progress since the exchange began.
         wire: number format of background exchanges: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
-        **kwargs: as for :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.

@@ -29,7 +29,8 @@ class DiLoCoStrategy(CenterStrategy):
         outer_momentum: its momentum. Default: 0.9.
         outer: instead of these two: makes any other outer optimizer, given parameters.
         wire: number format of differences: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
-        **kwargs: as for :class:`~lightning_hetero.strategies.centers.CenterStrategy`, such as ``replica``.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.centers.CenterStrategy`, such as
+            ``replica``.
 
     Raises:
         ConfigurationError: a value that cannot work.

@@ -19,7 +19,7 @@ class EASGDStrategy(ElasticStrategy):
     Source: EASGD, Zhang et al. 2015; Sync EASGD, You, Buluc and Demmel 2017.
 
     Args:
-        **kwargs: as for :class:`~lightning_hetero.strategies.elastic.ElasticStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.elastic.ElasticStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work; when training starts: an unstable one.
@@ -40,7 +40,7 @@ class EASGDOverlapStrategy(EASGDStrategy):
 
     Args:
         order: ``"jacobi"`` only: differences from after the step are not there before it.
-        **kwargs: as for :class:`~lightning_hetero.EASGDStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.EASGDStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -65,7 +65,7 @@ class EAMSGDStrategy(EASGDStrategy):
     Source: EAMSGD, Zhang et al. 2015.
 
     Args:
-        **kwargs: as for :class:`~lightning_hetero.EASGDStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.EASGDStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.

@@ -19,7 +19,7 @@ class EASGDVisitsStrategy(ElasticStrategy):
 
     Args:
         wire: number format of what visitors send and get, where the center is a thread's.
-        **kwargs: as for :class:`~lightning_hetero.strategies.elastic.ElasticStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.elastic.ElasticStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -70,7 +70,7 @@ class EASGDRoundRobinStrategy(EASGDVisitsStrategy):
     Source: "Original EASGD", You, Buluc and Demmel 2017, algorithm 1.
 
     Args:
-        **kwargs: as for :class:`~lightning_hetero.strategies.easgd_async.EASGDVisitsStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.easgd_async.EASGDVisitsStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -89,7 +89,7 @@ class EASGDAsyncStrategy(EASGDVisitsStrategy):
             any, or a window of ``"mpi"``. ``"auto"``: shared memory if it can.
         debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
             fast or slow (this package's own; otherwise the center leans to the fast ones).
-        **kwargs: as for :class:`~lightning_hetero.strategies.easgd_async.EASGDVisitsStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.easgd_async.EASGDVisitsStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -111,7 +111,7 @@ class MEASGDAsyncStrategy(EASGDAsyncStrategy):
     Source: Momentum EASGD, You, Buluc and Demmel 2017, eq. 5 and 6.
 
     Args:
-        **kwargs: as for :class:`~lightning_hetero.EASGDAsyncStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.EASGDAsyncStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -132,7 +132,7 @@ class EASGDHogwildStrategy(EASGDVisitsStrategy):
     Args:
         debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
             fast or slow (this package's own; otherwise the center leans to the fast ones).
-        **kwargs: as for :class:`~lightning_hetero.strategies.easgd_async.EASGDVisitsStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.easgd_async.EASGDVisitsStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.

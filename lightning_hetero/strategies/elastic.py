@@ -28,7 +28,8 @@ class ElasticStrategy(CenterStrategy):
         order: ``"jacobi"``: differences from before the replica's own step, as in the paper; ``"gauss_seidel"``: from
             after it.
         wire: number format of what travels: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
-        **kwargs: as for :class:`~lightning_hetero.strategies.centers.CenterStrategy`, such as ``replica``.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.centers.CenterStrategy`, such as
+            ``replica``.
 
     Raises:
         ConfigurationError: a value that cannot work; when training starts: an unstable one.

@@ -59,7 +59,7 @@ class _Fetched:
 
 
 def _samples(batch: Any) -> float | None:
-    """The samples in a batch as Lightning counts them; ``None`` if they cannot be told."""
+    """The samples in a batch as Lightning counts them; ``None`` if they are unknown."""
     if isinstance(batch, Iterator):  # to look into it would use it up
         return None
     try:

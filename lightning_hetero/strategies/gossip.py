@@ -37,7 +37,7 @@ class GossipBase(ReplicaStrategy):
             counted and logged, and training goes on. At most a ninth of ``timeout`` counts, since an exchange in which
             all goes wrong takes as long as nine messages may take.
         seed: of what is drawn at random.
-        **kwargs: as for :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -107,7 +107,7 @@ class GossipStrategy(GossipBase):
         overlap: a pair exchanges in the background of a step what it had before it; ``False``: after the step.
         wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
             travel.
-        **kwargs: as for :class:`~lightning_hetero.strategies.gossip.GossipBase`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.gossip.GossipBase`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -154,7 +154,7 @@ class GossipPushSumStrategy(GossipBase):
         topology: ``"one_peer_exponential"``, ``"exponential"``, ``"ring"``, ``"random"`` or ``"hypercube"``.
         wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
             travel.
-        **kwargs: as for :class:`~lightning_hetero.strategies.gossip.GossipBase`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.gossip.GossipBase`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -187,7 +187,7 @@ class GossipAsyncStrategy(GossipBase):
         every_n_steps: at least so many optimizer steps lie between two offers.
         wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
             travel.
-        **kwargs: as for :class:`~lightning_hetero.strategies.gossip.GossipBase`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.gossip.GossipBase`.
 
     Raises:
         ConfigurationError: a value that cannot work.

@@ -55,7 +55,7 @@ def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -
         )
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         return UnsupportedError(
-            "training_step(dataloader_iter) fetches batches by itself, so that their weights cannot be told. Take "
+            "training_step(dataloader_iter) fetches batches by itself, so the weights of the batches are unknown. Take "
             "(batch, batch_idx) instead."
         )
     return None

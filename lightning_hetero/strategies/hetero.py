@@ -51,7 +51,8 @@ class HeteroStrategy(Saving):
         global_batch_size: samples that all ranks together take per step. Default: the DataLoader's ``batch_size``
             times the number of ranks, as with Lightning's ``ddp``.
         min_batch_size: least samples of a rank per step: one number for all, or one per rank.
-        max_batch_size: most samples of a rank per step, likewise, for instance for its memory.
+        max_batch_size: most samples of a rank per step, for instance for its memory: one number for all, or one per
+            rank.
         balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank
             then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
             make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.

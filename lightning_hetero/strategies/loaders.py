@@ -123,8 +123,8 @@ class Loaders:
             return "stream"
         if getattr(loader, "in_order", True) is False and loader.num_workers > 1:
             raise UnsupportedError(
-                "DataLoader(in_order=False) delivers batches in any order, so that their weights cannot be told. Use "
-                "in_order=True."
+                "DataLoader(in_order=False) delivers batches in any order, so the weights of the batches are unknown. "
+                "Use in_order=True."
             )
         if has_iterable_dataset(loader) or sharded_by_user:
             resizable = has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size is not None

@@ -22,7 +22,7 @@ class NodeAverageStrategy(ReplicaStrategy):
         every_n_steps: K, in optimizer steps. Default: once per epoch, as in the paper's experiments.
         average_optimizer_state: also average momentum and the like. With it and K = 1, plain SGD is exactly flat
             data-parallel training.
-        **kwargs: as for :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: ``every_n_steps`` below 1.

@@ -69,8 +69,8 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
             )
         if isinstance(callback, Timer) or getattr(callback, "_train_time_interval", None) is not None:
             return UnsupportedError(
-                f"{name} goes by the clock and asks rank 0 after every batch, which would make all replicas wait for "
-                "each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
+                f"{name} acts at certain times and asks rank 0 after every batch, which would make all replicas wait "
+                "for each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
             )
     return None
 

@@ -44,7 +44,7 @@ class ReplicaSteps(HeteroStrategy):
         on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
             rank before they spread; ``"skip"`` leaves the replica out and lets it go on with the mean of the others,
             or the center where there is one, or under gossip the values with which all began.
-        **kwargs: as for :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -64,7 +64,7 @@ class ReplicaSteps(HeteroStrategy):
         return self._links.traffic
 
     def status(self) -> dict[str, float | str]:
-        """Where the algorithm stands, by name; nothing outside of a fit."""
+        """The algorithm's own numbers and words, by name, such as its phase; empty outside of a fit."""
         return {} if self.averager is None else self.averager.status(self._windows)
 
     @property

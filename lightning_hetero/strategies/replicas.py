@@ -28,7 +28,7 @@ class ReplicaStrategy(ReplicaSteps):
         on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
             rank before they spread; ``"skip"`` leaves the replica out and lets it go on with the mean of the others,
             or the center where there is one, or under gossip the values with which all began.
-        **kwargs: as for :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
 
     Raises:
         ConfigurationError: an option that cannot work.

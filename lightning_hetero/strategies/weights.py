@@ -13,7 +13,7 @@ class StepWeight:
 
     Args:
         strategy: the one that reduces.
-        samples: this rank's samples in the step, ``None`` if they cannot be told; asked only if something is reduced.
+        samples: this rank's samples in the step, ``None`` if they are unknown; asked only if something is reduced.
         results: the Trainer's collection of logged values, if the step can log.
         infers: tell Lightning these samples where the user has given no ``batch_size``. Where a step fetches its own
             batches, Lightning would look into the batch of the step before.

@@ -104,7 +104,7 @@ class Planner:
         world: number of ranks that share a batch.
         balance: ``"auto"`` measures; ``"off"`` splits evenly; a list gives fixed relative shares.
         low: least samples per rank: one number for all, or one per rank. Default 1 (0 for a rank of share 0).
-        high: most samples per rank, likewise. Default: no limit.
+        high: most samples per rank: one number for all, or one per rank. Default: no limit.
         min_gain: smallest predicted gain for which shares change, as a fraction of the step's time.
 
     Raises:

@@ -68,7 +68,7 @@ class Stream:
             tally = self._exchange(Tally(samples, float(not ended), float(ended and batch is end)))
             if math.isnan(tally.samples):  # on every rank at once
                 raise DataError(
-                    "the number of samples in a training batch cannot be told"
+                    "the number of samples in a training batch is unknown"
                     + (f": {problem}" if problem else " on another rank.")
                     + " Return tensors whose first dimension is the batch, or define `batch_weight(batch)` "
                     "on the LightningModule."
@@ -95,9 +95,9 @@ class SizedStream(Stream):
     """A :class:`Stream` whose number of batches is known.
 
     Args:
-        loader: as for :class:`Stream`, like the next two.
-        size_of: likewise.
-        exchange: likewise.
+        loader: iterates over this rank's batches.
+        size_of: counts the samples of a batch.
+        exchange: sums tallies over all ranks.
         length: batches until the last rank's stream ends.
     """
 

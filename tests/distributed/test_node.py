@@ -318,7 +318,7 @@ def _train(**kwargs: Any) -> None:
     ("options", "words"),
     [
         ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging averages the weights"),
-        ({"max_time": "00:00:01:00"}, "goes by the clock"),
+        ({"max_time": "00:00:01:00"}, "acts at certain times"),
         ({"loader": DataLoader(Shard(60), batch_size=4)}, "needs map-style datasets"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_dataset_smaller_than_the_world(tmp_path: Path) -> None:
 
 
 class Rows(IterableDataset):
-    """Batches of strings, whose size cannot be told."""
+    """Batches of strings, of unknown size."""
 
     def __iter__(self) -> Any:
         yield from ("text" for _ in range(8))
@@ -125,7 +125,7 @@ def _sizeless() -> DataLoader:
 
 
 def test_a_batch_whose_size_cannot_be_told(tmp_path: Path) -> None:
-    refused(tmp_path, DataError, "cannot be told", "batch_weight", loader=_sizeless)
+    refused(tmp_path, DataError, "is unknown", "batch_weight", loader=_sizeless)
 
 
 def _unbatched() -> DataLoader:

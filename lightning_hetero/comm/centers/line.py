@@ -60,7 +60,7 @@ class Line:
             self.send(value)
 
     def learn(self, difference: list[Tensor]) -> None:
-        """By the visitor: likewise."""
+        """By the visitor: receive how far it is from the center."""
         for value in difference:
             self.receive(value)
 

@@ -29,8 +29,8 @@ class Visitor:
         Args:
             values: as for :meth:`~lightning_hetero.comm.centers.center.Center.visit`; overwritten with the difference,
                 on every rank of the replica.
-            push: likewise.
-            stop: likewise; that of the replica's leader counts.
+            push: how much of the difference the center moves by.
+            stop: whether this replica has been asked to stop; that of its leader counts.
 
         Returns:
             Waits for what the visit brings; to be called once, before the next visit.

@@ -63,7 +63,7 @@ class Channel:
     Args:
         connection: to the other end.
         token: the job's secret; both ends must hold the same.
-        epoch: version of the membership, likewise.
+        epoch: version of the list of members; both ends must hold the same.
         me: who sends.
 
     Attributes:
@@ -154,7 +154,7 @@ class Channel:
 
         Raises:
             OSError: as for :meth:`send` and :meth:`receive`; the connection has been broken.
-            RefusedError: as for :meth:`receive`, likewise.
+            RefusedError: what has come must not be believed; the connection has been broken.
         """
         sender = Background(lambda: self.send(kind, numbers, vectors, deadline))
         try:

@@ -27,7 +27,7 @@ class Job(NamedTuple):
 
     Attributes:
         token: a secret; messages without it are refused.
-        epoch: version of the list of members, likewise.
+        epoch: version of the list of members; messages with another are refused.
         deadline: seconds within which a message must be answered.
     """
 
