@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.leaving import close_at_exit
+
 _LONGEST = 4096  # bytes of a message
 _UNNAMED = 16  # connections of strangers at a time, who do not say which rank they are
 _HURRY = 10.0  # seconds within which they must
@@ -64,6 +66,7 @@ class Failures:
         self._closed = False
         self._listener = socket.create_server((host, 0), backlog=256) if rank == 0 else None
         self._token = secrets.token_hex(16) if rank == 0 else ""
+        close_at_exit(self)
 
     @property
     def where(self) -> tuple[str, int, str]:

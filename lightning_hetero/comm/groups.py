@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.leaving import noting_sockets
+
 _ended: list[dist.ProcessGroup] = []  # whose makers are gone
 
 
@@ -24,7 +26,8 @@ def new_group(maker: object, ranks: Sequence[int] | None, timeout: timedelta, ba
     Returns:
         The group; on a rank that is no member, what stands for it there.
     """
-    group = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
+    with noting_sockets():
+        group = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
     if isinstance(group, dist.ProcessGroup):  # this rank is a member
         weakref.finalize(maker, _ended.append, group).atexit = False
     return group

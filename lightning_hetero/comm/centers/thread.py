@@ -17,6 +17,7 @@ from lightning_hetero.comm.centers.doorbell import Button, Doorbell
 from lightning_hetero.comm.centers.line import Line, NarrowLine
 from lightning_hetero.comm.deadline import cause, deadline
 from lightning_hetero.comm.groups import new_group
+from lightning_hetero.comm.leaving import close_at_exit
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import CommunicationError
 
@@ -65,6 +66,7 @@ class ThreadCenter(Center):
         self._values = [value.clone() for value in values] if job.rank == job.host else []
         self.write(values, self._counts)
         if job.rank == job.host and self._lines:
+            close_at_exit(self)
             self._server = threading.Thread(target=self._serve, name="hetero-center", daemon=True)
             self._server.start()
 

@@ -14,6 +14,7 @@ from lightning_hetero.comm.gossip.agenda import ANY, Agenda
 from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
 from lightning_hetero.comm.gossip.outbox import others_boxes
 from lightning_hetero.comm.gossip.peers import EXCHANGE, Job, Peers
+from lightning_hetero.comm.leaving import close_at_exit
 from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError
 
@@ -85,6 +86,7 @@ class Pairing:
         self._swap: Swap | None = None
         self.peers = Peers(me, job, interface, self._attend, changed=self._wake)
         self._agenda = Agenda(me, job.deadline, self.peers.attendance)
+        close_at_exit(self)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:

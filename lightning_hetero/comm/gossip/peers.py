@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_hetero.comm.gossip.attendance import Attendance
 from lightning_hetero.comm.gossip.ledger import Ledger
 from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, Kind, Message, RefusedError, nowhere
+from lightning_hetero.comm.leaving import close_at_exit
 
 Address = tuple[str, int]
 EXCHANGE = 9  # deadlines that all messages of an exchange may take together
@@ -78,6 +79,7 @@ class Peers:
         self._out: dict[int, Channel] = {}
         self._in: dict[Channel, None] = {}  # in the order in which they came
         self._closed = False
+        close_at_exit(self)
         threading.Thread(target=self._listen, name="hetero-gossip-listener", daemon=True).start()
 
     def know(self, addresses: Mapping[int, Address]) -> None:
