@@ -63,9 +63,10 @@ class FiniteSteps:
 
     def _forget(self) -> None:
         """Begin a step."""
-        nothing = torch.tensor(False)
-        self._loss = self._own = nothing  # whether a loss, or a gradient, of this rank was not finite
-        self._spread = nothing  # whether a gradient is not, after averaging: the same on every rank
+        # Whether a loss, or a gradient, of this rank was not finite; and one after averaging, the same on every rank.
+        self._loss: bool | Tensor = False
+        self._own: bool | Tensor = False
+        self._spread: bool | Tensor = False
         self._passes = self._counted = 0  # backward passes; those in which some samples counted
 
     # -- losses ------------------------------------------------------------------------------------
@@ -112,11 +113,12 @@ class FiniteSteps:
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
         """The loss times its weight; under ``"error"`` NaN times it, if it counts and is not finite."""
         if self._active == "error" and weight:
-            bad = ~loss.detach().isfinite().all()
-            self._loss = self._loss.to(loss.device) | bad
             if loss.device.type != "cpu":  # where nothing may wait for it
+                bad = ~loss.detach().isfinite().all()
+                self._loss = bad | self._loss
                 return loss * torch.where(bad, math.nan, weight)
-            weight = math.nan if bad else weight
+            if not (math.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.detach().isfinite().all())):
+                self._loss, weight = True, math.nan
         return loss if weight == 1 else loss * weight
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -134,7 +136,7 @@ class FiniteSteps:
         """
 
         def look() -> None:
-            self._own = self._own | not_finite(optimizers)
+            self._own = not_finite(optimizers) | self._own
 
         if len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
             after_own_backward(start, look)
@@ -142,8 +144,7 @@ class FiniteSteps:
     def look(self, optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
         """Look at the gradients after a backward pass, before hooks of the user, which ranks may have of their own."""
         if self._averages(model):
-            found = not_finite(optimizers)
-            self._spread = self._spread.to(found.device) | found
+            self._spread = not_finite(optimizers) | self._spread
 
     def checked(self, closure: Callable[[], Any], module: nn.Module, scaled: bool) -> Callable[[], Any]:
         """What an optimizer calls before its step, and with it a look at what has been found; see :meth:`check`."""
@@ -208,19 +209,19 @@ class FiniteSteps:
             rank_zero_warn(f"At {self._where()} {text} (on_nan='skip'; {self._skipped} times so far).")
 
 
-def not_finite(optimizers: Sequence[Optimizer]) -> Tensor:
+def not_finite(optimizers: Sequence[Optimizer]) -> bool | Tensor:
     """Whether a gradient that they would take in is not finite; see :func:`broken`."""
     return broken([p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]])
 
 
-def broken(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Whether an element of some of them is not finite: a boolean on their device, for which nothing waits there."""
+def broken(gradients: Sequence[Tensor | None]) -> bool | Tensor:
+    """Whether an element of some of them is not finite; beyond the CPU a tensor, which nobody awaits."""
     values = [g._values() if g.is_sparse else g for g in gradients if g is not None and g.numel()]
     if not values:
-        return torch.tensor(False)
+        return False
     if values[0].device.type != "cpu":
         return ~torch.stack(torch._foreach_norm(values, math.inf)).isfinite().all()
     # Here this norm is a hundred times as fast; it may overflow by itself.
     if math.isfinite(torch.stack(torch._foreach_norm(values)).sum().item()):
-        return torch.tensor(False)
-    return ~torch.stack([value.isfinite().all() for value in values]).all()
+        return False
+    return not all(bool(value.isfinite().all()) for value in values)
