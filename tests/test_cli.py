@@ -154,6 +154,13 @@ def test_a_strategys_own_options_come_first_and_ddps_only_on_request(monkeypatch
     assert ddp <= set(re.findall(r"--trainer\.strategy\.(\w+) [A-Z{]", everything))
 
 
+@pytest.mark.parametrize("argument", ["--trainer.strategy.help hetero_daso", "--trainer.strategy.help=hetero_daso"])
+def test_the_help_of_a_strategy_by_its_string(argument: str, monkeypatch, capsys) -> None:
+    text = said(["fit", *argument.split()], monkeypatch, capsys)
+    assert "--trainer.strategy=lightning_hetero.DASOStrategy" in text
+    assert "--trainer.strategy.warmup" in text
+
+
 def test_ddps_options_still_work(monkeypatch, capsys) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     option = "--trainer.strategy.init_args.dict_kwargs.static_graph=true"

@@ -12,6 +12,9 @@ from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
 from lightning_hetero.launch.options_help import ALL_OPTIONS, own_options_first
+from lightning_hetero.strategies.registry import ENTRIES
+
+_HELP = "--trainer.strategy.help"
 
 
 def lightning_cli(arguments: Sequence[str] | None = None, run: bool = True, **options: Any) -> LightningCLI:
@@ -33,6 +36,7 @@ def lightning_cli(arguments: Sequence[str] | None = None, run: bool = True, **op
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's own calls
     args = None if arguments is None else list(arguments)
     given = sys.argv if args is None else args
+    _name_classes(given)
     _Commands.in_full = ALL_OPTIONS in given
     if _Commands.in_full:
         given.remove(ALL_OPTIONS)  # which LightningCLI does not know
@@ -70,6 +74,17 @@ class _Commands(LightningCLI):
                 f"Name a class by --trainer.strategy.class_path={strategy}, and its options by "
                 "--trainer.strategy.init_args.NAME=VALUE."
             )
+
+
+def _name_classes(given: list[str]) -> None:
+    """The help of a strategy by its string, such as ``hetero_daso``: jsonargparse knows classes only."""
+    paths = {entry.name: f"lightning_hetero.{entry.strategy.__name__}" for entry in ENTRIES}
+    for place, word in enumerate(given):
+        if word == _HELP and place + 1 < len(given):
+            given[place + 1] = paths.get(given[place + 1], given[place + 1])
+        elif word.startswith(f"{_HELP}="):
+            name = word.removeprefix(f"{_HELP}=")
+            given[place] = f"{_HELP}={paths.get(name, name)}"
 
 
 def _refuse(why: str) -> None:

@@ -97,12 +97,12 @@ def test_strangers_change_nothing() -> None:
         address = first.where[:2]
         strangers = [socket.create_connection(address) for _ in range(60)]
         for number, stranger in enumerate(strangers):
-            lie = {"token": "0" * 32, "rank": 1}
             said = [
                 b"\x00" * 9000,
-                json.dumps(lie).encode() + b"\n",
-                b'"no"\n',
-                b"[1]\n",
+                b"0" * 32 + b" 1\n",
+                json.dumps({"rank": 1, "kind": "failed", "run": 1, "how": "failed"}).encode() + b"\n",
+                b" 1\n\xff\n",
+                b"[" * 4000 + b"\n",  # too deep for a JSON parser
                 b"GET / HTTP/1.1\r\n\r\n",
                 b"",
             ]
