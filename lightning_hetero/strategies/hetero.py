@@ -141,7 +141,7 @@ class HeteroStrategy(Saving):
     # -- membership --------------------------------------------------------------------------------
 
     _stop: StopRequest | None = None  # of the running fit
-    of_the_job: ClassVar[tuple[str, ...]] = (*Saving.of_the_job, "_stop", "_all_stop", "_buckets")
+    of_the_job: ClassVar[tuple[str, ...]] = (*Saving.of_the_job, "_stop", "_all_stop", "_buckets", "_finite")
 
     @override
     def algorithm_options(self) -> dict[str, Any]:

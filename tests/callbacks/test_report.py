@@ -172,7 +172,6 @@ def test_a_rank_without_samples_takes_part_but_does_not_count(reports: Any) -> N
     found = figures(reports[0] / "filler" / "hetero_report")
     assert [sum(s["samples"] for s in view["stretches"]) for view in found["views"]] == [64, 0]
     assert found["views"][1]["samples_per_s"] == 0
-    assert found["verdict"]["slowest"] == 0 or found["verdict"]["cause"] is None
 
 
 def test_no_report_unless_asked_for(reports: Any) -> None:

@@ -157,7 +157,7 @@ def push_in(act: Judge, boxes: bool = False) -> tuple[bool, int, list[float], An
         off = [a - b for a, b in zip(sums([one, two]), before, strict=True)]
         refused = one.pushing.peers.refused + two.pushing.peers.refused
         assert one.pushing.misses[1] == (not gone)
-        assert any(one.give([1], 2) == [True] for _ in range(3))  # the first may find the connection closed
+        assert any(one.give([1], 2) == [True] for _ in range(20))  # the first may find the connection closed
         two.get(2, [0], 5)
         assert [a - b for a, b in zip(sums([one, two]), before, strict=True)] == off
         return gone, came, off, refused
@@ -355,7 +355,7 @@ def test_strangers_are_few_and_keep_nobody_away() -> None:
         assert one.give([1], 2) == [True]  # over the connection that there is
         one.pushing.peers.drop(1)
         assert one.give([1], 3) == [True]  # over another
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while threading.active_count() > before + 40 and time.monotonic() < deadline:
             time.sleep(0.02)
         held = threading.active_count() - before

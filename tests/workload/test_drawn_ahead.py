@@ -68,6 +68,7 @@ class Rank:
             len,
             global_batch_size=None,
             sized_by_user=False,
+            balance_iterable=False,
         )
         timer = StepTimer(torch.device("cpu"), clock=self.clock)
         self.share = Workshare(
@@ -217,6 +218,7 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
             len,
             None,
             sized_by_user=False,
+            balance_iterable=False,
         )
         if evaluation:
             loaders.evaluation(loader, sharded_by_user=False, name="validation")
