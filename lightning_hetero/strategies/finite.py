@@ -59,6 +59,7 @@ class FiniteSteps:
         self._active: OnNaN = "ignore" if searching else self.mode
         self._skipped = 0  # times that something was left out
         self._spoilt = False  # whether the buffers are to be set back
+        self._left_out = False  # whether an optimizer has left out what the latest backward passes have given
         self._forget()
 
     def _forget(self) -> None:
@@ -94,6 +95,7 @@ class FiniteSteps:
         """
         if self._active != "skip":
             return own, total
+        self._left_out = False
         well = own == 0 or bool(loss.detach().isfinite().all())
         self._spoilt |= not well  # to be restored when the backward pass needs them no more
         mine = torch.tensor([own, float(well)], dtype=torch.float64)
@@ -107,7 +109,8 @@ class FiniteSteps:
         self._passes += 1
         self._counted += total > 0
         if bad.any():
-            self._say(f"{self._subject('loss', bad.tolist())} not finite: its samples do not count")
+            whose = "its" if bad.sum() == 1 else "their"
+            self._say(f"{self._subject('loss', bad.tolist())} not finite: {whose} samples do not count")
         return own if well else 0.0, total
 
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
@@ -136,7 +139,8 @@ class FiniteSteps:
         """
 
         def look() -> None:
-            self._own = not_finite(optimizers) | self._own
+            # Found and not spread before: what an earlier backward pass of this step has spread is not this rank's.
+            self._own = (not_finite(optimizers) > self._spread) | self._own
 
         if len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
             after_own_backward(start, look)
@@ -171,7 +175,8 @@ class FiniteSteps:
         loss, own, spread = self._loss, self._own, bool(self._spread)
         nothing = self._passes > 0 and self._counted == 0
         self._forget()
-        if nothing:
+        if nothing or self._left_out:  # several optimizers may step after the same backward passes
+            self._left_out = True
             raise StepLeftOutError
         if not spread:
             return
@@ -189,6 +194,7 @@ class FiniteSteps:
             found += f", first in {next(filter(None, names))!r}"
         if self._active == "skip":
             self._say(f"{found}: no optimizer steps")
+            self._left_out = True
             raise StepLeftOutError
         raise NotFiniteError(
             [0],

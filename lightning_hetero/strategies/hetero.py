@@ -221,6 +221,8 @@ class HeteroStrategy(Saving):
 
     # -- a step ------------------------------------------------------------------------------------
 
+    _weight: float | None = None  # of the loss whose backward pass runs; 0 if its samples are left out
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; in training this is where a step begins."""
         if self.lightning_module is not None and self._trainer.training:
@@ -258,7 +260,7 @@ class HeteroStrategy(Saving):
         module = self.lightning_module
         assert module is not None
         own, total = self._finite.count(closure_loss, *self.share.weights())
-        weight = len(self.share.replica) * own / total if total else 0.0
+        weight = self._weight = len(self.share.replica) * own / total if total else 0.0
         loss = self._finite.weigh(closure_loss, weight)
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
@@ -267,6 +269,7 @@ class HeteroStrategy(Saving):
         with deadline("average gradients"), no_gradients(module) if weight == 0 else nullcontext():
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._timer.backward_done()
+        self._weight = None
         self._finite.look(self.optimizers, self.model)
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
@@ -276,6 +279,8 @@ class HeteroStrategy(Saving):
 
     @override
     def _loss_counts(self) -> bool:
+        if self._weight is not None:
+            return self._weight > 0
         return self.share.drawn is None or self.share.weights()[0] > 0
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 import math
 import warnings
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,80 @@ def test_nor_do_statistics_hold_them_and_a_step_of_which_nothing_is_left_is_left
 def test_an_unknown_word() -> None:
     with pytest.raises(ValueError, match="on_nan='stop' must be one of 'error', 'skip', 'ignore'"):
         HeteroDDPStrategy(on_nan="stop")
+
+
+class Together(BrokenLoss):
+    """Each loss looks at the samples of all ranks."""
+
+    at = 2
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        own = self.net(batch[0])
+        everyone = self.all_gather(own, sync_grads=True).flatten(0, 1)
+        return (own @ everyone.T).square().mean()
+
+
+def _together() -> dict[str, Any]:
+    spy = Spy()
+    result = _skipping(Together, callbacks=[spy], max_epochs=1)
+    return {**result, "path": spy.weights}
+
+
+def test_a_loss_that_is_left_out_reaches_nobody_through_all_gather() -> None:
+    for rank, result in enumerate(run(_together, 3)):
+        path = result["path"]
+        assert all(not torch.equal(a, b) for a, b in pairwise(path))
+        assert result["parameters"].isfinite().all()
+        assert len(result["said"]) == (rank == 0)  # the loss, and no gradient
+
+
+class BothAtOnce(BrokenGradient, GanLike):
+    """Both optimizers step after both backward passes."""
+
+    at = 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        losses = Net.loss(self, batch), self.critic(batch[0][:, :1]).square().mean()
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        for loss in losses:
+            self.manual_backward(self.broken(loss) if self.breaks(batch_idx) else loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def broken(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss + sum((0 * p.sum()).sqrt() for p in self.critic.parameters())
+
+
+class BothLost(BothAtOnce):
+    ranks = (0, 1, 2)
+
+    def broken(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * float("nan")
+
+
+def _both() -> list[dict[str, Any]]:
+    results = []
+    for make in (BothAtOnce, BothLost):
+        spy = Spy()
+        strategy = {**FIXED, "on_nan": "skip", "find_unused_parameters": True}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(make, 12, strategy=strategy, callbacks=[spy], max_epochs=1)
+        results.append({"path": spy.weights, "said": [str(w.message) for w in caught if "on_nan" in str(w.message)]})
+    return results
+
+
+def test_no_optimizer_steps_on_what_another_has_left_out() -> None:
+    words = (
+        "the gradient of rank 1 was not finite although",
+        "the losses of ranks 0, 1, 2 were not finite: their samples",
+    )
+    for rank, results in enumerate(run(_both, 3)):
+        for result, said in zip(results, words, strict=True):
+            path = result["path"]
+            assert path[-1].isfinite().all()
+            moved = [not torch.equal(a, b) for a, b in pairwise(path)]
+            assert moved == [number != 2 for number in range(1, 9)]
+            if rank == 0:
+                assert said in result["said"][0]
