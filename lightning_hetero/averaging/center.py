@@ -36,7 +36,10 @@ class CenteredAverager(Averager):
 
     needs_others = False
     fresh_start = "the center"
-    between = "the mean of all replicas before the first exchange, and then the same center as at the latest exchange"
+    between = (
+        "the mean of all replicas before the first exchange, and then the same center as at the latest exchange, so "
+        "that early stopping and the choice of a best checkpoint may go by looks at which nothing has changed"
+    )
     meetings: int = 0
 
     def __init__(self, tau: int) -> None:

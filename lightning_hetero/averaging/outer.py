@@ -35,7 +35,7 @@ class OuterAverager(CenterAverager):
         wire: number format of the differences.
     """
 
-    between = "the mean of all replicas, which all of them send for that"
+    between = "the mean of all replicas, and each such look costs as much as an exchange"
 
     def __init__(self, outer: MakeOptimizer, tau: int, wire: Wire = "fp32") -> None:
         super().__init__(tau, "gauss_seidel", wire, overlap=False)

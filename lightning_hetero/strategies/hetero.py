@@ -23,12 +23,13 @@ from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
+from lightning_hetero.strategies import random_states
 from lightning_hetero.strategies.connector import keep_batch_samplers
 from lightning_hetero.strategies.fillers import logs_nothing, no_gradients
 from lightning_hetero.strategies.finite import FiniteSteps, OnNaN, StepLeftOutError
 from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.loaders import Loaders
-from lightning_hetero.strategies.options import Options, check_ddp_options, seconds
+from lightning_hetero.strategies.options import Options, check_accelerator, check_ddp_options, seconds
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.saving import Saving
 from lightning_hetero.strategies.signals import StopRequest, end_at_once
@@ -105,6 +106,7 @@ class HeteroStrategy(Saving):
         ranks_per_node: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_accelerator(accelerator)
         limit = seconds(timeout)
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("on_nan", on_nan, ("error", "skip", "ignore"))
@@ -305,11 +307,21 @@ class HeteroStrategy(Saving):
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         self._finite.begin(searching=any(isinstance(callback, _LRCallback) for callback in callbacks))
         position = self._position()
-        begun = [getattr(source, "begun", None) for source in self.share.loaders.sources()]
+        sources = self.share.loaders.sources()
+        begun = [getattr(source, "begun", None) for source in sources]
         if any(b is not None and (b.epoch, b.batch) != (position.epoch, position.batch) for b in begun):
-            fetcher = self._trainer.fit_loop._data_fetcher
-            assert fetcher is not None
-            iter(fetcher)
+            self._fetch_anew()
+        if self._random_states is not None:  # after the loaders, whose making draws random numbers
+            random_states.restore(self._random_states)
+            self._random_states = None
+            samplers = all(hasattr(source, "begun") for source in sources)  # a stream would lose what it has drawn
+            if samplers and position.batch in (0, self._trainer.num_training_batches):
+                self._fetch_anew()  # the next epoch's loader draws numbers, too
+
+    def _fetch_anew(self) -> None:
+        fetcher = self._trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        iter(fetcher)
 
     def on_train_end(self) -> None:
         """Leave nothing in flight."""

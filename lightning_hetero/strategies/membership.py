@@ -91,11 +91,20 @@ class Membership(Collectives):
             try:
                 joining.result(seconds)
             except TimeoutError as error:
+                rank, place = cluster.global_rank(), f"{cluster.main_address}:{cluster.main_port}"
+                if rank == 0:
+                    why = (
+                        f"not all of the others have come to {place}. Look for an error of theirs, and check that they "
+                        "can reach this address."
+                    )
+                else:
+                    why = (
+                        f"rank 0 did not let it in at {place}. Look for an error of rank 0. If there is none, another "
+                        "program may hold that port: set MASTER_PORT to a free one, the same for all ranks."
+                    )
                 raise CommunicationError(
-                    f"rank {cluster.global_rank()} of {cluster.world_size()} could not join the job within {seconds:g} "
-                    f"s (the strategy's `timeout`): rank 0 did not let it in at {cluster.main_address}:"
-                    f"{cluster.main_port}. Look for an error of rank 0. If there is none, another program may hold "
-                    "that port: set MASTER_PORT to a free one, the same for all ranks."
+                    f"rank {rank} of {cluster.world_size()} could not join the job within {seconds:g} s (the "
+                    f"strategy's `timeout`): {why}"
                 ) from error
 
     def _tell_others(self, exception: BaseException) -> None:

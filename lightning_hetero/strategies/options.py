@@ -82,6 +82,19 @@ def seconds(timeout: Any) -> timedelta:
         raise ConfigurationError(f"timeout={timeout!r}: give a finite number of seconds, or a timedelta.") from None
 
 
+def check_accelerator(accelerator: Any) -> None:
+    """See that no option of ours is given by position, where Lightning's strategies take an accelerator.
+
+    Raises:
+        ConfigurationError: the first argument is one of ``balance``.
+    """
+    if accelerator == "off" or isinstance(accelerator, list | tuple):
+        raise ConfigurationError(
+            f"accelerator={accelerator!r}: the first argument by position is the accelerator, as with Lightning's "
+            f"DDPStrategy. Give options of this package by name: balance={accelerator!r}."
+        )
+
+
 def check_ddp_options(backend: str | None, options: dict[str, Any]) -> None:
     """See that options that are not ours are DDP's.
 

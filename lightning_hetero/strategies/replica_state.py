@@ -1,11 +1,8 @@
 """Every replica's own state in a checkpoint, so that a resumed run goes on as if it had never stopped."""
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -44,7 +41,7 @@ def gather_into(checkpoint: dict[str, Any], strategy: str, replica: dict[str, An
         losses: of this rank.
     """
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((replica, {"random": _random_states(), "losses": losses.state_dict()}), everyone)
+    dist.gather_object((replica, {"losses": losses.state_dict()}), everyone)
     if everyone is not None:
         checkpoint[REPLICAS] = {
             "strategy": strategy,
@@ -79,25 +76,3 @@ def restore(state: Mapping[str, Any], averager: Averager, optimizers: Sequence[O
     averager.load_state_dict(state["algorithm"])
     losses.load_state_dict(state["losses"])
     return int(state["windows"])
-
-
-def _random_states() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    version, numbers, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "numpy": [name, torch.tensor(np.asarray(keys), dtype=torch.int64), *rest],
-        "python": [version, list(numbers), gauss],
-    }
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Set the global random states of this rank."""
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))

@@ -38,7 +38,6 @@ class ReplicaStrategy(ReplicaSteps):
     def _join(self, topology: Topology) -> None:
         super()._join(topology)
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
-        self._random_states: dict[str, Any] | None = None  # to restore once training starts
         self._looked = 0, 0  # at the consensus: at which step, and after how many exchanges
         self._warned = False  # that looks come more often than exchanges
 
@@ -88,8 +87,7 @@ class ReplicaStrategy(ReplicaSteps):
             self._warned = True
             rank_zero_warn(
                 f"Replicas have not met between step {step} and step {self._windows}, at which validation or a "
-                f"checkpoint looks at them again. Between exchanges it sees {self.averager.between}. So early stopping "
-                "and the choice of a best checkpoint may go by looks at which nothing has changed. Look less often "
+                f"checkpoint looks at them again. Between exchanges it sees {self.averager.between}. Look less often "
                 "(check_val_every_n_epoch, val_check_interval, every_n_train_steps), or lower tau."
             )
 
@@ -140,21 +138,12 @@ class ReplicaStrategy(ReplicaSteps):
             return
         self._windows = replica_state.restore(mine, self.averager, self.optimizers, self._losses)
         self.precision_plugin.load_state_dict(mine["precision"])
-        self._random_states = mine["random"]
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.averager is not None:
             self._looked = self._windows, self.averager.meetings or 0
-        if self._random_states is not None:  # after the loaders, whose making draws random numbers
-            replica_state.restore_random_states(self._random_states)
-            self._random_states = None
-            batch = self._position().batch
-            if batch == 0 or batch == self._trainer.num_training_batches:  # the next epoch's loader draws numbers, too
-                fetcher = self._trainer.fit_loop._data_fetcher
-                assert fetcher is not None
-                iter(fetcher)
 
     @override
     def teardown(self) -> None:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import CheckpointError
+from lightning_hetero.strategies import random_states
 from lightning_hetero.strategies.checkpoint import REPLICAS, add_plan, readable, restore_plan
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 from lightning_hetero.strategies.data import Data
@@ -19,7 +20,9 @@ from lightning_hetero.strategies.preemption import path_to_save, requeue, say_wh
 
 
 class Saving(Data):
-    """Adds the plan to checkpoints, and never leaves a part of one under its final name."""
+    """Adds the plan and random states to checkpoints, and never leaves a part of one under its final name."""
+
+    _random_states: dict[str, Any] | None = None  # to restore once training starts
 
     @property
     @override
@@ -45,6 +48,8 @@ class Saving(Data):
         """
         if self.topology is not None:
             add_plan(checkpoint, self.share)
+            if not self._alone():
+                random_states.gather_into(checkpoint)
         with self._told_to_all():
             super().save_checkpoint(checkpoint, filepath, storage_options)
         self._timer.restart()
@@ -93,6 +98,7 @@ class Saving(Data):
         super().load_optimizer_state_dict(checkpoint)
         assert self.topology is not None
         restore_plan(checkpoint, self.share, self.topology.rank)
+        self._random_states = random_states.find(checkpoint)
         self._restore_replicas(checkpoint)
 
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from lightning_hetero.comm import failures
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import CommunicationError
 
@@ -48,6 +50,7 @@ class StopRequest:
         self._lock, self._closed, self._known = threading.Lock(), threading.Event(), threading.Event()
         self._done = 0  # batches of this fit
         self._bound: int | None = None  # how far this rank may go before it knows `at`
+        self._silent: list[str] = []  # ranks that have not answered yet
         loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
         self._replaced: list[tuple[Any, str]] = []
         self._replace(loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -109,7 +112,9 @@ class StopRequest:
             self._bound = self._done + 1
         self._store.set(str(dist.get_rank()), str(self._bound))
         everyone = [str(rank) for rank in range(dist.get_world_size())]
-        while not self._store.check(everyone):
+        silent = everyone
+        while silent := [rank for rank in silent if not self._store.check([rank])]:
+            self._silent = silent
             if self._closed.wait(0.05):
                 return
         self.at = max(int(self._store.get(rank)) for rank in everyone)
@@ -120,14 +125,24 @@ class StopRequest:
         with self._lock:
             self._done += 1
             wait = self._bound is not None and self._done >= self._bound
-        if wait and not self._known.wait(self._limit):
-            raise CommunicationError(
-                f"rank {dist.get_rank()} of {dist.get_world_size()} was asked to stop (SIGTERM), and could not agree "
-                f"on a step with the others: one did not answer within {self._limit:.0f} s. Nothing was saved."
-            )
+        if wait:
+            self._wait_for_answers()
         fit = self._trainer.fit_loop
         complete = self._trainer.should_stop and fit._can_stop_early  # as if this were the last batch: see `finish`
         return self.at is not None and self._done >= self.at and not fit._should_accumulate() and not complete
+
+    def _wait_for_answers(self) -> None:
+        until, lost = time.monotonic() + self._limit, None
+        while lost is None and (seconds := until - time.monotonic()) > 0:
+            if self._known.wait(min(seconds, 0.25)):
+                return
+            lost = failures.first(0.0)  # it will not answer any more
+        ranks = f"rank(s) {', '.join(self._silent)}" if self._silent else "a rank"
+        why = f"{lost}" if lost is not None else f"no answer from {ranks} within {self._limit:.0f} s"
+        raise CommunicationError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} was asked to stop (SIGTERM), and could not agree "
+            f"on a step with the others: {why}. Nothing was saved."
+        )
 
     # -- the end -----------------------------------------------------------------------------------
 

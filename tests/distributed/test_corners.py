@@ -124,6 +124,9 @@ def test_positional_arguments_are_those_of_lightnings_strategy() -> None:
         HeteroDDPStrategy(accelerator, accelerator=accelerator)
     with pytest.raises(TypeError, match="positional"):
         HeteroDDPStrategy(*[None] * 20)
+    for balance in ("off", [3.0, 1.0]):
+        with pytest.raises(ConfigurationError, match="by name: balance="):
+            HeteroDDPStrategy(balance)
 
 
 # -- data and gradients outside of a fit ---------------------------------------------------------------------

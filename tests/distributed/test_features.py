@@ -34,6 +34,14 @@ class Scheduled(Net):
         ]
 
 
+class Dropping(Net):
+    """Draws random numbers in every step, another rank others."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y, *_ = batch
+        return torch.nn.functional.mse_loss(self.net(torch.nn.functional.dropout(x, 0.2)), y)
+
+
 def _resume(folder: str, module_class: Any, workers: int, stops: list[int], limits: dict[str, Any]) -> list[Any]:
     """The whole fit; and of each stop the fit until then, and the one that goes on."""
     loader = {"batch_size": 4, "shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
@@ -66,7 +74,7 @@ EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 22, "max_epochs": -1}
 
 @pytest.mark.parametrize(  # each with each of the others' values
     ("module_class", "workers", "limits"),
-    [(Net, 2, EPOCHS), (Net, 0, STEPS), (Scheduled, 0, EPOCHS), (Scheduled, 2, STEPS)],
+    [(Net, 2, EPOCHS), (Dropping, 0, STEPS), (Scheduled, 0, EPOCHS), (Scheduled, 2, STEPS)],
 )
 def test_resuming(tmp_path: Path, module_class: Any, workers: int, limits: dict[str, Any]) -> None:
     stops = [8, 11]  # of 8 batches an epoch: at its end, and within one

@@ -30,3 +30,4 @@ def test_a_stranger_on_the_main_port_keeps_nobody_waiting(silent: bool) -> None:
     if silent:
         assert "within 4 s" in str(outcomes[1].error)
         assert f"127.0.0.1:{port}" in str(outcomes[1].error)
+    assert "error of rank 0" not in str(outcomes[0].error)

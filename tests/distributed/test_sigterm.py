@@ -187,7 +187,30 @@ def _unanswered(kind: Any) -> None:
 def test_a_rank_that_does_not_answer_is_not_waited_for_without_end(kind: Any) -> None:
     outcomes = attempt(_unanswered, 2, kind, nodes=[1, 1], timeout=60)
     assert all(isinstance(outcome.error, CommunicationError) for outcome in outcomes), outcomes[1].trace
-    assert "could not agree on a step with the others: one did not answer within 3 s" in str(outcomes[1].error)
+    assert "could not agree on a step with the others: no answer from rank(s) 0 within 3 s" in str(outcomes[1].error)
+
+
+class Dies(pl.Callback):
+    """Rank 1 is killed when rank 0 waits for its answer."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            trainer.strategy._stop._closed.set()
+            time.sleep(3.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_meanwhile() -> None:
+    settings = {**FAST, "max_epochs": 50, "callbacks": [Terminated(3, ranks=(0,)), Dies()]}
+    trainer = pl.Trainer(strategy=NodeAverageStrategy(every_n_steps=1000, **BASE), **settings)
+    trainer.fit(Net(), DataLoader(dataset(96), batch_size=4))
+
+
+def test_a_rank_that_dies_is_not_waited_for() -> None:
+    outcomes = attempt(_killed_meanwhile, 2, nodes=[1, 1], timeout=60)  # `timeout` is half an hour
+    assert isinstance(outcomes[0].error, CommunicationError), outcomes[0].trace
+    assert "rank 1 has ended without a word" in str(outcomes[0].error)
+    assert "SIGTERM" in str(outcomes[0].error)
 
 
 # -- where it is saved ---------------------------------------------------------------------------------------

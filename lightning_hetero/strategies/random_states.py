@@ -1,0 +1,51 @@
+"""Each rank's random states in a checkpoint: with dropout or augmentation a resumed run goes on as if never stopped."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.strategies.checkpoint import KEY
+
+_NAME = "random"
+
+
+def gather_into(checkpoint: dict[str, Any]) -> None:
+    """Add the states of all ranks to rank 0's checkpoint, next to the plan (collective)."""
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with deadline("gather random states to save"):
+        dist.gather_object(_own(), everyone)
+    if everyone is not None:
+        checkpoint[KEY][_NAME] = everyone
+
+
+def find(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """This rank's states; ``None``: the checkpoint holds none, or those of another number of ranks."""
+    everyone = checkpoint.get(KEY, {}).get(_NAME)
+    return None if everyone is None or len(everyone) != dist.get_world_size() else everyone[dist.get_rank()]
+
+
+def _own() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [name, torch.tensor(np.asarray(keys), dtype=torch.int64), *rest],
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def restore(states: Mapping[str, Any]) -> None:
+    """Set the global random states of this rank."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
