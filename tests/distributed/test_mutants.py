@@ -21,7 +21,7 @@ class Unweighted(HeteroDDPStrategy):
 
     def _join(self, topology: Any) -> None:
         super()._join(topology)
-        self.share.weight = lambda: 1.0  # type: ignore[method-assign]
+        self.share.weights = lambda: (1.0, float(len(self.share.replica)))  # type: ignore[method-assign]
 
 
 class DoubleMean(HeteroDDPStrategy):
@@ -29,8 +29,13 @@ class DoubleMean(HeteroDDPStrategy):
 
     def _join(self, topology: Any) -> None:
         super()._join(topology)
-        right = self.share.weight
-        self.share.weight = lambda: right() / len(self.share.replica)  # type: ignore[method-assign]
+        right = self.share.weights
+
+        def weights() -> tuple[float, float]:
+            own, total = right()
+            return own, total * len(self.share.replica)
+
+        self.share.weights = weights  # type: ignore[method-assign]
 
 
 class NominalTail(HeteroDDPStrategy):
@@ -40,11 +45,11 @@ class NominalTail(HeteroDDPStrategy):
         super()._join(topology)
         share: Workshare = self.share
 
-        def weight() -> float:
+        def weights() -> tuple[float, float]:
             nominal = share.planner.shares(share.step)
-            return len(nominal) * nominal[topology.rank] / sum(nominal)
+            return float(nominal[topology.rank]), float(sum(nominal))
 
-        share.weight = weight  # type: ignore[method-assign]
+        share.weights = weights  # type: ignore[method-assign]
 
 
 def reduce_a_copy(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
