@@ -213,7 +213,7 @@ class HeteroMonitor(Callback):
         self._seen = share.reports
         if not share.reports or not all(report.samples for report in share.reports):
             return  # nothing yet, or a GPU whose first times are still to come
-        _, _, _, _, samples, compute, wait, _ = zip(*share.reports, strict=True)
+        samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in share.reports), strict=True)
         planned = share.planner.total > 0  # but for streams, whose batches no plan sizes
         shares = share.planner.shares(share.step - 1) if planned else map(round, samples)
         record = Record(share.step, tuple(shares), samples, compute, wait)

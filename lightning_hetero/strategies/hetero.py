@@ -51,7 +51,8 @@ class HeteroStrategy(Saving):
             relative share (0 for none).
         global_batch_size: samples that all ranks together take per step. Default: the DataLoader's ``batch_size``
             times the number of ranks, as with Lightning's ``ddp``.
-        min_batch_size: least samples of a rank per step: one number for all, or one per rank.
+        min_batch_size: least samples of a rank per step: one number for all, or one per rank. Default: 1; for models
+            with BatchNorm a quarter of an even share, at least 2 and no more than 16.
         max_batch_size: most samples of a rank per step, for instance for its memory: one number for all, or one per
             rank.
         balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank

@@ -14,7 +14,9 @@ from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.workload.cost import CostModel
-from lightning_hetero.workload.planner import Planner, Report
+from lightning_hetero.workload.evidence import Evidence
+from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.sampler import Drawn
 from lightning_hetero.workload.stream import Tally
 from lightning_hetero.workload.timer import Lap, StepTimer
@@ -47,7 +49,7 @@ class Workshare:
     ) -> None:
         self.planner, self.timer, self.loaders = planner, timer, loaders
         self.replica, self._group, self._pulse, self._report_due = replica, group, pulse, report_due
-        self.cost = CostModel()
+        self.cost, self.evidence = CostModel(), Evidence()
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, from the latest pulse
         self.patient = False  # take reports in when the next are due, rather than make all ranks wait at once
@@ -103,7 +105,9 @@ class Workshare:
             return
         for lap in self.timer.lap(max(int(self.drawn.samples), 1), filler=not self.drawn.samples):
             self.cost.observe(lap.samples, lap.work)
-            self._laps.append(lap)
+            if self.cost.warm:
+                self.evidence.observe(lap, self.cost.cost)
+                self._laps.append(lap)
             for watcher in self.watchers:
                 watcher(lap)
         self.drawn, self._weighing = None, None
@@ -162,10 +166,11 @@ class Workshare:
         samples, work, wait = (
             sum(column) / count for column in zip(*(lap[:3] for lap in self._laps), (0.0, 0.0, 0.0), strict=True)
         )
-        self._laps = []
-        error = self.cost.error(max(int(samples), 1))
-        stop = float(self._stop_requested())
-        return Report(*self.cost.cost, error, self.loaders.next_step(), samples, work, wait, stop)
+        laps, self._laps = len(self._laps), []
+        speed = self.evidence.speed(self.cost.cost)
+        error = speed.noise if self.cost.ready else math.inf
+        drawn, stop = self.loaders.next_step(), float(self._stop_requested())
+        return Report(*speed.cost, error, drawn, samples, work, wait, stop, laps, speed.since)
 
 
 def exchanger(

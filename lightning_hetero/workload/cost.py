@@ -37,6 +37,11 @@ class CostModel:
         self._far = 0.0  # ratio measured : predicted of the far measurement before this one, 0 if none
 
     @property
+    def warm(self) -> bool:
+        """Whether the latest measurement was beyond the warm-up."""
+        return self.count > self.warm_up
+
+    @property
     def ready(self) -> bool:
         """Whether there is anything to go by, which takes three measurements beyond the warm-up."""
         return self.count >= self.warm_up + 3

@@ -6,95 +6,39 @@ arithmetic. A new plan starts at a step that no rank's sampler has drawn yet.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from lightning_hetero.errors import ConfigurationError, ShareError
-from lightning_hetero.workload.shares import Cost, makespan, split
+from lightning_hetero.errors import ShareError
+from lightning_hetero.workload.limits import fixed_shares, per_rank
+from lightning_hetero.workload.plan import Plan
+from lightning_hetero.workload.report import Report
+from lightning_hetero.workload.shares import Cost, makespan
 
 
-class Report(NamedTuple):
-    """What a rank tells the others at a pulse; all floats, so that one small tensor carries it.
-
-    Attributes:
-        fixed: ``a`` of its cost model, seconds.
-        per_sample: ``k`` of its cost model, seconds per sample.
-        error: relative standard error of the model at the present share; infinite while it is not ready.
-        drawn: first step that its samplers have not drawn yet.
-        samples: samples per step that it processed since the last pulse, mean.
-        compute: seconds per step of its own work since the last pulse, mean.
-        wait: seconds per step that it waited for others since the last pulse, mean.
-        stop: above 0 if it was asked to stop (SIGTERM).
-    """
-
-    fixed: float
-    per_sample: float
-    error: float
-    drawn: float
-    samples: float
-    compute: float
-    wait: float
-    stop: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How batches are split from step ``start`` on.
+class Look(NamedTuple):
+    """Steps in a row.
 
     Attributes:
-        start: first step (batches since the start of the fit) of this plan.
-        costs: cost per rank; for fixed shares, ``k`` is the inverse share.
-        low: least samples per rank.
-        high: most samples per rank.
-        reach: largest part of a batch that each rank is trusted with, 0 to 1; beyond what it has been seen to manage
-            its cost is an extrapolation.
+        steps: how many.
+        seconds: that they took.
     """
 
-    start: int
-    costs: tuple[Cost, ...]
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-    reach: tuple[float, ...] = ()
-
-    def split(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
-
-        The unit is the greatest part that divides all batches: with one loader a sample, with batches of 64 and 32
-        two samples and one. Where a tail is too small for all to have their least, the slowest ranks have nothing.
-
-        Args:
-            sizes: samples in the global batch of each loader; 0 for a loader that has run out.
-
-        Returns:
-            For each loader the shares per rank, in samples.
-
-        Raises:
-            ShareError: the upper limits leave no room.
-        """
-        units = math.gcd(*sizes)
-        if units == 0:
-            return [[0] * len(self.costs) for _ in sizes]
-        shares = _split_units(self, units, sum(sizes) // units)
-        return [[share * (size // units) for share in shares] for size in sizes]
+    steps: float
+    seconds: float
 
 
-@lru_cache(maxsize=256)  # asked at every step, with one answer for all but the tails
-def _split_units(plan: Plan, units: int, width: int) -> list[int]:
-    """Shares of ``units`` units, each of ``width`` samples."""
-    low = [-(-n // width) for n in plan.low]
-    high = [n // width for n in plan.high]
-    if plan.reach:
-        high = [min(h, max(lo, math.ceil(part * units))) for h, lo, part in zip(high, low, plan.reach, strict=True)]
-    order = sorted(range(len(low)), key=lambda rank: (plan.costs[rank].per_sample, rank))
-    if sum(low) > units:  # a tail too small for all to have their least
-        low = [n if n > 1 else 0 for n in low]
-    while sum(low) > units:  # the slowest sit this one out
-        rank = order.pop()
-        low[rank] = high[rank] = 0
-    if sum(high) < units:  # too small even for one
-        low, high = [0] * len(low), [n // width for n in plan.high]
-    return split(units, [Cost(c.fixed, c.per_sample * width) for c in plan.costs], low, high)
+class Trial(NamedTuple):
+    """A re-split that has to prove itself.
+
+    Attributes:
+        before: the plan to return to.
+        bar: seconds per step that it must stay below: halfway from what was to what was promised.
+    """
+
+    before: Plan
+    bar: float
 
 
 class Planner:
@@ -111,8 +55,19 @@ class Planner:
         ConfigurationError: a negative, NaN or all-zero share, a wrong number of shares or limits.
     """
 
-    #: A predicted gain must also exceed this many standard errors of the worst-known rank, or noise moves the shares.
-    CAUTION = 1.5
+    #: Noise that is expected before any has been seen, as a fraction of a rank's time.
+    DOUBT = 0.25
+    #: Looks at the steps over which doubt fades. Each re-split that has to be taken back doubles them.
+    PATIENCE = 8
+    #: Looks after which a re-split must have made steps shorter.
+    TRIAL = 4
+    #: Seconds of steps that a look takes in at least, as for a rank's own stretches.
+    LOOK = 0.1
+    #: Shares stay away from even ones as long as their gain exceeds this part of the noise.
+    STAY = 0.5
+    #: Ranks that normalise over their batch (BatchNorm) get a quarter of an even share, or so many samples: with fewer,
+    #: their statistics are too noisy to train well (Wu and He 2018, figure 1).
+    USEFUL = 16
     #: No rank's share grows beyond this multiple of what it has been seen to manage.
     GROWTH = 2.0
 
@@ -130,19 +85,25 @@ class Planner:
         self.total = 0  # samples of a full step; 0 while nobody knows
         self._learns = False  # whether reports tell how large steps are
         self._held = False  # whether shares stay even, whatever is measured
-        self.least = 1  # of each rank, where the user has not said and the batch allows it
+        self.least = 1  # that a rank can train on, where the user has not said and the batch allows it
         self._may_raise = low is None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
-        self._low = _per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
-        self._high = _per_rank("max_batch_size", 2**62 if high is None else high, world)
+        self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
+        self._high = per_rank("max_batch_size", 2**62 if high is None else high, world)
         if any(lo > hi for lo, hi in zip(self._low, self._high, strict=True)):
             raise ShareError(
                 f"min_batch_size={list(self._low)} exceeds max_batch_size={list(self._high)} on some rank."
             )
         barred = tuple(0 if s == 0 else h for s, h in zip(shares, self._high, strict=True))
         costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
+        self._need = self._low
         self.plans = [Plan(0, costs, self._low, barred)]
         self._most = [0.0] * world  # the largest part of a batch that each rank has been given so far
+        self._updated = 0  # the step of the latest update
+        self._look = [0.0, 0.0]  # steps and their seconds since the latest look
+        self._looks: list[Look] = []  # under the plan in force
+        self._doubt, self._patience = self.DOUBT, self.PATIENCE
+        self._trial: Trial | None = None
 
     def hold(self, held: bool) -> None:
         """Keep measured shares even from the first step on, as where every rank has data of its own, or let them move.
@@ -151,7 +112,7 @@ class Planner:
         """
         self._held = held
         if held and self.auto:
-            self.plans = [Plan(0, (Cost(0.0, 1.0),) * self.world, self._low, self._high)]
+            self.plans = [Plan(0, (Cost(0.0, 1.0),) * self.world, self._low, self._high, need=self._need)]
 
     def expect(self, total: int | None) -> None:
         """Say how many samples a full step holds (of all loaders together).
@@ -163,12 +124,16 @@ class Planner:
         Raises:
             ShareError: the limits per rank cannot be met with ``total`` samples.
         """
+        if total != self.total:
+            self._trial, self._looks = None, []
         self.total, self._learns = total or 0, total is None
         if total == 0:
             return
         if self._may_raise and (total is None or self.least * self.world <= total):
-            self._low = tuple(max(low, self.least) if low else 0 for low in self._low)
-            self.plans = [replace(plan, low=self._low) for plan in self.plans]
+            useful = self.total // self.world // 4 if self.auto and self.least > 1 else 0
+            self._need = tuple(self.least if n else 0 for n in self._need)
+            self._low = tuple(max(n, min(useful, self.USEFUL)) if n else 0 for n in self._need)
+            self.plans = [replace(plan, low=self._low, need=self._need) for plan in self.plans]
         if total is None:
             return
         plan = self.plans[-1]
@@ -200,33 +165,78 @@ class Planner:
         Returns:
             The new plan if it pays, else ``None``.
         """
-        latest = self.plans[-1]
+        latest, mixed, self._updated = self.plans[-1], self._updated < self.plans[-1].start, step
         if self._learns and (total := round(sum(report.samples for report in reports))):
             self.total = total
             if not any(self._most):
                 self._note(latest.split([total])[0])
         moves = self.auto and self.total and not self._held
-        if not moves or latest.start > step or any(math.isinf(r.error) for r in reports):
+        if not moves or any(math.isinf(r.error) for r in reports):
             return None
-        costs = tuple(Cost(r.fixed, r.per_sample) for r in reports)
-        reach = tuple(min(1.0, self.GROWTH * part) for part in self._most)
-        start = max(int(r.drawn) for r in reports)
-        best, even = (Plan(start, c, self._low, self._high, reach) for c in (costs, (Cost(0.0, 1.0),) * self.world))
-        now, then, same = (makespan(plan.split([self.total])[0], costs) for plan in (latest, best, even))
-        least = max(self.min_gain, self.CAUTION * max(r.error for r in reports))
-        if same <= now and then >= (1 - least) * same:
-            plan = even  # nothing to gain, as where a batch costs the same whatever its size: do not wander
-        elif then < (1 - least) * now:
-            plan = best
-        else:
+        self._see(reports, mixed)
+        if latest.start > step:
             return None
-        shares = plan.split([self.total])[0]
-        if shares == latest.split([self.total])[0]:
+        plan = self._judged() or self._better(latest, reports)
+        if plan is None:
             return None
-        self._note(shares)
+        plan = replace(plan, start=max(int(r.drawn) for r in reports))
+        self._look, self._looks = [0.0, 0.0], []
+        self._note(plan.split([self.total])[0])
         before = self.at(max(step - 1, 0))  # what has just been done may still be asked for
         self.plans = [p for p in self.plans if p is before or p.start >= step] + [plan]
         return plan
+
+    def _see(self, reports: Sequence[Report], mixed: bool) -> None:
+        """Look at how long steps take now; not if they are ``mixed`` ones, of the plan in force and of that before."""
+        if mixed:
+            return
+        steps = min(r.laps for r in reports)
+        self._look[0] += steps
+        self._look[1] += steps * max(r.compute + r.wait for r in reports)
+        if self._look[1] >= self.LOOK:
+            self._looks.append(Look(*self._look))
+            self._look = [0.0, 0.0]
+            self._doubt *= 1 - 1 / self._patience
+
+    def _judged(self) -> Plan | None:
+        """The plan to return to if the latest re-split did not make steps shorter."""
+        if self._trial is None or not self._looks:
+            return None
+        if _step(self._looks) < self._trial.bar:
+            self._trial, self._doubt, self._patience = None, 0.0, self.PATIENCE
+        elif len(self._looks) >= self.TRIAL:
+            plan, self._trial = self._trial.before, None
+            self._doubt, self._patience = max(self.DOUBT, 2 * self._doubt), 2 * self._patience
+            return plan
+        return None
+
+    def _better(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
+        """The best split if it surely beats the latest; the even one if nothing surely beats that."""
+        costs = tuple(Cost(r.fixed, r.per_sample) for r in reports)
+        reach = tuple(min(1.0, self.GROWTH * part) for part in self._most)
+        best, even = (
+            Plan(0, c, self._low, self._high, reach, self._need) for c in (costs, (Cost(0.0, 1.0),) * self.world)
+        )
+        present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
+        noise = [r.error for r in reports]
+        if not self._pays(level, wanted, costs, [self.STAY * x for x in noise]):
+            self._trial = None
+            return None if present == level else even
+        if not self._pays(present, wanted, costs, [max(self._doubt, x) for x in noise]):
+            return None
+        looks, since = self._looks, min(r.since for r in reports)
+        while len(looks) > 1 and sum(look.seconds for look in looks) > since:
+            looks = looks[1:]  # of before the latest change of a rank's speed
+        if looks:
+            gain = makespan(present, costs) - makespan(wanted, costs)
+            self._trial = Trial(latest, _step(looks) - gain / 2)
+        return best
+
+    def _pays(self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost], noise: Sequence[float]) -> bool:
+        """Whether ``new`` is faster, even if who gives was measured at its slowest, and who takes at its fastest."""
+        factors = [1 + x if n > o else 1 / (1 + x) if n < o else 1.0 for o, n, x in zip(old, new, noise, strict=True)]
+        likely = [Cost(f * c.fixed, f * c.per_sample) for f, c in zip(factors, costs, strict=True)]
+        return makespan(new, likely) < (1 - self.min_gain) * makespan(old, likely)
 
     def state_dict(self) -> dict[str, Any]:
         """The latest plan and what it rests on; builtins only."""
@@ -240,41 +250,13 @@ class Planner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""
         costs = tuple(Cost(*cost) for cost in state["costs"])
-        self.plans = [Plan(0, costs, self._low, self._high, tuple(state["reach"]))]
+        self.plans = [Plan(0, costs, self._low, self._high, tuple(state["reach"]), self._need)]
         self._most = list(state["most"])
 
     def _note(self, shares: Sequence[int]) -> None:
         self._most = [max(most, n / self.total) for most, n in zip(self._most, shares, strict=True)]
 
 
-def fixed_shares(balance: Sequence[float], world: int) -> list[float]:
-    """Check relative shares given by the user.
-
-    Raises:
-        ConfigurationError: not one per rank, or a value that is negative, NaN, infinite, or all zero.
-    """
-    if not all(isinstance(share, int | float) and not isinstance(share, bool) for share in balance):
-        raise ConfigurationError(f"balance={list(balance)}: shares are numbers, one per rank.")
-    shares = [float(share) for share in balance]
-    if len(shares) != world:
-        raise ConfigurationError(
-            f"balance={list(balance)} gives {len(shares)} shares for {world} ranks: give one each."
-        )
-    if not all(math.isfinite(s) and s >= 0 for s in shares) or not any(shares):
-        raise ConfigurationError(
-            f"balance={list(balance)}: shares are relative speeds, finite, at least 0, and not all 0."
-        )
-    return shares
-
-
-def _per_rank(name: str, value: int | Sequence[int], world: int) -> tuple[int, ...]:
-    if not isinstance(value, int | list | tuple):
-        raise ConfigurationError(f"{name}={value!r}: give a whole number of samples, or a list with one per rank.")
-    limits = (value,) * world if isinstance(value, int) else tuple(value)
-    if len(limits) != world:
-        raise ConfigurationError(
-            f"{name}={list(limits)} gives {len(limits)} limits for {world} ranks: one, or one each."
-        )
-    if any(type(n) is not int or n < 0 for n in limits):
-        raise ConfigurationError(f"{name}={list(limits)}: limits are whole numbers of samples, at least 0.")
-    return limits
+def _step(looks: Sequence[Look]) -> float:
+    """Seconds that a step takes."""
+    return median(look.seconds / look.steps for look in looks)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lightning_hetero.errors import DataError
 from lightning_hetero.workload.order import GlobalBatches
-from lightning_hetero.workload.planner import Plan
+from lightning_hetero.workload.plan import Plan
 
 
 class Drawn(NamedTuple):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.workload.planner import Plan
+from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.shares import Cost
 
 FAST = {

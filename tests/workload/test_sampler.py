@@ -12,7 +12,9 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_hetero.errors import DataError, HeteroError
 from lightning_hetero.workload.cost import CostModel
 from lightning_hetero.workload.order import EvenBatches, FixedBatches, GroupedBatches
-from lightning_hetero.workload.planner import Plan, Planner, Report
+from lightning_hetero.workload.plan import Plan
+from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.sampler import (
     Drawn,
     EvaluationSampler,
@@ -302,7 +304,7 @@ def test_ranks_that_draw_ahead_differently_agree_on_every_batch(speeds, ahead, e
             step += 1
             if step % every == 0:
                 reports = [
-                    Report(*m.cost, m.error(max(steps[-1][1].samples, 1)), 0, 0, 0, 0, 0)
+                    Report(*m.cost, m.error(max(steps[-1][1].samples, 1)), 0, 0, 0.1, 0, 0, every)
                     for m, steps in zip(models, parts, strict=True)
                 ]
         check_together(parts, reference)

@@ -1,0 +1,31 @@
+"""What a rank tells the others about its steps."""
+
+from typing import NamedTuple
+
+
+class Report(NamedTuple):
+    """What a rank tells the others at a pulse; all floats, so that one small tensor carries it.
+
+    Attributes:
+        fixed: ``a`` of its cost, seconds.
+        per_sample: ``k`` of its cost, seconds per sample.
+        error: how far its cost may be off by noise, as a fraction; infinite while nothing is known.
+        drawn: first step that its samplers have not drawn yet.
+        samples: samples per step that it processed since the last pulse, mean.
+        compute: seconds per step of its own work since the last pulse, mean.
+        wait: seconds per step that it waited for others since the last pulse, mean.
+        stop: above 0 if it was asked to stop (SIGTERM).
+        laps: steps that these means are over.
+        since: seconds of steps that the cost rests on, since the rank's speed has changed.
+    """
+
+    fixed: float
+    per_sample: float
+    error: float
+    drawn: float
+    samples: float
+    compute: float
+    wait: float
+    stop: float
+    laps: float = 0.0
+    since: float = 0.0

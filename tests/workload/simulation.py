@@ -1,0 +1,145 @@
+"""A simulated cluster: ranks that take `a + k n` seconds for their share, times noise; no processes, no clock."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lightning_hetero.workload.cost import CostModel
+from lightning_hetero.workload.evidence import Evidence
+from lightning_hetero.workload.plan import Plan
+from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.report import Report
+from lightning_hetero.workload.shares import Cost, makespan, split
+from lightning_hetero.workload.timer import Lap
+
+#: How long a step takes, from the step, the rank, the seconds since the start, and what it would take without noise.
+Noise = Callable[[int, int, float, float], float]
+TRACES = Path(__file__).parent / "data" / "steps.npz"
+NAMES = ("quiet", "one_busy", "two_busy", "bursts")
+
+
+def gaussian(deviation: float, seed: int = 0) -> Noise:
+    """Independent noise for every step and rank."""
+    rng = random.Random(seed)
+    return lambda step, rank, now, seconds: seconds * max(0.2, rng.gauss(1, deviation))
+
+
+def traces(name: str) -> list[np.ndarray]:
+    """Seconds per step of two alike ranks that ran at the same time."""
+    with np.load(TRACES) as arrays:
+        return [1e-5 * arrays[f"{name}_{rank}"].astype(float) for rank in (0, 1)]
+
+
+def by_row(rows: Sequence[np.ndarray], first: int = 0) -> Noise:
+    """A recorded step for a step, however long that takes: states of the noise last for a number of steps."""
+    unit = min(np.percentile(row, 10) for row in rows)
+
+    def noise(step: int, rank: int, now: float, seconds: float) -> float:
+        row = rows[rank % 2]
+        return seconds * float(row[(first + step + 997 * (rank // 2)) % len(row)] / unit)
+
+    return noise
+
+
+def by_time(rows: Sequence[np.ndarray], first: float = 0.0) -> Noise:
+    """As much work as the recorded rank would have done from that time on: states of the noise last for a time."""
+    unit = min(np.percentile(row, 10) for row in rows)
+    ends = [np.concatenate([[0.0], np.cumsum(row)]) for row in rows]  # seconds until so many recorded steps are done
+
+    def noise(step: int, rank: int, now: float, seconds: float) -> float:
+        end = ends[rank % 2]
+        begin = (first + now + 3.1 * (rank // 2)) % end[-1]
+        done = np.interp(begin, end, np.arange(len(end))) + seconds / unit
+        rounds, done = divmod(done, len(end) - 1)
+        return float(rounds * end[-1] + np.interp(done, np.arange(len(end)), end) - begin)
+
+    return noise
+
+
+class Cluster:
+    """Ranks that report every few steps and follow the plan.
+
+    Every rank has a planner of its own, fed with the same reports. As in the strategy, reports sent after a step
+    arrive within the next one, when each rank has drawn one batch more than it said.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[Cost],
+        total: int = 64,
+        every: int = 4,
+        noise: Noise | None = None,
+        ahead: Sequence[int] | None = None,
+        balance: str = "auto",
+        planners: int = 0,
+    ) -> None:
+        self.costs, self.every, self.total = list(costs), every, total
+        self.noise: Noise = noise or (lambda step, rank, now, seconds: seconds)
+        self.ahead = ahead or [0] * len(self.costs)  # batches that each rank's workers prefetch
+        self.planners = [Planner(len(self.costs), balance) for _ in self.costs[: planners or None]]
+        for planner in self.planners:
+            planner.expect(total)
+        self.models = [CostModel() for _ in self.costs]
+        self.evidence = [Evidence() for _ in self.costs]
+        self.step, self.now = 0, 0.0
+        self.reports: list[Report] | None = None
+        self.shares: list[list[int]] = []
+        self.seconds: list[float] = []  # of each step, without the noise
+        self.measured: list[float] = []  # with it
+        self.plans: list[tuple[int, Plan]] = []
+        self._laps: list[list[Lap]] = [[] for _ in self.costs]
+
+    def run(self, steps: int, costs: Sequence[Cost] | None = None) -> list[float]:
+        """Run; returns the seconds of each of these steps without the noise."""
+        self.costs = list(costs or self.costs)
+        for _ in range(steps):
+            self._step()
+        return self.seconds[-steps:]
+
+    def _step(self) -> None:
+        if self.reports:
+            made = [planner.update(self.step, self.reports) for planner in self.planners]
+            assert all(plan == made[0] for plan in made), "the ranks have made different plans"
+            if made[0]:
+                self.plans.append((self.step, made[0]))
+            self.reports = None
+        shares = self.planners[0].shares(self.step)
+        times = [cost.seconds(n) for cost, n in zip(self.costs, shares, strict=True)]
+        noisy = [self.noise(self.step, rank, self.now, t) for rank, t in enumerate(times)]
+        for laps, model, evidence, n, t in zip(self._laps, self.models, self.evidence, shares, noisy, strict=True):
+            model.observe(max(n, 1), t)
+            if model.warm:
+                laps.append(Lap(max(n, 1), t, max(noisy) - t, 0.0, 0.0, 0.0))
+                evidence.observe(laps[-1], model.cost)
+        self.step += 1
+        self.now += max(noisy)
+        if self.step % self.every == 0:
+            self.reports = [self._report(rank) for rank in range(len(self.costs))]
+        self.shares.append(shares)
+        self.seconds.append(max(times))
+        self.measured.append(max(noisy))
+
+    def _report(self, rank: int) -> Report:
+        laps, model, evidence = self._laps[rank], self.models[rank], self.evidence[rank]
+        self._laps[rank] = []
+        samples, compute, wait = (
+            sum(column) / max(len(laps), 1) for column in zip(*(lap[:3] for lap in laps), (0.0, 0.0, 0.0), strict=True)
+        )
+        speed = evidence.speed(model.cost)
+        error = speed.noise if model.ready else math.inf
+        drawn = self.step + self.ahead[rank] + 1
+        return Report(*speed.cost, error, drawn, samples, compute, wait, 0.0, len(laps), speed.since)
+
+
+def optimum(costs: Sequence[Cost], total: int) -> float:
+    """Seconds of the best split."""
+    return makespan(split(total, list(costs)), list(costs))
+
+
+def near_even(shares: Sequence[Sequence[int]]) -> float:
+    """Share of steps in which every rank's share is within 10% of an even one."""
+    even = sum(shares[0]) / len(shares[0])
+    return sum(all(abs(n - even) <= 0.1 * even for n in step) for step in shares) / len(shares)
