@@ -57,7 +57,6 @@ def test_from_an_even_start_to_the_optimum() -> None:
     assert min(slowdown(list(shares), PER_SAMPLE) for shares in steps[-6:]) < 1.1
 
 
-@pytest.mark.clock
 def test_back_on_the_optimum_after_a_change_of_speed() -> None:
     results = run(_train, 4, {0: PER_SAMPLE, 24: CHANGED}, 96, {"rebalance_every_n_steps": 2})
     steps = [list(shares) for shares in zip(*results, strict=True)]
@@ -65,7 +64,6 @@ def test_back_on_the_optimum_after_a_change_of_speed() -> None:
     assert min(slowdown(shares, CHANGED) for shares in steps[24:]) < 1.1
 
 
-@pytest.mark.clock
 def test_replicas_that_meet_every_few_steps_adapt_too() -> None:
     options = {"every_n_steps": 4, "ranks_per_node": 1}
     steps = list(zip(*run(_train, 4, {0: PER_SAMPLE}, 80, options, NodeAverageStrategy), strict=True))
