@@ -38,7 +38,7 @@ class ReplicaStrategy(ReplicaSteps):
     def _join(self, topology: Topology) -> None:
         super()._join(topology)
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
-        self._looked = 0, 0  # at the consensus: at which step, and after how many exchanges
+        self._looked: tuple[int, int] | None = None  # at the consensus: at which step, and after how many exchanges
         self._warned = False  # that looks come more often than exchanges
 
     @override
@@ -79,11 +79,14 @@ class ReplicaStrategy(ReplicaSteps):
     def _note_look(self) -> None:
         """Warn, once, if validation or checkpoints come more often than exchanges."""
         assert self.averager is not None
-        (step, exchanges), meetings = self._looked, self.averager.meetings
-        if meetings is None or self._windows == step or self._trainer.sanity_checking:
+        before, meetings = self._looked, self.averager.meetings
+        if meetings is None or self._trainer.sanity_checking:
             return
         self._looked = self._windows, meetings
-        if meetings == exchanges and not self._warned:
+        if before is None or self._warned:
+            return
+        step, exchanges = before
+        if meetings == exchanges and self._windows > step:
             self._warned = True
             rank_zero_warn(
                 f"Replicas have not met between step {step} and step {self._windows}, at which validation or a "
@@ -143,7 +146,7 @@ class ReplicaStrategy(ReplicaSteps):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.averager is not None:
-            self._looked = self._windows, self.averager.meetings or 0
+            self._looked = None
 
     @override
     def teardown(self) -> None:

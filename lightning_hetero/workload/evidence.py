@@ -21,12 +21,32 @@ class Speed(NamedTuple):
     Attributes:
         cost: seconds per batch and per sample.
         noise: how far that may be off by noise, as a fraction.
-        since: seconds of steps that this rests on, since the latest change.
+        since: seconds of steps since the latest change; infinite if none is known.
     """
 
     cost: Cost
     noise: float
     since: float
+
+
+class Stretch(NamedTuple):
+    """Steps in a row, long enough together to be compared with others.
+
+    Attributes:
+        steps: how many.
+        samples: of all of them.
+        work: seconds that this rank has worked on them.
+        seconds: that they took, with the wait for others.
+    """
+
+    steps: int
+    samples: int
+    work: float
+    seconds: float
+
+    def seconds_by(self, cost: Cost) -> float:
+        """What its steps would have taken by ``cost``."""
+        return self.steps * cost.fixed + self.samples * cost.per_sample
 
 
 class Evidence:
@@ -40,20 +60,20 @@ class Evidence:
     #: Seconds that a stretch lasts at least: some turns of an operating system's scheduler, a period of CPU quotas.
     SECONDS = 0.1
     #: Stretches that are remembered.
-    MEMORY = 128
+    MEMORY = 256
     #: A state of the noise lasts for up to so many stretches, so that these together tell no more than one would that
     #: is independent. (On a machine with busy neighbours, states last a second and more.)
-    STATE = 16
+    STATE = 32
     #: A rank is never known better than this: a fraction of its time.
     LEAST_NOISE = 0.01
     #: A change of speed is larger than so many times the noise before and after it.
     CHANGE = 2.0
 
     def __init__(self) -> None:
-        self._work = 0.0  # samples of a step, by which stretches are compared
-        self._times: deque[float] = deque(maxlen=self.MEMORY)  # seconds for so much work
-        self._seconds: deque[float] = deque(maxlen=self.MEMORY)  # that the stretches lasted
-        self._open: list[Lap] = []
+        self._samples = 0.0  # of a step, to which all stretches are converted
+        self._stretches: deque[Stretch] = deque(maxlen=self.MEMORY)
+        self._times: deque[float] = deque(maxlen=self.MEMORY)  # seconds of such a step, as converted at that time
+        self._open = Stretch(0, 0, 0.0, 0.0)
 
     def observe(self, lap: Lap, cost: Cost) -> None:
         """Take in a step.
@@ -62,30 +82,37 @@ class Evidence:
             lap: the step, as the stopwatch has measured it.
             cost: what is known of how the time depends on the samples: only the ratio ``a : k`` counts.
         """
-        self._open.append(lap)
-        work, wait = sum(lap.work for lap in self._open), sum(lap.wait for lap in self._open)
-        if work + wait < self.SECONDS or work <= 0:
+        steps, samples, work, seconds = self._open
+        self._open = Stretch(steps + 1, samples + lap.samples, work + lap.work, seconds + lap.work + lap.wait)
+        if self._open.seconds < self.SECONDS or self._open.work <= 0:
             return
-        self._work = self._work or float(lap.samples)
-        self._times.append(cost.seconds(self._work) * work / sum(cost.seconds(lap.samples) for lap in self._open))
-        self._seconds.append(work + wait)
-        self._open = []
+        self._samples = self._samples or float(lap.samples)
+        self._stretches.append(self._open)
+        self._times.append(self._converted(self._open, cost))
+        self._open = Stretch(0, 0, 0.0, 0.0)
 
     def speed(self, cost: Cost) -> Speed:
         """The present speed, as a cost with the ratio of the given one."""
         if len(self._times) < 2:
-            return Speed(cost, math.inf, 0.0)
+            return Speed(cost, math.inf, math.inf)
         times = list(self._times)
         cut = _change(times)
         if cut == len(times) - 1:  # a single stretch: a stall is no change
             cut = _change(times[:-1])
-        if cut and abs(median(times[cut:]) / median(times[:cut]) - 1) <= self.CHANGE * _noise(times[:cut], times[cut:]):
+        before, after = times[:cut], times[cut:]
+        if cut and abs(math.log(median(after) / median(before))) <= self.CHANGE * _noise(before, after):
             cut = 0
-        now = times[cut:]
+        since = list(self._stretches)[cut:]
+        # What is known of the ratio now is of the present speed: what was before the change keeps its own.
+        now = [self._converted(stretch, cost) for stretch in since]
         noise = max(_noise(times[:cut], now) * (self.STATE / len(now)) ** 0.5, self.LEAST_NOISE)
-        scale = median(now) / cost.seconds(self._work)
-        since = sum(list(self._seconds)[cut:])
-        return Speed(Cost(scale * cost.fixed, scale * cost.per_sample), noise, since)
+        scale = median(now) / cost.seconds(self._samples)
+        seconds = sum(stretch.seconds for stretch in since) if cut else math.inf
+        return Speed(Cost(scale * cost.fixed, scale * cost.per_sample), noise, seconds)
+
+    def _converted(self, stretch: Stretch, cost: Cost) -> float:
+        """Seconds of a step of the size by which stretches are compared."""
+        return cost.seconds(self._samples) * stretch.work / stretch.seconds_by(cost)
 
 
 def _noise(*parts: Sequence[float]) -> float:

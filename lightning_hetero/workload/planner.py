@@ -224,12 +224,14 @@ class Planner:
             return None if present == level else even
         if not self._pays(present, wanted, costs, [max(self._doubt, x) for x in noise]):
             return None
-        looks, since = self._looks, min(r.since for r in reports)
-        while len(looks) > 1 and sum(look.seconds for look in looks) > since:
-            looks = looks[1:]  # of before the latest change of a rank's speed
+        looks, since = list(self._looks), min(r.since for r in reports)
+        while looks and sum(look.seconds for look in looks) > since:
+            del looks[0]  # it began before the latest change of a rank's speed
         if looks:
             gain = makespan(present, costs) - makespan(wanted, costs)
             self._trial = Trial(latest, _step(looks) - gain / 2)
+        elif self._looks:
+            self._trial = None  # nobody knows how long steps would take now without the re-split
         return best
 
     def _pays(self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost], noise: Sequence[float]) -> bool:

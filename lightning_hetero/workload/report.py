@@ -1,5 +1,6 @@
 """What a rank tells the others about its steps."""
 
+import math
 from typing import NamedTuple
 
 
@@ -16,7 +17,7 @@ class Report(NamedTuple):
         wait: seconds per step that it waited for others since the last pulse, mean.
         stop: above 0 if it was asked to stop (SIGTERM).
         laps: steps that these means are over.
-        since: seconds of steps that the cost rests on, since the rank's speed has changed.
+        since: seconds of steps since the rank's speed has changed; infinite if it is not known to have.
     """
 
     fixed: float
@@ -28,4 +29,4 @@ class Report(NamedTuple):
     wait: float
     stop: float
     laps: float = 0.0
-    since: float = 0.0
+    since: float = math.inf

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lightning_hetero", "torchmetrics", "pytest", "psutil", "tasks"])
+_context.set_forkserver_preload(
+    ["lightning.pytorch", "lightning_hetero.strategies", "torch._dynamo", "torchmetrics", "pytest", "psutil"]
+)
 
 #: Seconds in which a job ends unless it hangs. Most take a few, so only a failing test waits this long.
 LIMIT = 200.0

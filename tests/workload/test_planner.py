@@ -78,9 +78,8 @@ def test_after_a_change_of_speed_the_step_is_soon_near_the_optimum(speeds, optim
     cluster.run(when)
     seconds = cluster.run(60, speeds)
     assert min(seconds) >= optimum - 1e-9  # the number above is the optimum
-    assert max(seconds[10:]) <= 1.20 * optimum
-    assert max(seconds[24:]) <= 1.06 * optimum
-    assert max(seconds[50:]) <= 1.05 * optimum
+    assert max(seconds[10:]) <= 1.10 * optimum
+    assert max(seconds[12:]) <= 1.05 * optimum
 
 
 def test_a_change_under_noise_is_followed_too():
@@ -92,10 +91,10 @@ def test_a_change_under_noise_is_followed_too():
         cluster.run(40)
         seconds = cluster.run(80, reversed_)
         costs = [Cost(0.010, k) for k in reversed_]
-        after.append([seconds[i] / makespan(split(24, costs), costs) for i in (0, 14, 40, 79)])
+        after.append([seconds[i] / makespan(split(24, costs), costs) for i in (0, 14, 24, 79)])
     before, soon, later, last = (statistics.median(column) for column in zip(*after, strict=True))
     assert before > 2
-    assert soon <= 1.3
+    assert soon <= 1.1
     assert later <= 1.05
     assert last <= 1.05
     assert max(row[-1] for row in after) <= 1.25
@@ -113,7 +112,7 @@ def test_with_prefetching_workers_it_only_takes_that_much_longer():
     seconds = cluster.run(60)
     assert seconds[8] == pytest.approx(0.138)  # steps that are already drawn stay as they were
     assert max(seconds[30:]) <= 1.05 * 0.058
-    assert max(cluster.run(60, CHANGES[0][0])[24:]) <= 1.06 * 0.074
+    assert max(cluster.run(60, CHANGES[0][0])[24:]) <= 1.05 * 0.074
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -147,7 +146,7 @@ def test_equal_ranks_without_noise_never_change():
 
 
 def test_whatever_happens_the_global_batch_stays():
-    cluster = Cluster(EXAMPLE, total=61, noise=0.3, seed=3)
+    cluster = Cluster(EXAMPLE, total=61, noise=0.1, seed=3)
     for speeds, _ in CHANGES:
         cluster.run(40, speeds)
     assert len(cluster.plans) > 2
