@@ -113,7 +113,7 @@ class OwnAlpha(ElasticAverager):
 # -- conservation, the hull, the fixed point -----------------------------------------------------------------
 
 numbers = st.floats(-10, 10, allow_subnormal=False)
-rates = st.floats(0.01, 1.0)
+rates = st.floats(0.01, 0.99)  # both rates 1 would be unstable, and is refused
 orders = st.sampled_from(["jacobi", "gauss_seidel"])
 
 

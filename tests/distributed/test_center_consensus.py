@@ -94,7 +94,7 @@ def test_the_center_is_validated_saved_tested_and_left(tmp_path: Path) -> None:
             assert unwatched["said"] == []
             assert len(watched["said"]) == (rank == 0)
             if rank == 0:
-                assert "between step 0 and step 2, at which validation or a checkpoint" in watched["said"][0]
+                assert "between step 6 and step 8, at which validation or a checkpoint" in watched["said"][0]
             for j, weights in enumerate(watched["validated"]):
                 # Where the center has nothing to say, or less than the replicas, their mean stands for it.
                 apart = BIAS if "exclude" in options else BIAS & False

@@ -83,6 +83,7 @@ def _fit(
 ) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+    warnings.filterwarnings("ignore", "Replicas have not met")  # steps 21 to 24 of hetero_diloco
     callbacks = [ModelCheckpoint(folder, save_top_k=0, save_last=True), *([] if stop is None else [Terminated(stop)])]
     settings = {**FAST, "enable_checkpointing": True, "num_sanity_val_steps": 0, "val_check_interval": 4, **limits}
     module, trainer = Watched(), pl.Trainer(strategy=strategy, callbacks=callbacks, **settings, **more)
