@@ -51,10 +51,6 @@ class Averager(ABC):
     lockstep = True
     #: What a replica goes on with that has been skipped, in words.
     fresh_start = "the mean of the others"
-    #: Whether this rank has been asked to stop, for replicas that meet one by one and tell each other.
-    wants_stop: Callable[[], bool] = staticmethod(lambda: False)
-    #: Whether some rank has, as far as this replica has heard.
-    stops = False
     #: What to tell the user, if anything.
     warning: str | None = None
     #: How many exchanges this replica has completed in this fit, if what it validates depends on that.

@@ -32,7 +32,7 @@ class DirectedAverager(PushAverager):
         self.rule, self.pull, self.seed = rule, pull, seed
 
     @override
-    def exchange(self, context: StepContext) -> None:
+    def after_step(self, context: StepContext) -> None:
         if context.step % self.every:
             return
         turn, me = context.step // self.every, self.links.index

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,23 +75,6 @@ class GossipAverager(Averager, Generic[T]):
             self._transport.close()
 
     @override
-    def after_step(self, context: StepContext) -> None:
-        self.exchange(context)
-        if context.step % self.every == 0:
-            self._pass_on_stop()
-
-    @abstractmethod
-    def exchange(self, context: StepContext) -> None:
-        """After the optimizer's step, whether it is one for an exchange or not."""
-
-    def _pass_on_stop(self) -> None:
-        """Tell all if this rank has been asked to stop; hear of others (collective over the replica)."""
-        if self.peers is not None and self.wants_stop():
-            self.peers.tell_stop()
-        [stops] = self.tell([float(self.peers is not None and self.peers.stop)], ())
-        self.stops |= bool(stops)
-
-    @override
     def due(self, context: StepContext) -> bool:
         return context.epoch_ends
 
@@ -106,9 +88,7 @@ class GossipAverager(Averager, Generic[T]):
         return table.tolist()
 
     def miss(self, peer: int) -> None:
-        """Count an exchange with a peer that was not completed; not if it was not waited for, as all are to stop."""
-        if self.peers is not None and self.peers.stop:
-            return
+        """Count an exchange with a peer that was not completed."""
         self.missed[peer] += 1
         level = logging.WARNING if self.missed[peer] == 1 else logging.INFO
         log.log(level, "Replica %d missed replica %d: late, frozen, dead or unreachable.", self.links.index, peer)

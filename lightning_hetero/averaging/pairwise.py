@@ -40,7 +40,7 @@ class MatchedAverager(PairAverager):
             self._meet((context.step + 1) // self.every, context.planned)
 
     @override
-    def exchange(self, context: StepContext) -> None:
+    def after_step(self, context: StepContext) -> None:
         if context.step % self.every:
             return
         if not self.overlap:
@@ -70,7 +70,7 @@ class FirstComeAverager(PairAverager):
     _late: tuple[list[Tensor], float] | None = None  # what an exchange has brought that is yet to be added
 
     @override
-    def exchange(self, context: StepContext) -> None:
+    def after_step(self, context: StepContext) -> None:
         if self._late is not None:
             self.replica.add(*self._late)
             self._late = None

@@ -63,7 +63,7 @@ class PushSumAverager(PushAverager):
         self._x = [torch.zeros_like(origin) for origin in self.reference]
 
     @override
-    def exchange(self, context: StepContext) -> None:
+    def after_step(self, context: StepContext) -> None:
         if context.step % self.every == 0:
             self._learn(self.pack(), context.planned)
             turn = context.step // self.every

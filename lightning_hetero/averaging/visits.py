@@ -137,7 +137,6 @@ class VisitingAverager(CenteredAverager):
         visit, self._visit = self._visit(), None
         self._rates.saw(visit.counts)
         self.meetings += 1
-        self.stops |= visit.stop
         self._distance = math.sqrt(visit.square) if visit.square >= 0 else math.nan
         if not self._healthy:
             self._take_center()
@@ -162,7 +161,7 @@ class VisitingAverager(CenteredAverager):
                 difference.zero_()  # of which the visit will make 0 - c
         # Past the center it would swing: a replica that comes very rarely cannot make up for all of it at once.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
-        self._visit = self._visitor.visit(self._difference, push, self.wants_stop())
+        self._visit = self._visitor.visit(self._difference, push)
         if not self.overlap:
             visit = self._visit()
             self._visit = lambda: visit

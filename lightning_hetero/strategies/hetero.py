@@ -177,9 +177,7 @@ class HeteroStrategy(Saving):
             self.options.sizes,
             self.options.balance_iterable,
         )
-        self.share = Workshare(
-            planner, self._timer, loaders, replica, small, pulse, self._report_due, self._stop_requested
-        )
+        self.share = Workshare(planner, self._timer, loaders, replica, small, pulse, self._report_due)
 
     def _report_due(self, step: int) -> bool:
         """Whether the ranks exchange reports after ``step`` batches."""
@@ -218,9 +216,6 @@ class HeteroStrategy(Saving):
     def _register_ddp_hooks(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
-
-    def _stop_requested(self) -> bool:
-        return self._stop is not None and self._stop.requested
 
     # -- a step ------------------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ class Workshare:
         group: their process group for small CPU tensors.
         pulse: gathers the reports of all ranks.
         report_due: whether ranks report after a given step; the same on all.
-        stop_requested: whether this rank has been asked to stop.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class Workshare:
         group: dist.ProcessGroup | None,
         pulse: Pulse,
         report_due: Callable[[int], bool],
-        stop_requested: Callable[[], bool],
     ) -> None:
         self.planner, self.timer, self.loaders = planner, timer, loaders
         self.replica, self._group, self._pulse, self._report_due = replica, group, pulse, report_due
@@ -55,7 +53,6 @@ class Workshare:
         self.patient = False  # take reports in when the next are due, rather than make all ranks wait at once
         self._reported_at = 0  # the step of the reports that are on their way
         self._fresh_pass = False  # an epoch's first batch has just been drawn
-        self._stop_requested = stop_requested
         self.drawn: Drawn | None = None  # of the running step, None between steps
         self._laps: list[Lap] = []  # since the last report
         self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
@@ -169,8 +166,7 @@ class Workshare:
         laps, self._laps = len(self._laps), []
         speed = self.evidence.speed(self.cost.cost)
         error = speed.noise if self.cost.ready else math.inf
-        drawn, stop = self.loaders.next_step(), float(self._stop_requested())
-        return Report(*speed.cost, error, drawn, samples, work, wait, stop, laps, speed.since)
+        return Report(*speed.cost, error, self.loaders.next_step(), samples, work, wait, laps, speed.since)
 
 
 def exchanger(

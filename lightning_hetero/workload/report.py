@@ -15,7 +15,6 @@ class Report(NamedTuple):
         samples: samples per step that it processed since the last pulse, mean.
         compute: seconds per step of its own work since the last pulse, mean.
         wait: seconds per step that it waited for others since the last pulse, mean.
-        stop: above 0 if it was asked to stop (SIGTERM).
         laps: steps that these means are over.
         since: seconds of steps since the rank's speed has changed; infinite if it is not known to have.
     """
@@ -27,6 +26,5 @@ class Report(NamedTuple):
     samples: float
     compute: float
     wait: float
-    stop: float
     laps: float = 0.0
     since: float = math.inf

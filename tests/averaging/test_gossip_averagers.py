@@ -84,4 +84,4 @@ def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> No
     one._x = [torch.zeros(2)]
     step(module, 1e6)
     with pytest.raises(NotFiniteError):
-        one.exchange(StepContext(1, False, [6, 6]))
+        one.after_step(StepContext(1, False, [6, 6]))

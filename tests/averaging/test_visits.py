@@ -35,7 +35,7 @@ class MemoryCenter(Center):
     def open(self, values: Sequence[Tensor]) -> None:
         self.memory.values = self.memory.values or [value.clone() for value in values]
 
-    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
+    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
         square = differ(values, self.memory.values)
         push_by(values, self.memory.values, push, square)
         self.memory.counts[self.job.replica] += 1

@@ -131,7 +131,7 @@ class Cluster:
         speed = evidence.speed(model.cost)
         error = speed.noise if model.ready else math.inf
         drawn = self.step + self.ahead[rank] + 1
-        return Report(*speed.cost, error, drawn, samples, compute, wait, 0.0, len(laps), speed.since)
+        return Report(*speed.cost, error, drawn, samples, compute, wait, len(laps), speed.since)
 
 
 def optimum(costs: Sequence[Cost], total: int) -> float:

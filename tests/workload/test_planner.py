@@ -31,7 +31,7 @@ class Cluster(simulation.Cluster):
 
 
 def report(per_sample, fixed=0.0, error=0.0, drawn=0.0):
-    return Report(fixed, per_sample, error, drawn, 0, 0, 0, 0)
+    return Report(fixed, per_sample, error, drawn, 0, 0, 0)
 
 
 def planner_of(total, world, *args, **options):
@@ -645,12 +645,12 @@ def test_times_count_the_samples_of_all_loaders():
 def test_the_plan_of_the_step_before_an_update_is_still_known() -> None:
     planner = Planner(2)
     planner.expect(32)
-    planner.update(6, [Report(0.0, k, 0.0, 8, 16, 16 * k, 0.0, 0.0) for k in (1.0, 3.0)])
+    planner.update(6, [Report(0.0, k, 0.0, 8, 16, 16 * k, 0.0) for k in (1.0, 3.0)])
     before = planner.shares(7)
-    planner.update(8, [Report(0.0, k, 0.0, 10, 16, 16 * k, 0.0, 0.0) for k in (3.0, 1.0)])
+    planner.update(8, [Report(0.0, k, 0.0, 10, 16, 16 * k, 0.0) for k in (3.0, 1.0)])
     assert planner.shares(7) == before == [16, 16]
     assert planner.shares(8) == [24, 8]
     assert planner.shares(10)[0] < 16
-    planner.update(11, [Report(0.0, k, 0.0, 13, 16, 16 * k, 0.0, 0.0) for k in (1.0, 3.0)])
+    planner.update(11, [Report(0.0, k, 0.0, 13, 16, 16 * k, 0.0) for k in (1.0, 3.0)])
     with pytest.raises(LookupError, match="the plan of step 0 is no longer known"):
         planner.at(0)

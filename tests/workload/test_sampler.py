@@ -304,7 +304,7 @@ def test_ranks_that_draw_ahead_differently_agree_on_every_batch(speeds, ahead, e
             step += 1
             if step % every == 0:
                 reports = [
-                    Report(*m.cost, m.error(max(steps[-1][1].samples, 1)), 0, 0, 0.1, 0, 0, every)
+                    Report(*m.cost, m.error(max(steps[-1][1].samples, 1)), 0, 0, 0.1, 0, every)
                     for m, steps in zip(models, parts, strict=True)
                 ]
         check_together(parts, reference)
@@ -405,7 +405,7 @@ def test_evaluation_goes_on_after_training_has_adapted():
     # Training uses batches of 64, evaluation of 1000. That no rank has been seen to manage so much must not stop it.
     planner = Planner(4)
     planner.expect(64)
-    reports = [Report(0.01, k, 0.01, 6, 16, 0, 0, 0) for k in (0.002, 0.002, 0.004, 0.008)]
+    reports = [Report(0.01, k, 0.01, 6, 16, 0, 0) for k in (0.002, 0.002, 0.004, 0.008)]
     assert planner.update(4, reports) is not None
     batches = EvenBatches(range(3000), 1000, 4)
     drawn = [list(EvaluationSampler(batches, rank, 4, lambda: planner.plans[-1])) for rank in range(4)]

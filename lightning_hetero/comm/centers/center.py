@@ -47,13 +47,11 @@ class Visit(NamedTuple):
         square: squared Euclidean distance to the center as it was. If it is not finite, the center was left alone.
         counts: visits of each replica so far, this one included.
         sent: bytes that this rank has sent.
-        stop: whether some visitor wants all to stop.
     """
 
     square: float
     counts: list[int]
     sent: int = 0
-    stop: bool = False
 
 
 class Center(ABC):
@@ -73,13 +71,12 @@ class Center(ABC):
         """Begin with these values, the same on all ranks (collective over all ranks)."""
 
     @abstractmethod
-    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
+    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
         """``D = values - center;  center += push D``, if ``D`` is finite.
 
         Args:
             values: of the center's sizes and dtypes; overwritten with ``D``.
             push: coefficient.
-            stop: whether this visitor wants all to stop; they learn it at their next visits.
 
         Raises:
             CommunicationError: the center's host has died or does not answer within the deadline.

@@ -43,12 +43,12 @@ class MPICenter(Center):
         from mpi4py import MPI
 
         self._communicator = MPI.COMM_WORLD.Dup()
-        sizes = [8 * (len(self.job.leaders) + 1), *(value.nbytes for value in values)]
+        sizes = [8 * len(self.job.leaders), *(value.nbytes for value in values)]
         *self._starts, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
         here = self.job.rank == self.job.host
         self._window = MPI.Win.Allocate(total if here else 0, 1, comm=self._communicator)
         self._window.Lock_all()
-        self._table = torch.zeros(len(self.job.leaders) + 1, dtype=torch.float64)  # counts, and who wants to stop
+        self._table = torch.zeros(len(self.job.leaders), dtype=torch.float64)  # counts
         self._center = [torch.empty_like(value) for value in values]  # as last read
         if here:
             self._memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)
@@ -59,7 +59,7 @@ class MPICenter(Center):
         self._communicator.Barrier()
 
     @override
-    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
+    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
         from mpi4py import MPI
 
         self._fetch(self._center)
@@ -68,12 +68,11 @@ class MPICenter(Center):
             for start, difference, scaled in zip(self._starts[1:], values, self._center, strict=True):
                 self._add(torch.mul(difference, push, out=scaled), start)
         own = torch.zeros_like(self._table)
-        own[self.job.replica], own[-1] = 1, stop
+        own[self.job.replica] = 1
         self._add(own, 0)
         self._get(self._table, 0, MPI.NO_OP)
         sent = 0 if self.job.rank == self.job.host else sum(v.nbytes for v in values)
-        *counts, stopped = map(int, self._table.tolist())
-        return Visit(square, counts, sent, stopped > 0)
+        return Visit(square, [int(count) for count in self._table], sent)
 
     def _fetch(self, out: Sequence[Tensor]) -> None:
         from mpi4py import MPI
@@ -115,14 +114,14 @@ class MPICenter(Center):
         values = [torch.empty_like(value) for value in self._center] if out is None else list(out)
         self._fetch(values)
         self._get(self._table, 0, MPI.NO_OP)
-        return values, [int(count) for count in self._table[:-1]]
+        return values, [int(count) for count in self._table]
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         assert self._window is not None
         if self.job.rank != self.job.host:
             return
-        table = torch.tensor([*counts, 0], dtype=torch.float64)
+        table = torch.tensor(counts, dtype=torch.float64)
         for start, value in zip(self._starts, (table, *values), strict=True):
             self._memory[start : start + value.nbytes].view(value.dtype).copy_(value)
         self._window.Sync()

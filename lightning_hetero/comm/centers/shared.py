@@ -36,11 +36,11 @@ class SharedCenter(Center):
         super().__init__(job)
         self._locked = locked
         self._file = -1
-        self._table, self._values = torch.zeros(0), [torch.zeros(0)]  # counts, and whether to stop; the center
+        self._table, self._values = torch.zeros(0), [torch.zeros(0)]  # counts; the center
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
-        like = [torch.zeros(len(self.job.leaders) + 1, dtype=torch.float64), *values]
+        like = [torch.zeros(len(self.job.leaders), dtype=torch.float64), *values]
         memory: Mapped | None = None
         problem: HeteroError | None = None
         if self.job.rank == self.job.host:
@@ -73,15 +73,13 @@ class SharedCenter(Center):
         dist.barrier()
 
     @override
-    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
+    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
         with self._held() if self._locked else nullcontext():
             self._check_others()
             square = differ(values, self._values)
             push_by(values, self._values, push, square)
             self._table[self.job.replica] += 1  # each has its own
-            if stop:
-                self._table[-1] = 1
-            return Visit(square, self._counts(), stop=bool(self._table[-1]))
+            return Visit(square, self._counts())
 
     @override
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
@@ -94,10 +92,10 @@ class SharedCenter(Center):
             return
         for own, value in zip(self._values, values, strict=True):
             own.copy_(value)
-        self._table[:-1].copy_(torch.tensor(counts))
+        self._table.copy_(torch.tensor(counts))
 
     def _counts(self) -> list[int]:
-        return [int(count) for count in self._table[:-1]]
+        return [int(count) for count in self._table]
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -117,8 +115,6 @@ class SharedCenter(Center):
 
     def _check_others(self) -> None:
         """See that nobody has ended, who would be waited for in vain at the end of the epoch."""
-        if self._table[-1]:  # all stop, some sooner
-            return
         if (rank := self._lost()) is not None:
             host = ", with which it lives," if rank == self.job.host else ""
             error = ConnectionError(f"rank {rank}{host} has ended")

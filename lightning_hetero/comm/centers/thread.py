@@ -42,7 +42,6 @@ class ThreadCenter(Center):
         self._changed = threading.Condition()  # guards all that follows
         self._values: list[Tensor] = []
         self._counts = [0] * len(job.leaders)
-        self._stop = False
         self._next = 0  # replica whose turn it is
         self._host_left = self._closed = False
         self._error: BaseException | None = None
@@ -75,22 +74,22 @@ class ThreadCenter(Center):
         return Line(self._group, other) if dtype is None else NarrowLine(self._group, other, dtype)
 
     @override
-    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Visit:
+    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
         if self.job.rank == self.job.host:
-            return self._visit_here(values, push, stop)
+            return self._visit_here(values, push)
         line, own = self._lines[self.job.host], list(values)
         with self._in_time("visit"):
             well = line.fits(own)
             assert self._button is not None
             self._button.press()
-            line.send(torch.tensor([_VISIT, push if well else 0.0, stop], dtype=torch.float64))
+            line.send(torch.tensor([_VISIT, push if well else 0.0], dtype=torch.float64))
             line.tell(own)
-            table = torch.empty(2 + len(self.job.leaders), dtype=torch.float64)
+            table = torch.empty(1 + len(self.job.leaders), dtype=torch.float64)
             line.receive(table)
             line.learn(own)
-        square, stopped, *counts = table.tolist()
-        sent = 24 + line.bytes(own)
-        return Visit(square if well else math.inf, [int(count) for count in counts], sent, bool(stopped))
+        square, *counts = table.tolist()
+        sent = 16 + line.bytes(own)
+        return Visit(square if well else math.inf, [int(count) for count in counts], sent)
 
     @contextmanager
     def _in_time(self, what: str) -> Iterator[None]:
@@ -129,7 +128,7 @@ class ThreadCenter(Center):
             with self._in_time("leave"):
                 assert self._button is not None
                 self._button.press()
-                self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0, 0.0], dtype=torch.float64))
+                self._lines[self.job.host].send(torch.tensor([_LEAVE, 0.0], dtype=torch.float64))
 
     @override
     def close(self) -> None:
@@ -148,7 +147,7 @@ class ThreadCenter(Center):
 
     # -- the host ----------------------------------------------------------------------------------
 
-    def _visit_here(self, values: Sequence[Tensor], push: float, stop: bool) -> Visit:
+    def _visit_here(self, values: Sequence[Tensor], push: float) -> Visit:
         limit = self.job.timeout.total_seconds()
         with self._changed:
             mine = self._changed.wait_for(lambda: self._error or not self._in_turn or self._next == 0, limit)
@@ -163,14 +162,13 @@ class ThreadCenter(Center):
                     "limit)."
                 )
             square = differ(values, self._values)
-            return self._receive(0, values, push, square, stop)
+            return self._receive(0, values, push, square)
 
-    def _receive(self, index: int, difference: Sequence[Tensor], push: float, square: float, stop: bool) -> Visit:
+    def _receive(self, index: int, difference: Sequence[Tensor], push: float, square: float) -> Visit:
         push_by(difference, self._values, push, square)
         self._counts[index] += 1
-        self._stop |= stop
         self._pass_on(index)
-        return Visit(square, list(self._counts), stop=self._stop)
+        return Visit(square, list(self._counts))
 
     def _pass_on(self, index: int) -> None:
         self._next = (index + 1) % len(self.job.leaders)
@@ -186,9 +184,9 @@ class ThreadCenter(Center):
                 rank = doorbell.wait(self._expected())
                 if rank is None or self._closed:
                     return
-                request = torch.empty(3, dtype=torch.float64)
+                request = torch.empty(2, dtype=torch.float64)
                 lines[rank].receive(request)
-                index, (wish, push, stop) = self.job.leaders.index(rank), request.tolist()
+                index, (wish, push) = self.job.leaders.index(rank), request.tolist()
                 if wish == _LEAVE:
                     present.remove(rank)
                     doorbell.say_goodbye(rank)
@@ -200,8 +198,8 @@ class ThreadCenter(Center):
                     square = differ(difference, self._values)
                     if not lines[rank].round(difference):
                         square = math.inf
-                    visit = self._receive(index, difference, push, square, bool(stop))
-                lines[rank].send(torch.tensor([square, visit.stop, *visit.counts], dtype=torch.float64))
+                    visit = self._receive(index, difference, push, square)
+                lines[rank].send(torch.tensor([square, *visit.counts], dtype=torch.float64))
                 lines[rank].answer(difference)
 
     def _expected(self) -> list[int] | None:

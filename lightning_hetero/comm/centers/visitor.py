@@ -23,29 +23,28 @@ class Visitor:
     def __init__(self, center: Center, links: ReplicaLinks) -> None:
         self.center, self._links = center, links
 
-    def visit(self, values: Sequence[Tensor], push: float, stop: bool = False) -> Callable[[], Visit]:
+    def visit(self, values: Sequence[Tensor], push: float) -> Callable[[], Visit]:
         """Begin a visit (collective over the replica).
 
         Args:
             values: as for :meth:`~lightning_hetero.comm.centers.center.Center.visit`; overwritten with the difference,
                 on every rank of the replica.
             push: how much of the difference the center moves by.
-            stop: whether this replica has been asked to stop; that of its leader counts.
 
         Returns:
             Waits for what the visit brings; to be called once, before the next visit.
         """
 
         def work() -> Visit:
-            table = torch.zeros(3 + len(self.center.job.leaders), dtype=torch.float64)
+            table = torch.zeros(2 + len(self.center.job.leaders), dtype=torch.float64)
             if self.center.job.visits:
-                visit = self.center.visit(values, push, stop)
-                table = torch.tensor([visit.square, visit.sent, visit.stop, *visit.counts], dtype=torch.float64)
+                visit = self.center.visit(values, push)
+                table = torch.tensor([visit.square, visit.sent, *visit.counts], dtype=torch.float64)
             with deadline("tell its replica of the center"):
                 for tensor in (table, *values):
                     self._links.tell(tensor)
-            square, sent, stopped, *counts = table.tolist()
-            return Visit(square, [int(count) for count in counts], int(sent), bool(stopped))
+            square, sent, *counts = table.tolist()
+            return Visit(square, [int(count) for count in counts], int(sent))
 
         background = Background(work)
 

@@ -34,7 +34,6 @@ class Kind(IntEnum):
     DONE = 6  # it counts
     PUSH = 7  # part of my values, which is yours now
     COUNTED = 8  # has my exchange of this number counted with you?
-    STOP = 9  # somebody wants all to stop
 
 
 class Message(NamedTuple):

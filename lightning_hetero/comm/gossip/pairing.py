@@ -113,7 +113,7 @@ class Pairing:
     def result(self, wait: float = 0.0) -> Swap | None:
         """What the offer has brought, if it has within so many seconds.
 
-        Waits no longer once all are to stop, and not for somebody who has ended or is silent.
+        Does not wait for a peer that has ended or is silent.
 
         Raises:
             CommunicationError: the thread that asks has failed.
@@ -129,7 +129,7 @@ class Pairing:
 
     def _settled(self) -> bool:
         waits = self._state is _State.ENGAGED or (self._state is _State.OPEN and self._agenda.awaits)
-        return self.peers.stop or not waits
+        return not waits
 
     def withdraw(self) -> Swap | None:
         """Close the offer; if an exchange is under way, after its end, with what it has brought."""

@@ -49,14 +49,13 @@ class Peers:
         interface: address to listen on, of the network between the peers.
         attend: goes on from a peer's first message to the end of an exchange; on a thread of its own.
         into: gives the place for the vectors of a first message.
-        changed: called when a peer has said that all are to stop, or has come or gone.
+        changed: called when a peer has come or gone.
 
     Attributes:
         address: where others reach this peer.
         attendance: which peers are there.
         refused: messages that were not believed, by reason.
         ledger: exchanges that have counted here.
-        stop: whether somebody wants all to stop.
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class Peers:
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.me, self.job, self.refused = me, job, Counter[str]()
-        self.ledger, self.stop = Ledger(), False
-        self._attend, self._into, self._changed = attend, into, changed
+        self.ledger = Ledger()
+        self._attend, self._into = attend, into
         self.attendance = Attendance(lambda peer: self._connect(peer).close(), job.deadline, changed)
         self._addresses: dict[int, Address] = {}
         self._listener = socket.create_server((interface, 0), backlog=128)
@@ -178,19 +177,6 @@ class Peers:
                 time.sleep(0.02)
         return False
 
-    def tell_stop(self) -> None:
-        """Tell everybody, once and in the background, that all are to stop."""
-        if not self.stop:
-            self.stop = True
-            for peer in self._addresses.keys() - {self.me}:
-                threading.Thread(target=self._tell_stop, args=(peer,), daemon=True).start()
-
-    def _tell_stop(self, peer: int) -> None:
-        with suppress(OSError):  # it hears of it from another, or at the end of the epoch
-            channel = self._connect(peer)  # of its own: exchanges go on over the other
-            channel.send(Kind.STOP, (), (), self.soon())
-            channel.close()
-
     def drop(self, peer: int) -> None:
         """Hang up on a peer; the next call connects anew."""
         if channel := self._out.pop(peer, None):
@@ -247,9 +233,6 @@ class Peers:
             if message.kind is Kind.COUNTED and len(message.numbers) == 1:
                 counted = self.ledger.settle(message.sender, message.numbers[0])
                 channel.send(Kind.YES if counted else Kind.NO, (), (), self.soon())
-            elif message.kind is Kind.STOP and not message.numbers:
-                self.stop = True
-                self._changed()
             else:
                 self._attend(channel, message)
 

@@ -99,7 +99,7 @@ class Pushing:
         """Take all that has come, in the order of rounds and peers.
 
         Waits for a round's pushes from some peers for at most so many seconds; not for who has ended or is silent, nor
-        for who lags behind since it was waited for in vain. Once all are to stop it does not wait.
+        for who lags behind since it was waited for in vain.
 
         A fast peer may be some rounds ahead, but not by more than there are peers, unless it no longer waits for this
         one, who lags behind. What comes from nearer stays for its round, so that sums do not depend on who is fast;
@@ -114,7 +114,7 @@ class Pushing:
             return [p for p in missing() if p in there and self._latest.get(p, -1) >= self._missed.get(p, -1)]
 
         with self._changed:
-            self._changed.wait_for(lambda: self.peers.stop or not awaited(), wait)
+            self._changed.wait_for(lambda: not awaited(), wait)
             self._missed.update(dict.fromkeys(missing(), turn))
             later = range(turn + 1, turn + self.peers.count + 1)
             taken = sorted((p for p in self._arrived if p.turn not in later), key=lambda push: push[:2][::-1])
