@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from lightning_hetero.comm.centers import Job, MPICenter, SharedCenter
+from lightning_hetero.comm.centers import CenterLayout, MPICenter, SharedCenter
 
 
 def seconds(repeats: int, function: Callable[[], object]) -> list[float]:
@@ -40,9 +40,9 @@ def main() -> None:
     port = MPI.COMM_WORLD.bcast(20000 + os.getpid() % 10000)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    job = Job(rank, world, tuple(range(world)), rank, timedelta(seconds=60))
+    layout = CenterLayout(rank, world, tuple(range(world)), rank, timedelta(seconds=60))
     start = [torch.randn(options.megabytes * 250_000)]
-    centers = {"shared memory": SharedCenter(job), "MPI window": MPICenter(job, across=False)}
+    centers = {"shared memory": SharedCenter(layout), "MPI window": MPICenter(layout, across=False)}
     for center in centers.values():
         center.open(start)
     if rank == 1:
@@ -53,7 +53,7 @@ def main() -> None:
             runs["copy"].append(seconds(options.repeats, lambda: target[0].copy_(source)))
             for name, center in centers.items():
                 runs[name].append(seconds(options.repeats, lambda center=center: center.read(target)))
-                visits[name].append(seconds(options.repeats, lambda center=center: center.visit(target, 0.1)))
+                visits[name].append(seconds(options.repeats, lambda center=center: center.push_pull(target, 0.1)))
         load = os.getloadavg()[0]
         print(
             f"{options.megabytes} MB, 3 alternating runs of {options.repeats}; {os.cpu_count()} cores, load {load:.2f}"

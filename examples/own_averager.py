@@ -65,13 +65,13 @@ class SlowMoAverager(Averager):
     def after_step(self, context: StepContext) -> None:
         self._rates += self.optimizers()[0].param_groups[0]["lr"]
         if self.due(context):
-            self.slow_step(context.planned)
+            self.slow_step(context.samples_per_replica)
 
-    def slow_step(self, planned: Sequence[int]) -> None:
+    def slow_step(self, samples_per_replica: Sequence[int]) -> None:
         """Take the mean of all replicas, and from there a step with momentum (collective)."""
         self._packed = self.replica.pack(self._packed)
-        average = self.links.average(self._packed, planned, self.reference, note=self._rates / self.tau)
-        eta = average.notes[0]  # of replica 0, so that all reckon with the same number
+        average = self.links.average(self._packed, samples_per_replica, self.reference, payload=self._rates / self.tau)
+        eta = average.payloads[0]  # of replica 0, so that all reckon with the same number
         (starts, _), (means, _) = self.replica.views(self.reference), self.replica.views(average.mean)
         for u, start, mean in zip(self._slow, starts, means, strict=True):
             u.mul_(self.beta).add_(start - mean, alpha=1 / eta if eta else 0.0)

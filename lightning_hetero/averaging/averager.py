@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.averaging.moments import clear_broken
-from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica, wide
 
@@ -20,12 +20,12 @@ class StepContext(NamedTuple):
     Attributes:
         step: optimizer steps (accumulation windows) since the start of the fit, this one included.
         epoch_ends: whether it was the last of its epoch.
-        planned: samples of a full batch that each replica takes by the plan in force.
+        samples_per_replica: samples of a full batch that each replica takes by the plan in force.
     """
 
     step: int
     epoch_ends: bool
-    planned: Sequence[int]
+    samples_per_replica: Sequence[int]
 
 
 class Averager(ABC):
@@ -47,9 +47,9 @@ class Averager(ABC):
     blocking = True
     #: Whether one replica alone has nothing to average.
     needs_others = True
-    #: Whether replicas exchange at the same steps, so that all learn at once what one does.
+    #: Whether all replicas exchange after the same steps.
     lockstep = True
-    #: What a replica goes on with that has been skipped, in words.
+    #: What a replica continues with after its own values were left out because they were not finite, in words.
     fresh_start = "the mean of the others"
     #: What to tell the user, if anything.
     warning: str | None = None
@@ -84,15 +84,15 @@ class Averager(ABC):
     def due(self, context: StepContext) -> bool:
         """Whether all replicas meet after this step; on the same steps for all."""
 
-    def meet(self, planned: Sequence[int]) -> None:
+    def meet(self, samples_per_replica: Sequence[int]) -> None:
         """Average all replicas, which then are equal (collective)."""
-        self._spare = self.adopt(self._average(planned))
+        self._spare = self.adopt(self._average(samples_per_replica))
 
-    def _average(self, planned: Sequence[int]) -> Average:
+    def _average(self, samples_per_replica: Sequence[int]) -> Average:
         """The mean of all replicas (collective), in memory that the next one will overwrite."""
         self._packed = self.replica.pack(self._packed)
         self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
-        return self.links.average(self._packed, planned, self.reference, self._spare)
+        return self.links.average(self._packed, samples_per_replica, self.reference, self._spare)
 
     def adopt(self, average: Average) -> list[Tensor]:
         """Take over the mean; returns memory that is free now."""
@@ -106,13 +106,13 @@ class Averager(ABC):
         free, self.reference = self.reference, average.mean
         return free
 
-    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
         """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
-        return self._average(planned).mean
+        return self._average(samples_per_replica).mean
 
-    def finish(self, planned: Sequence[int]) -> None:
+    def finish(self, samples_per_replica: Sequence[int]) -> None:
         """End of the fit: complete what is in flight and make all replicas equal (collective)."""
-        self.meet(planned)
+        self.meet(samples_per_replica)
 
     def status(self, step: int) -> dict[str, float | str]:
         """What people may want to see of the algorithm's course, by name."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.moments import clear_broken
-from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
@@ -31,7 +31,7 @@ class CenteredAverager(Averager):
         tau: optimizer steps from one exchange of a replica to the next.
 
     Attributes:
-        reference: the center, as all know it; then, for values that stay apart, their last mean that all know.
+        reference: the center, as all know it; then, for values that stay excluded, their last mean that all know.
     """
 
     needs_others = False
@@ -50,7 +50,7 @@ class CenteredAverager(Averager):
     @property
     def known(self) -> list[Tensor]:
         """The center as it was when all last looked, as vectors on the CPU, in fp32 or wider."""
-        return self.reference[: self.replica.together]
+        return self.reference[: self.replica.included]
 
     def begin_again(self, center: Sequence[Tensor]) -> None:
         """Let this replica, which is not finite, go on from the center."""
@@ -64,18 +64,18 @@ class CenteredAverager(Averager):
         return self._moved
 
     @override
-    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
         if not self.leads:
-            return super().consensus(planned)
-        first = self.replica.together
-        if first == len(self.reference):  # nothing stays apart
+            return super().consensus(samples_per_replica)
+        first = self.replica.included
+        if first == len(self.reference):  # nothing stays excluded
             return self.known
-        apart = self.replica.pack()[first:]
-        return [*self.known, *self.links.average(apart, planned, self.reference[first:]).mean]
+        excluded = self.replica.pack()[first:]
+        return [*self.known, *self.links.average(excluded, samples_per_replica, self.reference[first:]).mean]
 
     @override
-    def finish(self, planned: Sequence[int]) -> None:
-        self.replica.unpack(self.consensus(planned))
+    def finish(self, samples_per_replica: Sequence[int]) -> None:
+        self.replica.unpack(self.consensus(samples_per_replica))
         if math.isnan(self._distance):
             left = "the center as it was" if self.leads else "the mean of all replicas"
             self.warning = (
@@ -123,7 +123,7 @@ class CenterAverager(CenteredAverager):
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         super().setup(replica, links, optimizers)
-        self._snapshot = [torch.empty_like(flat) for flat in self._packed[: replica.together]]
+        self._snapshot = [torch.empty_like(flat) for flat in self._packed[: replica.included]]
         self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
 
     @property
@@ -138,17 +138,17 @@ class CenterAverager(CenteredAverager):
     @override
     def before_step(self, context: StepContext) -> None:
         if self.order == "jacobi" and self.due(context._replace(step=context.step + 1)):
-            self._begin(context.planned)
+            self._begin(context.samples_per_replica)
 
     @override
     def after_step(self, context: StepContext) -> None:
         if self.due(context):
-            self.exchange(context.planned)
+            self.exchange(context.samples_per_replica)
 
-    def exchange(self, planned: Sequence[int]) -> None:
+    def exchange(self, samples_per_replica: Sequence[int]) -> None:
         """Move replica and center (collective)."""
         if self._exchange is None:
-            self._begin(planned)
+            self._begin(samples_per_replica)
         assert self._exchange is not None
         average, self._exchange = self._exchange(), None
         self._distance = average.displacement  # RMS over the replicas
@@ -159,21 +159,21 @@ class CenterAverager(CenteredAverager):
         if not average.healthy[self.links.index]:
             self.begin_again(self.center)
 
-    def _begin(self, planned: Sequence[int]) -> None:
+    def _begin(self, samples_per_replica: Sequence[int]) -> None:
         """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
         self._snapshot = self.position(self._snapshot)
-        values = self._snapshot, planned, self.center, self._mean, self.wire
+        values = self._snapshot, samples_per_replica, self.center, self._mean, self.wire
         if self.overlap:
-            self._exchange = self.links.begin(*values, turn=0, note=self.note(), want="difference").result
+            self._exchange = self.links.begin(*values, turn=0, payload=self.payload(), want="difference").result
         else:
-            note = self.note()
-            self._exchange = lambda: self.links.average(*values, note=note, want="difference")
+            payload = self.payload()
+            self._exchange = lambda: self.links.average(*values, payload=payload, want="difference")
 
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
         """``x_i``, of which differences are taken."""
         return self.replica.pack(out)
 
-    def note(self) -> float:
+    def payload(self) -> float:
         """A number of this replica for all."""
         return 0.0
 
@@ -187,16 +187,16 @@ class CenterAverager(CenteredAverager):
         """
 
 
-def check_patterns(apart: Sequence[str], names: Sequence[str]) -> None:
+def check_patterns(excluded: Sequence[str], names: Sequence[str]) -> None:
     """See that each pattern names something.
 
     Raises:
         ConfigurationError: one does not.
     """
-    for pattern in apart:
+    for pattern in excluded:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise ConfigurationError(
                 f"exclude: {pattern!r} is the name of no parameter or buffer that replicas exchange: {shown}. (Frozen "
-                "ones stay apart anyway, tied ones go by their first name.)"
+                "ones stay excluded anyway, tied ones go by their first name.)"
             )

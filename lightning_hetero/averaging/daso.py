@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.pace import Pace
 from lightning_hetero.averaging.schedule import RateSchedule, phase
-from lightning_hetero.comm.lane import Average, Want
+from lightning_hetero.comm.all_reduce import Average, Want
 from lightning_hetero.comm.links import Exchange
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
@@ -91,7 +91,7 @@ class DASOAverager(Averager):
         if self._pending is not None and (not cycling or context.step - self._pending.step >= self._pending.wait):
             self._mix(context.step)
         if not cycling:
-            self.meet(context.planned)
+            self.meet(context.samples_per_replica)
         else:
             self._since += 1
             # When B has just been halved, an exchange may still be under way for longer than the new B.
@@ -102,9 +102,9 @@ class DASOAverager(Averager):
     def _begin(self, context: StepContext) -> None:
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
-        note, turn, want = self._pace.lasted, self._turn, WANT[self.mixing]
+        payload, turn, want = self._pace.lasted, self._turn, WANT[self.mixing]
         exchange = self.links.begin(
-            self._snapshot, context.planned, self.reference, self._mean, self.wire, turn, note, want
+            self._snapshot, context.samples_per_replica, self.reference, self._mean, self.wire, turn, payload, want
         )
         self._pending = Pending(context.step, self.schedule.wait, exchange)
         self._since, self._turn = 0, (turn + 1) % self.links.turns
@@ -115,7 +115,7 @@ class DASOAverager(Averager):
         average = self._arrived()
         assert self._pending is not None
         stale, self._pending = step - self._pending.step, None
-        self.schedule.measured(average.notes)
+        self.schedule.measured(average.payloads)
         if average.healthy[self.links.index]:
             mix(self.mixing, self.replica, average, stale, self.links.count)
             self._mean = self.refer_to(average)
@@ -134,10 +134,10 @@ class DASOAverager(Averager):
         return exchange
 
     @override
-    def finish(self, planned: Sequence[int]) -> None:
+    def finish(self, samples_per_replica: Sequence[int]) -> None:
         if self._pending is not None:
             self._mix(self._step)
-        super().finish(planned)
+        super().finish(samples_per_replica)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

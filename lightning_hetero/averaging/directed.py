@@ -5,7 +5,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.gossip import PushAverager
 from lightning_hetero.averaging.mixing import Rule, sends
-from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.gossip.introduction import Endpoint
 from lightning_hetero.comm.wire import Wire
 
 
@@ -23,12 +23,14 @@ class DirectedAverager(PushAverager):
         pull: the other way round: who would be sent to sends.
         seed: of what is drawn at random.
         wire: number format; in 16 bits differences from the initial values travel.
-        place: where this rank can be reached.
+        endpoint: where this rank can be reached.
         skip: whether a replica that is not finite begins again at the initial values, instead of raising an error.
     """
 
-    def __init__(self, every: int, rule: Rule, pull: bool, seed: int, wire: Wire, place: Place, skip: bool) -> None:
-        super().__init__(every, wire, place, skip)
+    def __init__(
+        self, every: int, rule: Rule, pull: bool, seed: int, wire: Wire, endpoint: Endpoint, skip: bool
+    ) -> None:
+        super().__init__(every, wire, endpoint, skip)
         self.rule, self.pull, self.seed = rule, pull, seed
 
     @override

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.center import CenterAverager, Order
 from lightning_hetero.checks import is_number
-from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
@@ -111,12 +111,12 @@ class ElasticAverager(CenterAverager):
         return not self.pull.nothing and super().due(context)
 
     @override
-    def note(self) -> float:
+    def payload(self) -> float:
         return self.pull.alpha(self.optimizers(), self.links.count)
 
     @override
     def move(self, own: list[Tensor], average: Average) -> None:
-        alpha = average.notes[0]
+        alpha = average.payloads[0]
         beta = self.pull.of_center(alpha, self.links.count)
         if alpha != self._alpha:
             self.warning, self._alpha = stability(alpha, beta) if self._alpha < alpha else None, alpha

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.moments import clear_broken
-from lightning_hetero.comm.gossip.introduction import Place, introduce
+from lightning_hetero.comm.gossip.introduction import Endpoint, introduce
 from lightning_hetero.comm.gossip.pairing import Pairing, Swap
 from lightning_hetero.comm.gossip.peers import Peers
 from lightning_hetero.comm.gossip.pushing import Push, Pushing
@@ -36,7 +36,7 @@ class GossipAverager(Averager, Generic[T]):
     Args:
         every: optimizer steps from one exchange to the next.
         wire: number format; in 16 bits differences from where all began travel.
-        place: where this rank can be reached.
+        endpoint: where this rank can be reached.
         skip: whether a replica that is not finite begins again where all began, instead of raising an error.
 
     Attributes:
@@ -49,8 +49,8 @@ class GossipAverager(Averager, Generic[T]):
     lockstep = False
     fresh_start = "the values with which all have begun"
 
-    def __init__(self, every: int, wire: Wire, place: Place, skip: bool) -> None:
-        self.every, self.wire, self._place, self._skip = every, wire, place, skip
+    def __init__(self, every: int, wire: Wire, endpoint: Endpoint, skip: bool) -> None:
+        self.every, self.wire, self._endpoint, self._skip = every, wire, endpoint, skip
         self.met, self.missed = Counter[int](), Counter[int]()
         self._distance = 0.0
 
@@ -59,7 +59,7 @@ class GossipAverager(Averager, Generic[T]):
         super().setup(replica, links, optimizers)
         narrow = DTYPES[self.wire]
         like = [old if narrow is None else torch.empty(old.numel(), dtype=narrow) for old in self.reference]
-        self._transport = introduce(self.kind, self._place, self.links, like)
+        self._transport = introduce(self.kind, self._endpoint, self.links, like)
         # What this replica lays out to be sent; its leader, who sends it, does so straight into the outbox.
         own = None if self._transport is None else self._transport.outbox.vectors
         self._outgoing = own or [torch.empty_like(value) for value in like]
@@ -78,13 +78,13 @@ class GossipAverager(Averager, Generic[T]):
     def due(self, context: StepContext) -> bool:
         return context.epoch_ends
 
-    def tell(self, numbers: Sequence[float], vectors: Sequence[Tensor]) -> list[float]:
+    def broadcast(self, numbers: Sequence[float], vectors: Sequence[Tensor]) -> list[float]:
         """Give all ranks of the replica what its leader has: numbers, and vectors unless the first number is 0."""
         table = torch.tensor(numbers, dtype=torch.float64)
-        self.links.tell(table)
+        self.links.broadcast(table)
         if table[0]:
             for vector in vectors:
-                self.links.tell(vector)
+                self.links.broadcast(vector)
         return table.tolist()
 
     def miss(self, peer: int) -> None:
@@ -137,8 +137,8 @@ class GossipAverager(Averager, Generic[T]):
             raise NotFiniteError([self.links.index])
 
     @override
-    def finish(self, planned: Sequence[int]) -> None:
-        super().finish(planned)
+    def finish(self, samples_per_replica: Sequence[int]) -> None:
+        super().finish(samples_per_replica)
         self.report()
 
     def report(self) -> None:
@@ -162,7 +162,7 @@ class PushAverager(GossipAverager[Pushing]):
         began, sent = time.perf_counter(), None
         if self._transport is not None:
             sent = self._transport.push(peer, turn, weight)
-        gone, bytes_sent = self.tell([sent is not None, sent or 0], ())
+        gone, bytes_sent = self.broadcast([sent is not None, sent or 0], ())
         self._waited(began)
         if not gone:
             self.miss(peer)
@@ -176,11 +176,11 @@ class PushAverager(GossipAverager[Pushing]):
     def receiving(self, turn: int, sources: Sequence[int]) -> Iterator[list[Push]]:
         """What has come by a round, waiting for some peers (collective over the replica); valid within the block."""
         began = time.perf_counter()
-        pushes = [] if self._transport is None else self._transport.collect(turn, sources, self._place.deadline)
+        pushes = [] if self._transport is None else self._transport.collect(turn, sources, self._endpoint.deadline)
         taken = []
-        for i in range(int(self.tell([len(pushes)], ())[0])):
+        for i in range(int(self.broadcast([len(pushes)], ())[0])):
             push = pushes[i] if pushes else Push(0, 0, 0.0, [torch.empty_like(sent) for sent in self._outgoing])
-            weight, peer, then = self.tell([push.weight, push.peer, push.turn], push.vectors)
+            weight, peer, then = self.broadcast([push.weight, push.peer, push.turn], push.vectors)
             taken.append(Push(int(peer), int(then), weight, push.vectors if weight else []))
         self._waited(began)
         for peer in set(sources) - {push.peer for push in taken if push.turn == turn}:
@@ -210,10 +210,10 @@ class PairAverager(GossipAverager[Pairing]):
         super().setup(replica, links, optimizers)
         self._theirs = [torch.empty_like(own) for own in self._outgoing]  # where other ranks than the leader get it
 
-    def offer(self, planned: Sequence[int], whom: Sequence[int], turn: float) -> None:
+    def offer(self, samples_per_replica: Sequence[int], whom: Sequence[int], turn: float) -> None:
         """Offer this replica's values to some peers."""
         self.lay_out(self._outgoing)
-        self._weight, self._whom, self._offered = planned[self.links.index], whom, True
+        self._weight, self._whom, self._offered = samples_per_replica[self.links.index], whom, True
         self._began = time.perf_counter()
         if self._transport is not None:
             self._transport.offer(self._weight, whom, turn)
@@ -230,7 +230,7 @@ class PairAverager(GossipAverager[Pairing]):
             swap = self._transport.result(wait) or (self._transport.withdraw() if withdraw else None)
         vectors = self._theirs if swap is None else swap.vectors
         numbers = (0.0, 0.0, 0.0, 0.0) if swap is None else (1.0, swap.peer, swap.weight, swap.sent)
-        well, peer, weight, sent = self.tell(numbers, vectors)
+        well, peer, weight, sent = self.broadcast(numbers, vectors)
         return Swap(int(peer), weight, vectors, int(sent)) if well else None
 
     def take(self, wait: float, withdraw: bool = True) -> bool:

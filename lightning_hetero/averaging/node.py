@@ -31,16 +31,16 @@ class PeriodicAverager(Averager):
     @override
     def after_step(self, context: StepContext) -> None:
         if self.due(context):
-            self.meet(context.planned)
+            self.meet(context.samples_per_replica)
 
     @override
-    def meet(self, planned: Sequence[int]) -> None:
-        super().meet(planned)
+    def meet(self, samples_per_replica: Sequence[int]) -> None:
+        super().meet(samples_per_replica)
         if self.average_optimizer_state:
             moments = self._moments_of_all()
             flats = moments.pack()
             origin = [torch.zeros_like(f, device="cpu", dtype=wide(f)) for f in flats]
-            moments.unpack(self.links.average(flats, planned, origin).mean)
+            moments.unpack(self.links.average(flats, samples_per_replica, origin).mean)
 
     def _moments_of_all(self) -> Moments:
         if self._moments is None:  # at the first meeting all replicas have taken a step, and so have their state

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.center import CenterAverager
-from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire

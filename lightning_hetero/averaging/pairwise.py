@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.gossip import PairAverager
 from lightning_hetero.averaging.mixing import Rule, sends
-from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.gossip.introduction import Endpoint
 from lightning_hetero.comm.gossip.pairing import ANY
 from lightning_hetero.comm.wire import Wire
 
@@ -26,33 +26,35 @@ class MatchedAverager(PairAverager):
         seed: of what is drawn at random.
         overlap: exchange what there is before a step in the background of it, rather than after it.
         wire: number format.
-        place: where this rank can be reached.
+        endpoint: where this rank can be reached.
         skip: whether a replica that is not finite begins again, instead of raising an error.
     """
 
-    def __init__(self, every: int, rule: Rule, seed: int, overlap: bool, wire: Wire, place: Place, skip: bool) -> None:
-        super().__init__(every, wire, place, skip)
+    def __init__(
+        self, every: int, rule: Rule, seed: int, overlap: bool, wire: Wire, endpoint: Endpoint, skip: bool
+    ) -> None:
+        super().__init__(every, wire, endpoint, skip)
         self.rule, self.seed, self.overlap = rule, seed, overlap
 
     @override
     def before_step(self, context: StepContext) -> None:
         if self.overlap and (context.step + 1) % self.every == 0:
-            self._meet((context.step + 1) // self.every, context.planned)
+            self._meet((context.step + 1) // self.every, context.samples_per_replica)
 
     @override
     def after_step(self, context: StepContext) -> None:
         if context.step % self.every:
             return
         if not self.overlap:
-            self._meet(context.step // self.every, context.planned)
+            self._meet(context.step // self.every, context.samples_per_replica)
         if self._offered:
             self._offered = False
-            if not self.take(self._place.deadline):
+            if not self.take(self._endpoint.deadline):
                 self.miss(self._whom[0])
 
-    def _meet(self, turn: int, planned: Sequence[int]) -> None:
+    def _meet(self, turn: int, samples_per_replica: Sequence[int]) -> None:
         if whom := sends(self.rule, range(self.links.count), turn, self.seed)[self.links.index]:
-            self.offer(planned, whom, turn)
+            self.offer(samples_per_replica, whom, turn)
 
 
 class FirstComeAverager(PairAverager):
@@ -63,7 +65,7 @@ class FirstComeAverager(PairAverager):
     Args:
         every: at least so many optimizer steps lie between two offers.
         wire: number format.
-        place: where this rank can be reached.
+        endpoint: where this rank can be reached.
         skip: whether a replica that is not finite begins again, instead of raising an error.
     """
 
@@ -78,7 +80,7 @@ class FirstComeAverager(PairAverager):
             self._offered = not self.take(0.0, withdraw=False)
         if not self._offered and context.step % self.every == 0:
             others = [peer for peer in range(self.links.count) if peer != self.links.index]
-            self.offer(context.planned, others, ANY)
+            self.offer(context.samples_per_replica, others, ANY)
         if self._transport is not None:
             for peer, count in self._transport.misses.items():
                 while self.missed[peer] < count:
@@ -104,21 +106,21 @@ class FirstComeAverager(PairAverager):
         return None if swap is None else self.difference(swap)
 
     @override
-    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
         with self._quiet():
             self._packed = self.replica.pack(self._packed)
             if (late := self._brought()) is not None:
                 for value, difference in zip(self._packed, late[0], strict=True):
                     value.add_(difference.to(value.device, value.dtype), alpha=late[1])
-            return self.links.average(self._packed, planned, self.reference).mean
+            return self.links.average(self._packed, samples_per_replica, self.reference).mean
 
     @override
-    def finish(self, planned: Sequence[int]) -> None:
+    def finish(self, samples_per_replica: Sequence[int]) -> None:
         if self._offered:
             self.take(0.0)
             self._offered = False
         self.links.gather(None)  # nobody has anything on offer any more
-        super().finish(planned)
+        super().finish(samples_per_replica)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.gossip import PushAverager
 from lightning_hetero.averaging.mixing import Rule, sends
-from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.gossip.introduction import Endpoint
 from lightning_hetero.comm.gossip.pushing import Push
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
@@ -47,12 +47,12 @@ class PushSumAverager(PushAverager):
         rule: who sends to whom.
         seed: of what is drawn at random.
         wire: number format; in 16 bits differences from the initial values travel.
-        place: where this rank can be reached.
+        endpoint: where this rank can be reached.
         skip: whether a replica that is not finite begins again at the initial values, instead of raising an error.
     """
 
-    def __init__(self, every: int, rule: Rule, seed: int, wire: Wire, place: Place, skip: bool) -> None:
-        super().__init__(every, wire, place, skip)
+    def __init__(self, every: int, rule: Rule, seed: int, wire: Wire, endpoint: Endpoint, skip: bool) -> None:
+        super().__init__(every, wire, endpoint, skip)
         self.rule, self.seed = rule, seed
         self._alone = False  # nothing came in the latest round in which something should have
         self._weight = 0.0  # w; 0 before the first round, and where no samples were taken and nothing has come yet
@@ -65,7 +65,7 @@ class PushSumAverager(PushAverager):
     @override
     def after_step(self, context: StepContext) -> None:
         if context.step % self.every == 0:
-            self._learn(self.pack(), context.planned)
+            self._learn(self.pack(), context.samples_per_replica)
             turn = context.step // self.every
             to = sends(self.rule, range(self.links.count), turn, self.seed)
             self._give(to[self.links.index], turn)
@@ -80,10 +80,10 @@ class PushSumAverager(PushAverager):
         """``z``."""
         return [x / self._weight for x in self._x] if self._weight else self._packed
 
-    def _learn(self, values: Sequence[Tensor], planned: Sequence[int]) -> None:
+    def _learn(self, values: Sequence[Tensor], samples_per_replica: Sequence[int]) -> None:
         """``x += s (z_after - z_before)``, where ``values`` are ``z_after``."""
         z = [value.to("cpu", x.dtype) for value, x in zip(values, self._x, strict=True)]
-        s = planned[self.links.index] * len(planned) / sum(planned)
+        s = samples_per_replica[self.links.index] * len(samples_per_replica) / sum(samples_per_replica)
         if not self._weight:
             self._weight = s
             for x, value in zip(self._x, z, strict=True):
@@ -112,11 +112,11 @@ class PushSumAverager(PushAverager):
         self._weight += sign * weight
 
     @override
-    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
+    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
         self.links.gather(None)  # nothing is on its way any more
         kept = [x.clone() for x in self._x], self._weight
         self._packed = self.replica.pack(self._packed)  # as it is: who is not finite is left out below, or an error
-        self._learn(self._packed, planned)
+        self._learn(self._packed, samples_per_replica)
         for push in [] if self._transport is None else self._transport.waiting():
             self._add(push.vectors, push.weight, 1)
         weights = [weight for weight, leads in self.links.gather((self._weight, self.links.leads)) if leads]
@@ -125,8 +125,8 @@ class PushSumAverager(PushAverager):
         return mean
 
     @override
-    def finish(self, planned: Sequence[int]) -> None:
-        self.replica.unpack(self.consensus(planned))
+    def finish(self, samples_per_replica: Sequence[int]) -> None:
+        self.replica.unpack(self.consensus(samples_per_replica))
         self.report()
 
     @override

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.center import CenteredAverager, Order
 from lightning_hetero.averaging.elastic import Pull, stability
-from lightning_hetero.comm.centers.center import Center, Visit
-from lightning_hetero.comm.centers.visitor import Visitor
+from lightning_hetero.comm.centers.center import Center, PushPull
+from lightning_hetero.comm.centers.client import CenterClient
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica, finite
 from lightning_hetero.errors import NotFiniteError
@@ -97,16 +97,16 @@ class VisitingAverager(CenteredAverager):
         super().__init__(tau)
         self.pull, self.order, self.overlap, self.debias = pull, order, overlap, debias
         self._center, self._skip, self._check = center, skip, check
-        self._visit: Callable[[], Visit] | None = None
+        self._visit: Callable[[], PushPull] | None = None
 
     @override
     def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         self._check(optimizers())
         super().setup(replica, links, optimizers)
         self._rates = VisitRates(links.index)
-        self._visitor = Visitor(self._center, links)
+        self._client = CenterClient(self._center, links)
         self._difference = [torch.empty_like(c) for c in self.known]
-        self._snapshot = self._packed[: replica.together]
+        self._snapshot = self._packed[: replica.included]
         self._center.open(self.known)
         self._moved = self.pull.nothing  # the center never will: nothing is sent, for the mean neither
         self.warning = stability(*self._strength())
@@ -125,14 +125,14 @@ class VisitingAverager(CenteredAverager):
     @override
     def before_step(self, context: StepContext) -> None:
         if self.order == "jacobi" and self._visits(context.step + 1):
-            self._go(context.planned)
+            self._go(context.samples_per_replica)
 
     @override
     def after_step(self, context: StepContext) -> None:
         if not self._visits(context.step):
             return
         if self.order == "gauss_seidel":
-            self._go(context.planned)
+            self._go(context.samples_per_replica)
         assert self._visit is not None
         visit, self._visit = self._visit(), None
         self._rates.saw(visit.counts)
@@ -145,13 +145,13 @@ class VisitingAverager(CenteredAverager):
         else:
             raise NotFiniteError([self.links.index])  # for the wire
 
-    def _go(self, planned: Sequence[int]) -> None:
+    def _go(self, samples_per_replica: Sequence[int]) -> None:
         self._alpha, beta = self._strength()
         stability(self._alpha, beta)  # raises if the learning rate has made it unstable
         self._snapshot = self.replica.pack(self._snapshot)
         for difference, value in zip(self._difference, self._snapshot, strict=True):
             difference.copy_(value)
-        share = planned[self.links.index] / sum(planned)
+        share = samples_per_replica[self.links.index] / sum(samples_per_replica)
         self._healthy = finite(self._difference)
         if not self._healthy:
             if not self._skip:
@@ -161,7 +161,7 @@ class VisitingAverager(CenteredAverager):
                 difference.zero_()  # of which the visit will make 0 - c
         # Past the center it would swing: a replica that comes very rarely cannot make up for all of it at once.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
-        self._visit = self._visitor.visit(self._difference, push)
+        self._visit = self._client.push_pull(self._difference, push)
         if not self.overlap:
             visit = self._visit()
             self._visit = lambda: visit
@@ -173,14 +173,14 @@ class VisitingAverager(CenteredAverager):
         self.links.traffic.skipped.append(self.links.index)
 
     @override
-    def consensus(self, planned: Sequence[int]) -> list[Tensor]:
-        counts = self._visitor.read(self.known)
+    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
+        counts = self._client.read(self.known)
         self._moved |= any(counts)
-        return super().consensus(planned)
+        return super().consensus(samples_per_replica)
 
     @override
-    def finish(self, planned: Sequence[int]) -> None:
-        super().finish(planned)
+    def finish(self, samples_per_replica: Sequence[int]) -> None:
+        super().finish(samples_per_replica)
         self._center.leave()
 
     @override
@@ -190,13 +190,13 @@ class VisitingAverager(CenteredAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        counts = self._visitor.read(self.known)
+        counts = self._client.read(self.known)
         return {**super().state_dict(), "counts": counts}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._visitor.write(self.known, state["counts"])
+        self._client.write(self.known, state["counts"])
 
     @override
     def close(self) -> None:

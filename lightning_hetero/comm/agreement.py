@@ -20,7 +20,7 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
     return values
 
 
-def agree(what: str, values: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Check that every rank holds the same named values (collective).
 
     Args:
@@ -50,7 +50,7 @@ def hash_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def together(problem: HeteroError | None, what: str, group: dist.ProcessGroup | None = None) -> None:
+def raise_on_all(problem: HeteroError | None, what: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank if any rank has a problem (collective); a rank's own error is raised as it is.
 
     Raises:

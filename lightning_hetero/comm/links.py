@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.all_reduce import Average, ReplicaAllReduce, Want
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.lane import Average, Lane, Want
 from lightning_hetero.comm.wire import Wire, bytes_sent
 
 
@@ -26,7 +26,7 @@ class Traffic:
         bytes: that this replica has sent to others, without the network's own headers.
         seconds: for which exchanges were under way.
         exposed: of these, seconds for which this rank waited.
-        distance: of replicas from their mean at the last exchange; see :class:`~lightning_hetero.comm.lane.Average`.
+        distance: RMS distance of the replicas from their mean at the last exchange.
         skipped: replicas that were left out, once for each time.
     """
 
@@ -72,8 +72,8 @@ class ReplicaLinks:
         on_nan: Literal["error", "skip"] = "error",
     ) -> None:
         self.turns = max(len(ranks) for ranks in replicas)
-        self._foreground = Lane(rank, replicas, 1, timeout)
-        self._background = Lane(rank, replicas, self.turns, timeout)
+        self._foreground = ReplicaAllReduce(rank, replicas, 1, timeout)
+        self._background = ReplicaAllReduce(rank, replicas, self.turns, timeout)
         self.index, self.count = self._foreground.index, self._foreground.count
         self.leads = rank == replicas[self.index][0]
         self.traffic = Traffic()
@@ -83,9 +83,9 @@ class ReplicaLinks:
         """One value per rank (collective over all ranks)."""
         return gather(value, "what the replicas have")
 
-    def tell(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks of the replica what its first has, in place (collective over the replica, on a thread)."""
-        self._background.tell(tensor)
+        self._background.broadcast(tensor)
 
     def average(
         self,
@@ -94,7 +94,7 @@ class ReplicaLinks:
         reference: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
         wire: Wire = "fp32",
-        note: float = math.nan,
+        payload: float = math.nan,
         want: Want = "mean",
     ) -> Average:
         """Weighted mean over replicas (collective over all ranks).
@@ -106,7 +106,7 @@ class ReplicaLinks:
                 travels is the difference.
             out: where to write the mean; like the reference. Default: new memory.
             wire: number format.
-            note: a number for the others; that of the replica's first rank counts.
+            payload: a number for the others; that of the replica's first rank counts.
             want: what of the average; ``"away"`` overwrites the vectors with it.
 
         Raises:
@@ -115,7 +115,7 @@ class ReplicaLinks:
         began = time.perf_counter()
         values, out = _on_cpu(flats, reference), out or [torch.empty_like(old) for old in reference]
         with deadline("average with the other replicas"):
-            average = self._foreground.average(values, weights, reference, out, wire, 0, note, self._skip, want)
+            average = self._foreground.average(values, weights, reference, out, wire, 0, payload, self._skip, want)
         seconds = time.perf_counter() - began
         self._account(average, wire, seconds, seconds)
         return average
@@ -128,7 +128,7 @@ class ReplicaLinks:
         out: Sequence[Tensor],
         wire: Wire,
         turn: int,
-        note: float,
+        payload: float,
         want: Want = "mean",
     ) -> "Exchange":
         """Begin to average in the background (collective over all ranks; one at a time).
@@ -140,14 +140,14 @@ class ReplicaLinks:
             out: as for :meth:`average`.
             wire: number format.
             turn: the global group that exchanges.
-            note: a number for the others; that of the rank that exchanges counts.
+            payload: a number for the others; that of the rank that exchanges counts.
             want: as for :meth:`average`.
         """
         values = _on_cpu(flats, reference)
 
         def work() -> Average:
             with deadline("average with the other replicas in the background"):
-                return self._background.average(values, weights, reference, out, wire, turn, note, self._skip, want)
+                return self._background.average(values, weights, reference, out, wire, turn, payload, self._skip, want)
 
         return Exchange(self, work, wire)
 

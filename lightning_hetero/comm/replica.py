@@ -19,19 +19,19 @@ class Replica:
         module: the model, on its device.
         settle: makes the ranks of the replica alike in what only one of them keeps, such as buffers (collective over
             the replica); called before values are read.
-        apart: names, or patterns of names such as ``"*.norm.*"``, of values that have vectors of their own, after
+        excluded: names, or patterns of names such as ``"*.norm.*"``, of values that have vectors of their own, after
             the others.
         packed: ``False``: a vector for each parameter and buffer instead of one for all.
 
     Attributes:
-        together: how many vectors come before those of the values apart.
+        included: how many vectors come before those of the values excluded.
     """
 
     def __init__(
         self,
         module: nn.Module,
         settle: Callable[[], None] | None = None,
-        apart: Sequence[str] = (),
+        excluded: Sequence[str] = (),
         packed: bool = True,
     ) -> None:
         self._settle = settle
@@ -40,11 +40,11 @@ class Replica:
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
         buffers = [b for b in module.buffers() if b.is_floating_point() and b.isfinite().all()]
         self._names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
-        groups: tuple[dict[Any, list[Tensor]], ...] = {}, {}  # together, apart
+        groups: tuple[dict[Any, list[Tensor]], ...] = {}, {}  # included, excluded
         for i, value in enumerate(parameters + buffers):
-            is_apart = any(fnmatchcase(self._names[id(value)], pattern) for pattern in apart)
-            groups[is_apart].setdefault(value.dtype if packed or is_apart else i, []).append(value)
-        self.together = len(groups[False])
+            is_excluded = any(fnmatchcase(self._names[id(value)], pattern) for pattern in excluded)
+            groups[is_excluded].setdefault(value.dtype if packed or is_excluded else i, []).append(value)
+        self.included = len(groups[False])
         self._groups = [*groups[False].values(), *groups[True].values()]
         self._buffers = {id(buffer) for buffer in buffers}
 
@@ -102,7 +102,7 @@ class Replica:
 
     @torch.no_grad()
     def mend(self, flats: Sequence[Tensor]) -> None:
-        """Write vectors where what the model holds is not finite."""
+        """Replace the values of the model that are NaN or infinite by those of the vectors."""
         for group, flat in zip(self._groups, flats, strict=False):
             for value, part in zip(group, parts(flat, group), strict=True):
                 value.copy_(torch.where(value.isfinite(), value, part))
@@ -131,14 +131,15 @@ class Replica:
 
 
 def wide(flat: Tensor) -> torch.dtype:
-    """The dtype to reckon in: fp32, or the vector's own if that is wider."""
+    """The dtype for arithmetic on a vector: fp32, or its own dtype if that is wider."""
     return torch.promote_types(flat.dtype, torch.float32)
 
 
 def finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements are.
+    """Whether all elements of all tensors are finite.
 
-    The sum tells for a fraction of what a look at each of them costs; only if it has overflowed, that is needed.
+    A sum is much cheaper than a look at every element. Only if the sum is not finite, which may be an overflow, are the
+    elements looked at one by one.
     """
     return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
 

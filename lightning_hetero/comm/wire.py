@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.comm.scratch import Scratch
+from lightning_hetero.comm.buffer_pool import BufferPool
 
 Wire = Literal["fp32", "bf16", "fp16"]
 #: PyTorch 2.13 renames it. Unlike ``all_gather`` it needs no memory of its own.
@@ -17,7 +17,7 @@ PIECE, AHEAD = 1 << 14, 4  # elements of a message; messages under way each way.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def sum_over(group: dist.ProcessGroup | None, own: Tensor, scratch: Scratch) -> Tensor:
+def sum_over(group: dist.ProcessGroup | None, own: Tensor, pool: BufferPool) -> Tensor:
     """Sum a vector over a group (collective); blocks.
 
     In 16 bits, where there are partial sums, every member sums one part of the vector in fp32 and tells the others: an
@@ -26,7 +26,7 @@ def sum_over(group: dist.ProcessGroup | None, own: Tensor, scratch: Scratch) -> 
     Args:
         group: of ``P`` members.
         own: a vector on the CPU, in the format of the wire; overwritten.
-        scratch: where the sum may lie, until the next one.
+        pool: where the sum may lie, until the next one.
 
     Returns:
         The sum, bitwise the same on every member, in the same format.
@@ -36,9 +36,9 @@ def sum_over(group: dist.ProcessGroup | None, own: Tensor, scratch: Scratch) -> 
         dist.all_reduce(own, group=group)
         return own
     length = -(-own.numel() // members)  # of a part, rounded up
-    sent, received = (scratch.vector(name, members * length, narrow) for name in ("sent", "received"))
-    total, term = (scratch.vector(name, length, torch.float32) for name in ("summed", "term"))
-    part = scratch.vector("part", length, narrow)
+    sent, received = (pool.vector(name, members * length, narrow) for name in ("sent", "received"))
+    total, term = (pool.vector(name, length, torch.float32) for name in ("summed", "term"))
+    part = pool.vector("part", length, narrow)
     sent[: own.numel()] = own
     _swap_parts(group, sent.split(length), received.split(length))
     total.zero_()

@@ -8,7 +8,7 @@ from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.averaging.elastic import check_momentum
 from lightning_hetero.averaging.visits import VisitingAverager
 from lightning_hetero.checks import one_of
-from lightning_hetero.comm.centers import Center, Home, job_of, open_center
+from lightning_hetero.comm.centers import Center, Home, layout_of, open_center
 from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.elastic import ElasticStrategy
@@ -43,7 +43,7 @@ class EASGDVisitsStrategy(ElasticStrategy):
     @override
     def make_averager(self) -> Averager:
         assert self.topology is not None
-        job = job_of(self.topology.rank, self._replicas, self.topology.world, self.options.timeout)
+        job = layout_of(self.topology.rank, self._replicas, self.topology.world, self.options.timeout)
         center: Center = open_center(self.center, self.topology, job, self.locked, self.in_turn, self.wire)
         return VisitingAverager(
             self.pull,

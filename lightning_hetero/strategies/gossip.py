@@ -14,7 +14,7 @@ from lightning_hetero.averaging.pairwise import FirstComeAverager, MatchedAverag
 from lightning_hetero.averaging.push_sum import PushSumAverager
 from lightning_hetero.checks import at_least_one, is_number, one_of
 from lightning_hetero.comm.address import interface_towards
-from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.gossip.introduction import Endpoint
 from lightning_hetero.comm.gossip.peers import EXCHANGE
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.comm.wire import DTYPES, Wire
@@ -80,11 +80,11 @@ class GossipBase(ReplicaStrategy):
             rank_zero_info(f"{type(self).__name__}: there is one replica, so nobody to gossip with: it trains alone.")
         interface = interface_towards(self.cluster_environment.main_address)
         deadline = min(self.deadline, self.options.timeout.total_seconds() / EXCHANGE)
-        place = Place(interface, self.topology.places[self.topology.rank].host, deadline)
-        return self.make_gossip(place, self.on_nan == "skip")
+        endpoint = Endpoint(interface, self.topology.places[self.topology.rank].host, deadline)
+        return self.make_gossip(endpoint, self.on_nan == "skip")
 
     @abstractmethod
-    def make_gossip(self, place: Place, skip: bool) -> GossipAverager:
+    def make_gossip(self, endpoint: Endpoint, skip: bool) -> GossipAverager:
         """The form of gossip, of this strategy's options."""
 
 
@@ -135,11 +135,11 @@ class GossipStrategy(GossipBase):
         return {**super().algorithm_options(), **own}
 
     @override
-    def make_gossip(self, place: Place, skip: bool) -> GossipAverager:
+    def make_gossip(self, endpoint: Endpoint, skip: bool) -> GossipAverager:
         if self.exchange == "pairwise":
-            return MatchedAverager(self.every_n_steps, self.rule, self.seed, self.overlap, self.wire, place, skip)
+            return MatchedAverager(self.every_n_steps, self.rule, self.seed, self.overlap, self.wire, endpoint, skip)
         pull = self.exchange == "pull"
-        return DirectedAverager(self.every_n_steps, self.rule, pull, self.seed, self.wire, place, skip)
+        return DirectedAverager(self.every_n_steps, self.rule, pull, self.seed, self.wire, endpoint, skip)
 
 
 class GossipPushSumStrategy(GossipBase):
@@ -171,8 +171,8 @@ class GossipPushSumStrategy(GossipBase):
         return {**super().algorithm_options(), "topology": self.graph}
 
     @override
-    def make_gossip(self, place: Place, skip: bool) -> GossipAverager:
-        return PushSumAverager(self.every_n_steps, self.rule, self.seed, self.wire, place, skip)
+    def make_gossip(self, endpoint: Endpoint, skip: bool) -> GossipAverager:
+        return PushSumAverager(self.every_n_steps, self.rule, self.seed, self.wire, endpoint, skip)
 
 
 class GossipAsyncStrategy(GossipBase):
@@ -194,5 +194,5 @@ class GossipAsyncStrategy(GossipBase):
     """
 
     @override
-    def make_gossip(self, place: Place, skip: bool) -> GossipAverager:
-        return FirstComeAverager(self.every_n_steps, self.wire, place, skip)
+    def make_gossip(self, endpoint: Endpoint, skip: bool) -> GossipAverager:
+        return FirstComeAverager(self.every_n_steps, self.wire, endpoint, skip)

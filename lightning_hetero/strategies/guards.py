@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.comm.agreement import agree, gather, together
+from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import HeteroError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def check_trainer(
         UnsupportedError: a setting of this rank's.
         DisagreementError: another rank's, or one that differs between ranks.
     """
-    together(_unsupported(trainer, layer_sync, device), "the Trainer's settings")
+    raise_on_all(_unsupported(trainer, layer_sync, device), "the Trainer's settings")
     rows = gather((device.type, str(trainer.precision)), "precisions and devices")
     if problem := precision_problem(rows, replicas):
         raise problem
@@ -39,7 +39,7 @@ def check_trainer(
     settings = ("accumulate_grad_batches", "gradient_clip_val", "max_epochs", "max_steps")
     limits = ("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch")
     values = {name: getattr(trainer, name, None) for name in (*settings, *limits)}
-    agree("the Trainer's settings", values | {"precision": None if by_device else trainer.precision})
+    check_equal("the Trainer's settings", values | {"precision": None if by_device else trainer.precision})
 
 
 def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> HeteroError | None:
@@ -96,7 +96,7 @@ def check_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None)
     }
     described |= {f"buffer {name}": _describe(b) for name, b in module.named_buffers() if not is_lazy(b)}
     described["order"] = ", ".join(described)  # DDP reduces in this order
-    agree("the model's parameters", described, group)
+    check_equal("the model's parameters", described, group)
 
 
 def samples_in(batch: Any) -> float:

@@ -19,9 +19,9 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.checks import one_of
+from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.groups import new_group
-from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.strategies import random_states
 from lightning_hetero.strategies.connector import keep_batch_samplers
@@ -162,7 +162,7 @@ class HeteroStrategy(Saving):
         # Replicas that differ look when they meet, so that all learn of it at once.
         mode = self.on_nan if len(replica) == topology.world else "ignore"
         self._finite = FiniteSteps(mode, replica, small, self._timer.waiting, self._where)
-        pulse = Pulse(new_group(self, None, self.options.timeout))
+        pulse = AsyncAllGather(new_group(self, None, self.options.timeout))
         planner = self.options.planner(topology.world)
         exchange = exchanger(small, self._timer.waiting)
         loaders = Loaders(

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.comm.agreement import agree, gather, together
+from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.connector import has_own_batches
 from lightning_hetero.workload.order import (
@@ -73,8 +73,8 @@ class Loaders:
             kind = self._kind(loader, sharded_by_user)
         except HeteroError as error:
             problem = error
-        together(problem, "the training dataloader")
-        agree("the training dataloader", {"kind": kind, **self._describe(loader, kind)})
+        raise_on_all(problem, "the training dataloader")
+        check_equal("the training dataloader", {"kind": kind, **self._describe(loader, kind)})
         self.planner.hold(kind != "map" and not self._balance_iterable)
         if kind == "map":
             batches = self._batches(loader, evaluation=False)
@@ -89,8 +89,8 @@ class Loaders:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
         if sharded_by_user or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
             return loader
-        together(_no_batches(loader, name), f"the {name} dataloader")
-        agree(f"the {name} dataloader", self._describe(loader, "map"))
+        raise_on_all(_no_batches(loader, name), f"the {name} dataloader")
+        check_equal(f"the {name} dataloader", self._describe(loader, "map"))
         batches = self._batches(loader, evaluation=True)
         check_enough(_samples(batches), self.planner.world, name)
         sampler = EvaluationSampler(batches, self.rank, self.planner.world, lambda: self.planner.plans[-1])

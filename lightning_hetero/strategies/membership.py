@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.address import interface_towards
-from lightning_hetero.comm.agreement import agree
+from lightning_hetero.comm.agreement import check_equal
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.groups import end_unused
@@ -77,7 +77,7 @@ class Membership(Collectives):
             place = Place(host, self.node_rank, self.local_rank, device_identity(self.root_device, host))
             self.topology = discover(place, self.options.ranks_per_node)
             end_unused()
-            agree("the strategy's options", {**asdict(self.options), **self.algorithm_options()})
+            check_equal("the strategy's options", {**asdict(self.options), **self.algorithm_options()})
             self._join(self.topology)
 
     def _connect(self, cluster: ClusterEnvironment) -> None:

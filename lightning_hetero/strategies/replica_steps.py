@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.checks import one_of
-from lightning_hetero.comm.agreement import together
+from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.topology import Topology
@@ -94,17 +94,17 @@ class ReplicaSteps(HeteroStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        together(unsupported(trainer.callbacks), "the Trainer's callbacks")  # type: ignore[attr-defined]
+        raise_on_all(unsupported(trainer.callbacks), "the Trainer's callbacks")  # type: ignore[attr-defined]
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
-            together(complex_parameters(self.lightning_module), "the model")
+            raise_on_all(complex_parameters(self.lightning_module), "the model")
             self._share_values(self.lightning_module)
             self._window_open = False  # an earlier fit may have ended in one
             self.averager = self.make_averager()
             self.averager.setup(self.make_replica(self.lightning_module), self._links, lambda: self.optimizers)
             if self._averages:
-                together(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
+                raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
             self._say()
 
     def _say(self) -> None:
@@ -151,9 +151,9 @@ class ReplicaSteps(HeteroStrategy):
 
     def _planned(self) -> list[int]:
         shares = self.share.planner.shares(self.share.step)
-        planned = [sum(shares[rank] for rank in ranks) for ranks in self._replicas]
+        samples_per_replica = [sum(shares[rank] for rank in ranks) for ranks in self._replicas]
         # Nothing is planned before the training data has been looked at, as in the sanity check.
-        return planned if any(planned) else [len(ranks) for ranks in self._replicas]
+        return samples_per_replica if any(samples_per_replica) else [len(ranks) for ranks in self._replicas]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.pulse import Pulse
 from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.workload.cost import CostModel
@@ -42,7 +42,7 @@ class Workshare:
         loaders: Loaders,
         replica: tuple[int, ...],
         group: dist.ProcessGroup | None,
-        pulse: Pulse,
+        pulse: AsyncAllGather,
         report_due: Callable[[int], bool],
     ) -> None:
         self.planner, self.timer, self.loaders = planner, timer, loaders

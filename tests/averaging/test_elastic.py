@@ -16,7 +16,7 @@ from torch import nn
 from lightning_hetero.averaging import elastic
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.elastic import ElasticAverager, Pull, stability
-from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.links import Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import ConfigurationError
@@ -36,8 +36,8 @@ class TableLinks:
         self.table, self.index, self.count = table, index, len(table.slots)
         self.traffic = Traffic()
 
-    def average(self, flats: Any, weights: Any, reference: Any, *_: Any, note: float = 0.0, **__: Any) -> Average:
-        self.table.slots[self.index] = (*(flat.clone() for flat in flats), note)
+    def average(self, flats: Any, weights: Any, reference: Any, *_: Any, payload: float = 0.0, **__: Any) -> Average:
+        self.table.slots[self.index] = (*(flat.clone() for flat in flats), payload)
         self.table.barrier.wait()
         everyone = list(self.table.slots)
         self.table.barrier.wait()
@@ -104,7 +104,7 @@ class OwnAlpha(ElasticAverager):
 
     def move(self, own: Any, average: Average) -> None:
         weights = [3.0, 1.0, 2.0]
-        beta = self.pull.of_center(average.notes[0], self.links.count)
+        beta = self.pull.of_center(average.payloads[0], self.links.count)
         self.replica.add(own, -beta * weights[self.links.index] / sum(weights))
         for c, mean in zip(self.center, average.mean, strict=True):
             c.add_(mean, alpha=beta)

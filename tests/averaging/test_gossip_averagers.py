@@ -12,11 +12,11 @@ from lightning_hetero.averaging.gossip import GossipAverager
 from lightning_hetero.averaging.mixing import one_peer_exponential, random_matching
 from lightning_hetero.averaging.pairwise import FirstComeAverager, MatchedAverager
 from lightning_hetero.averaging.push_sum import PushSumAverager
-from lightning_hetero.comm.gossip.introduction import Place
+from lightning_hetero.comm.gossip.introduction import Endpoint
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import NotFiniteError
 
-HERE = Place("127.0.0.1", "here", 1.0)
+HERE = Endpoint("127.0.0.1", "here", 1.0)
 
 
 def push_sum(module: nn.Module) -> PushSumAverager:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.averaging.daso import mix
 from lightning_hetero.averaging.schedule import RateSchedule, phase
-from lightning_hetero.comm.lane import Average
+from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import ConfigurationError
 

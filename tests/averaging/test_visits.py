@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.elastic import Pull
 from lightning_hetero.averaging.visits import VisitingAverager, VisitRates
-from lightning_hetero.comm.centers import visitor
-from lightning_hetero.comm.centers.center import Center, Job, Visit, differ, push_by
+from lightning_hetero.comm.centers import client
+from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, differ, push_by
 from lightning_hetero.comm.links import Traffic
 from lightning_hetero.comm.replica import Replica
 
@@ -28,18 +28,18 @@ class Memory:
 
 
 class MemoryCenter(Center):
-    def __init__(self, job: Job, memory: Memory) -> None:
-        super().__init__(job)
+    def __init__(self, layout: CenterLayout, memory: Memory) -> None:
+        super().__init__(layout)
         self.memory = memory
 
     def open(self, values: Sequence[Tensor]) -> None:
         self.memory.values = self.memory.values or [value.clone() for value in values]
 
-    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
+    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
         square = differ(values, self.memory.values)
         push_by(values, self.memory.values, push, square)
-        self.memory.counts[self.job.replica] += 1
-        return Visit(square, list(self.memory.counts))
+        self.memory.counts[self.layout.replica] += 1
+        return PushPull(square, list(self.memory.counts))
 
     def read(self) -> tuple[list[Tensor], list[int]]:
         return self.memory.values, self.memory.counts
@@ -53,7 +53,7 @@ class NoLinks:
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count, self.traffic = index, count, Traffic()
 
-    def tell(self, tensor: Tensor) -> None: ...
+    def broadcast(self, tensor: Tensor) -> None: ...
 
 
 class Inline:
@@ -61,10 +61,10 @@ class Inline:
 
     seconds = waited = 0.0
 
-    def __init__(self, function: Callable[[], Visit]) -> None:
+    def __init__(self, function: Callable[[], PushPull]) -> None:
         self._visit = function()
 
-    def result(self) -> Visit:
+    def result(self) -> PushPull:
         return self._visit
 
 
@@ -83,8 +83,8 @@ def center_of(kind: type[VisitingAverager], debias: bool, events: int) -> float:
     for index in range(count):
         module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
         nn.init.zeros_(module.weight)
-        job = Job(index, count, tuple(range(count)), index, timedelta(seconds=9))
-        averager = kind(Pull("auto"), 1, MemoryCenter(job, memory), overlap=False, debias=debias)
+        layout = CenterLayout(index, count, tuple(range(count)), index, timedelta(seconds=9))
+        averager = kind(Pull("auto"), 1, MemoryCenter(layout, memory), overlap=False, debias=debias)
         averager.setup(Replica(module), NoLinks(index, count), list)  # type: ignore[arg-type]
         workers.append((module, averager))
     times, seen = [(period, i) for i, period in enumerate(PERIODS)], []
@@ -103,7 +103,7 @@ def center_of(kind: type[VisitingAverager], debias: bool, events: int) -> float:
 
 
 def test_a_rare_visitor_counts_as_much_as_others_if_debiased(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visitor, "Background", Inline)
+    monkeypatch.setattr(client, "Background", Inline)
     assert center_of(VisitingAverager, False, 2000) == pytest.approx(0.108, abs=0.02)
     assert center_of(VisitingAverager, True, 2000) == pytest.approx(0.33, abs=0.02)
     assert center_of(BothSides, True, 2000) == pytest.approx(0.113, abs=0.02)

@@ -27,41 +27,41 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from ranks import Outcome, free_port, quiet, run  # noqa: E402
 
-from lightning_hetero.comm.centers.center import Center, Job  # noqa: E402
+from lightning_hetero.comm.centers.center import Center, CenterLayout  # noqa: E402
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing  # noqa: E402
 from lightning_hetero.comm.centers.shared import SharedCenter  # noqa: E402
 from lightning_hetero.comm.centers.thread import ThreadCenter  # noqa: E402
 
 WORLD = 3
 LIMIT = timedelta(seconds=20)
-HOMES: dict[str, Callable[[Job], Center]] = {
-    "shared": lambda job: SharedCenter(job, locked=True),
-    "hogwild": lambda job: SharedCenter(job, locked=False),
-    "thread": lambda job: ThreadCenter(job),
-    "bf16": lambda job: ThreadCenter(job, wire="bf16"),
-    "fp16": lambda job: ThreadCenter(job, wire="fp16"),
-    "mpi": lambda job: MPICenter(job, across=False),
-    "mpi-across": lambda job: MPICenter(job, across=True),
-    "turns": lambda job: ThreadCenter(job, in_turn=True),
-    "turns-bf16": lambda job: ThreadCenter(job, in_turn=True, wire="bf16"),
+HOMES: dict[str, Callable[[CenterLayout], Center]] = {
+    "shared": lambda layout: SharedCenter(layout, locked=True),
+    "hogwild": lambda layout: SharedCenter(layout, locked=False),
+    "thread": lambda layout: ThreadCenter(layout),
+    "bf16": lambda layout: ThreadCenter(layout, wire="bf16"),
+    "fp16": lambda layout: ThreadCenter(layout, wire="fp16"),
+    "mpi": lambda layout: MPICenter(layout, across=False),
+    "mpi-across": lambda layout: MPICenter(layout, across=True),
+    "turns": lambda layout: ThreadCenter(layout, in_turn=True),
+    "turns-bf16": lambda layout: ThreadCenter(layout, in_turn=True, wire="bf16"),
 }
 FORKED = [home for home in HOMES if not home.startswith("mpi")]
 EACH = [[rank] for rank in range(WORLD)]  # replicas of one rank
 
 
 class Case(NamedTuple):
-    """What runs on a center: ``body(center, job, *args)``, on every rank."""
+    """What runs on a center: ``body(center, layout, *args)``, on every rank."""
 
     body: Callable[..., Any]
     args: tuple[Any, ...] = ()
     replicas: list[list[int]] = EACH
 
 
-def job_of(replicas: list[list[int]] = EACH, limit: timedelta = LIMIT) -> Job:
+def layout_of(replicas: list[list[int]] = EACH, limit: timedelta = LIMIT) -> CenterLayout:
     """Of this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     index = next(i for i, ranks in enumerate(replicas) if rank in ranks)
-    return Job(rank, world, tuple(ranks[0] for ranks in replicas), index, limit)
+    return CenterLayout(rank, world, tuple(ranks[0] for ranks in replicas), index, limit)
 
 
 def bodies_in(home: str, cases: Sequence[Case]) -> list[Any]:
@@ -69,10 +69,10 @@ def bodies_in(home: str, cases: Sequence[Case]) -> list[Any]:
     dist.init_process_group("gloo", timeout=LIMIT)
     values = []
     for body, args, replicas in cases:
-        job = job_of(replicas)
-        center = HOMES[home](job)
+        layout = layout_of(replicas)
+        center = HOMES[home](layout)
         try:
-            values.append(body(center, job, *args))
+            values.append(body(center, layout, *args))
             dist.barrier()
             center.leave()
             dist.barrier()  # see test_center_deaths: else the host may go too soon

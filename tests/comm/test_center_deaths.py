@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from homes import FORKED, HOMES, LIMIT, WORLD, attempt_mpi, job_of
+from homes import FORKED, HOMES, LIMIT, WORLD, attempt_mpi, layout_of
 from ranks import attempt, run
 
 from lightning_hetero.comm.centers.center import Center
@@ -43,14 +43,14 @@ def _no_new_files() -> Iterator[None]:
 
 def begun(home: str, replicas: list[list[int]] = LEADERS, limit: timedelta = LIMIT) -> Center:
     dist.init_process_group("gloo", timeout=LIMIT)
-    center = HOMES[home](job_of(replicas, limit))
+    center = HOMES[home](layout_of(replicas, limit))
     center.open([torch.zeros(10_000)])
     dist.barrier()
     return center
 
 
 def go(center: Center, push: float = 0.25) -> list[int]:
-    return center.visit([torch.ones(10_000)], push).counts
+    return center.push_pull([torch.ones(10_000)], push).counts
 
 
 def until_error(center: Center) -> tuple[str, float]:
@@ -242,9 +242,9 @@ def _leaves(home: str) -> tuple[set[str], list[str], bool]:
         named = {name for name in held if "lightning-hetero" in name}
         return named, [t.name for t in threading.enumerate()], "lightning-hetero" in Path("/proc/self/maps").read_text()
 
-    center = HOMES[home](job_of())
+    center = HOMES[home](layout_of())
     center.open([torch.zeros(1000)])
-    center.visit([torch.ones(1000)], 0.5)
+    center.push_pull([torch.ones(1000)], 0.5)
     during = state()
     dist.barrier()
     center.leave()

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from homes import LIMIT, WORLD, Case, no_mpi, per_body
 
-from lightning_hetero.comm.centers.center import Center, Job, Visit
-from lightning_hetero.comm.centers.visitor import Visitor
+from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull
+from lightning_hetero.comm.centers.client import CenterClient
 from lightning_hetero.comm.links import ReplicaLinks
 
 SHAPES = [(70_001, torch.float32), (7, torch.float64), (1, torch.float32)]  # more than a chunk; odd; one
@@ -36,10 +36,10 @@ def copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
     return [value.clone() for value in values]
 
 
-def seen_by_host(center: Center, job: Job) -> State | None:
+def seen_by_host(center: Center, layout: CenterLayout) -> State | None:
     """The center, while nobody visits."""
     dist.barrier()
-    state = center.read() if job.rank == job.host else None
+    state = center.read() if layout.rank == layout.host else None
     dist.barrier()
     return state
 
@@ -49,14 +49,16 @@ def seen_by_host(center: Center, job: Job) -> State | None:
 START, PUSHES = filled(0.25, -3.0, 1000.0), [0.5, 0.125, 1.0, 0.0, 0.5, 0.5]
 
 
-def by_turns(center: Center, job: Job) -> tuple[list[tuple[Visit, list[torch.Tensor]]], list[State | None]]:
+def by_turns(
+    center: Center, layout: CenterLayout
+) -> tuple[list[tuple[PushPull, list[torch.Tensor]]], list[State | None]]:
     center.open(START)
-    visits, states = [], [seen_by_host(center, job)]
+    visits, states = [], [seen_by_host(center, layout)]
     for turn, push in enumerate(PUSHES):
-        if turn % job.world == job.rank:
+        if turn % layout.world == layout.rank:
             own = drawn(turn)
-            visits.append((center.visit(own, push), own))
-        states.append(seen_by_host(center, job))
+            visits.append((center.push_pull(own, push), own))
+        states.append(seen_by_host(center, layout))
     return visits, states
 
 
@@ -65,21 +67,21 @@ def by_turns(center: Center, job: Job) -> tuple[list[tuple[Visit, list[torch.Ten
 VISITS = 60
 
 
-def crowd(center: Center, job: Job) -> tuple[list[torch.Tensor], int, list[int], State | None]:
+def crowd(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor], int, list[int], State | None]:
     """Whole numbers and ``push = 1``, so that all sums are exact: what this rank has added, torn visits, counts."""
     center.open(filled(0, 0, 0))
     added, torn, counts = [value.double() for value in filled(0, 0, 0)], 0, []
     dist.barrier()
     for step in range(VISITS):
-        own = filled(*[float((7 * job.rank + 5 * step) % 41 - 20)] * 3)
-        counts.append(sum(center.visit(own, 1.0).counts))
+        own = filled(*[float((7 * layout.rank + 5 * step) % 41 - 20)] * 3)
+        counts.append(sum(center.push_pull(own, 1.0).counts))
         torn += any(bool((value != own[0][0]).any()) for value in own)
         for total, difference in zip(added, own, strict=True):
             total.add_(difference)
-    return added, torn, counts, seen_by_host(center, job)
+    return added, torn, counts, seen_by_host(center, layout)
 
 
-def losing(center: Center, job: Job, careful: bool) -> tuple[float, float | None]:
+def losing(center: Center, layout: CenterLayout, careful: bool) -> tuple[float, float | None]:
     """Slowly towards 1 from 0: what this rank has added to every number; where they are."""
     zero = torch.zeros(4096)
     center.open([zero])
@@ -89,11 +91,11 @@ def losing(center: Center, job: Job, careful: bool) -> tuple[float, float | None
         own = torch.ones(4096)
         if careful:
             time.sleep(2e-4)
-            center.visit([own], push)
+            center.push_pull([own], push)
         else:
             read_and_write(center, own, push)
         added += push * own.double()
-    state = seen_by_host(center, job)
+    state = seen_by_host(center, layout)
     return float(added.mean()), None if state is None else float(state[0][0].double().mean())
 
 
@@ -107,7 +109,7 @@ def read_and_write(center: Center, own: torch.Tensor, push: float) -> None:
         return
     from mpi4py import MPI
 
-    now, host = torch.empty_like(own), center.job.host
+    now, host = torch.empty_like(own), center.layout.host
     where = (center._starts[1], now.numel(), MPI.FLOAT)
     center._window.Get([now.numpy(), MPI.FLOAT], host, where)
     center._window.Flush(host)
@@ -123,74 +125,76 @@ def read_and_write(center: Center, own: torch.Tensor, push: float) -> None:
 BAD = [math.nan, math.inf, 1e6]  # the last one on an fp16 line only
 
 
-def broken(center: Center, job: Job) -> list[tuple[State | None, Visit | None, State | None, Any, State | None]]:
+def broken(
+    center: Center, layout: CenterLayout
+) -> list[tuple[State | None, PushPull | None, State | None, Any, State | None]]:
     """Another rank moves the center; then this rank visits with a bad number, and again with good ones."""
     center.open(filled(0, 0, 0))
     found = []
-    for turn in range(job.world * len(BAD)):
-        rank, bad = turn % job.world, BAD[turn // job.world]
-        if (rank + 1) % job.world == job.rank:
-            center.visit(filled(*[1.0 + turn] * 3), 0.5)
-        before, first, second = seen_by_host(center, job), None, None
-        if rank == job.rank:
+    for turn in range(layout.world * len(BAD)):
+        rank, bad = turn % layout.world, BAD[turn // layout.world]
+        if (rank + 1) % layout.world == layout.rank:
+            center.push_pull(filled(*[1.0 + turn] * 3), 0.5)
+        before, first, second = seen_by_host(center, layout), None, None
+        if rank == layout.rank:
             own = drawn(turn)
-            own[0][-1] = 1e3 if rank == job.host and bad == 1e6 else bad  # the host has no line
-            first = center.visit(own, 0.5)
-        between = seen_by_host(center, job)
-        if rank == job.rank:
+            own[0][-1] = 1e3 if rank == layout.host and bad == 1e6 else bad  # the host has no line
+            first = center.push_pull(own, 0.5)
+        between = seen_by_host(center, layout)
+        if rank == layout.rank:
             own = drawn(100 + turn)
-            second = center.visit(own, 0.5), own
-        found.append((before, first, between, second, seen_by_host(center, job)))
+            second = center.push_pull(own, 0.5), own
+        found.append((before, first, between, second, seen_by_host(center, layout)))
     return found
 
 
 # -- the rest ------------------------------------------------------------------------------------------------
 
 
-def set_alike(center: Center, job: Job) -> tuple[Visit, list[torch.Tensor], State | None]:
+def set_alike(center: Center, layout: CenterLayout) -> tuple[PushPull, list[torch.Tensor], State | None]:
     center.open(filled(0, 0, 0))
-    center.visit(filled(1, 2, 3), 0.5)
+    center.push_pull(filled(1, 2, 3), 0.5)
     dist.barrier()
     center.write(drawn(50), [5, 6, 7])
     dist.barrier()
-    state = seen_by_host(center, job)
-    own = drawn(60 + job.rank)
-    return center.visit(own, 0.0), own, state
+    state = seen_by_host(center, layout)
+    own = drawn(60 + layout.rank)
+    return center.push_pull(own, 0.0), own, state
 
 
-def while_host_sleeps(center: Center, job: Job) -> int:
+def while_host_sleeps(center: Center, layout: CenterLayout) -> int:
     """Visits of all others, as the host has counted them before its training thread does anything with the center."""
     center.open(filled(0, 0, 0))
     store = dist.distributed_c10d._get_default_store()
-    visits, others, end = 0, job.world - 1, time.monotonic() + 60
-    if job.rank == job.host:
+    visits, others, end = 0, layout.world - 1, time.monotonic() + 60
+    if layout.rank == layout.host:
         while visits < 5 * others and time.monotonic() < end:
             time.sleep(0.01)
             visits = store.add("visits while the host sleeps", 0)
     else:
         for _ in range(5):
-            center.visit(filled(1, 1, 1), 0.01)
+            center.push_pull(filled(1, 1, 1), 0.01)
             store.add("visits while the host sleeps", 1)
     dist.barrier()
     return visits
 
 
-def of_replicas(center: Center, job: Job, replicas: list[list[int]]) -> list[Any]:
+def of_replicas(center: Center, layout: CenterLayout, replicas: list[list[int]]) -> list[Any]:
     """Visits of replicas of 2 ranks and 1, which begin together."""
     center.open(START)
-    visitor, found = Visitor(center, ReplicaLinks(job.rank, replicas, LIMIT)), []
+    client, found = CenterClient(center, ReplicaLinks(layout.rank, replicas, LIMIT)), []
     for step in range(5):
-        own = drawn(10 * step + job.replica)
-        found.append((visitor.visit(own, 0.25)(), own))
+        own = drawn(10 * step + layout.replica)
+        found.append((client.push_pull(own, 0.25)(), own))
     for _ in range(2):
         out = filled(0, 0, 0)
-        found.append((visitor.read(out), out))
+        found.append((client.read(out), out))
         dist.barrier()
-        visitor.write(drawn(99), [3, 4])
+        client.write(drawn(99), [3, 4])
     return found
 
 
-def threads(center: Center, job: Job) -> tuple[int, int]:
+def threads(center: Center, layout: CenterLayout) -> tuple[int, int]:
     """Of the centers that were there before; of this one."""
 
     def count() -> int:
@@ -204,10 +208,10 @@ def threads(center: Center, job: Job) -> tuple[int, int]:
     return before, count()
 
 
-def of_one(center: Center, job: Job) -> State:
+def of_one(center: Center, layout: CenterLayout) -> State:
     """A job of one rank."""
     center.open(START)
-    center.visit(drawn(0), 0.5)
+    center.push_pull(drawn(0), 0.5)
     return center.read()
 
 

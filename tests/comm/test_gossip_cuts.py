@@ -56,7 +56,7 @@ def duel(
         before = total([one, other])
         one.offer([1], turn)
         other.offer([0], turn)
-        other.pairing._agenda._at = time.monotonic() + 60  # asks nobody itself
+        other.pairing._selector._at = time.monotonic() + 60  # asks nobody itself
         counted = one.take(wait * limit), other.take(wait * limit)
         off = total([one, other]) - before
         before = total([one, other])

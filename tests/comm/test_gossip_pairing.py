@@ -20,7 +20,7 @@ from test_gossip_channel import HEADER
 from lightning_hetero.averaging.mixing import random_matching
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.gossip.pairing import ANY, Pairing
-from lightning_hetero.comm.gossip.peers import Job
+from lightning_hetero.comm.gossip.peers import Session
 from lightning_hetero.errors import CommunicationError
 
 TOKEN = bytes(range(16))
@@ -103,7 +103,7 @@ class Member:
         self, index: int, weight: float, limit: float, size: int = 3, token: bytes = TOKEN, interface: str = "127.0.0.1"
     ) -> None:
         self.x, self.weight, self.met = torch.zeros(size, dtype=torch.float64), weight, 0
-        self.pairing = Pairing(index, Job(token, 1, limit), interface, [self.x])
+        self.pairing = Pairing(index, Session(token, 1, limit), interface, [self.x])
         self.path = self.pairing.outbox.path
 
     def offer(self, whom: Sequence[int], turn: float = ANY) -> None:
@@ -239,7 +239,7 @@ def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytes
             return connect(peer)
 
         monkeypatch.setattr(peers, "channel", late)
-        members[1].pairing._agenda.wants(0, 1.0)
+        members[1].pairing._selector.wants(0, 1.0)
         members[1].offer([0], 1.0)
         assert held.wait(10)  # it is about to ask
         members[0].offer([1], 1.0)  # and is asked
@@ -301,7 +301,7 @@ def test_three_who_ask_each_other_in_a_circle_over_a_slow_link() -> None:
     with team([1, 1, 1], proxy=judge) as members:
         for i, member in enumerate(members):
             member.pairing.peers.channel((i + 1) % 3)  # connected, so that all ask at once
-            member.pairing._agenda.wants((i + 1) % 3, ANY)
+            member.pairing._selector.wants((i + 1) % 3, ANY)
         for member in members:
             member.offer([i for i in range(3) if i != member.pairing.me])
         deadline = time.monotonic() + 20

@@ -15,7 +15,7 @@ from test_gossip_cuts import Once, cut, flip, late
 from test_gossip_pairing import TOKEN, Judge, Proxy, left, read
 
 from lightning_hetero.averaging.mixing import DIRECTED, sends
-from lightning_hetero.comm.gossip.peers import Job
+from lightning_hetero.comm.gossip.peers import Session
 from lightning_hetero.comm.gossip.pushing import Push, Pushing
 
 LIMIT = 0.5
@@ -29,7 +29,7 @@ class Giver:
         self, index: int, x: Sequence[float], limit: float, token: bytes = TOKEN, interface: str = "127.0.0.1"
     ) -> None:
         self.x, self.w = torch.tensor(x, dtype=torch.float64), 1.0
-        self.pushing = Pushing(index, Job(token, 1, limit), interface, [self.x])
+        self.pushing = Pushing(index, Session(token, 1, limit), interface, [self.x])
         self.path = self.pushing.outbox.path
 
     def give(self, to: Sequence[int], turn: int) -> list[bool]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
+from lightning_hetero.comm.buffer_pool import BufferPool
 from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.scratch import Scratch
 from lightning_hetero.comm.wire import DTYPES, sum_over
 from lightning_hetero.errors import NotFiniteError
 
@@ -42,9 +42,9 @@ def vector(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sums() -> list[torch.Tensor]:
-    scratch = Scratch()
+    pool = BufferPool()
     return [
-        sum_over(None, vector(dist.get_rank(), length, dtype).to(DTYPES[wire] or dtype), scratch).clone()
+        sum_over(None, vector(dist.get_rank(), length, dtype).to(DTYPES[wire] or dtype), pool).clone()
         for length in LENGTHS
         for wire, dtype in KINDS
         for _ in range(2)  # the memory is used again
@@ -97,7 +97,7 @@ def test_small_terms_are_not_swallowed_one_by_one() -> None:
 
 def _large_and_small() -> torch.Tensor:
     own = torch.full((5,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
-    return sum_over(None, own, Scratch()).clone()
+    return sum_over(None, own, BufferPool()).clone()
 
 
 # -- means over replicas -------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ def _averages() -> list[Any]:
     for wire in DTYPES:
         for turn in range(wires.turns):
             out = [torch.empty_like(old) for old in reference()]
-            note = 10.0 + dist.get_rank()
-            found.append(wires.begin(copies(own), WEIGHTS, reference(), out, wire, turn, note, "away").result())
+            payload = 10.0 + dist.get_rank()
+            found.append(wires.begin(copies(own), WEIGHTS, reference(), out, wire, turn, payload, "away").result())
     for average in found:
         for mean, away, mine in zip(average.mean, average.away, own, strict=False):  # none in the foreground
             torch.testing.assert_close(away, mean - mine)
@@ -173,7 +173,7 @@ def test_the_weighted_mean_of_replicas_of_2_and_1_ranks() -> None:
                 limit = 2.1 * there * 4 + 4 * np.finfo(dtype).eps
                 assert np.abs(new.double().numpy() - truth).max() <= limit
             if turn is not None:
-                assert average.notes == [10.0 + turn, 12.0]
+                assert average.payloads == [10.0 + turn, 12.0]
     # Weights matter; the reference does not.
     even, uneven = (in_numpy(weights, [values(0), values(1)])[0][0] for weights in ([1, 1], WEIGHTS))
     assert np.abs(even - uneven).max() > 0.1

@@ -38,9 +38,9 @@ class Found(pl.Callback):
         averager = trainer.strategy.averager
         self.reference = torch.cat([part.double() for part in averager.reference])
         self.weights = parameters(pl_module)
-        if hasattr(averager, "_visitor"):
+        if hasattr(averager, "_client"):
             out = [torch.empty_like(part) for part in averager.reference]
-            self.counts = averager._visitor.read(out)
+            self.counts = averager._client.read(out)
             self.center = torch.cat([part.double() for part in out])
 
 

@@ -91,7 +91,7 @@ class Waits(pl.Callback):
         self.seconds: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.seconds.append(trainer.strategy.averager._transport.peers.job.deadline)
+        self.seconds.append(trainer.strategy.averager._transport.peers.session.deadline)
 
 
 def _alone() -> Any:

@@ -101,9 +101,9 @@ class Gap(GossipAsyncStrategy):
         averager = super().make_averager()
         state, consensus = averager.state_dict, averager.consensus
 
-        def hold(planned: Any) -> Any:
+        def hold(samples_per_replica: Any) -> Any:
             averager._transport.resume = lambda: None
-            mean = consensus(planned)
+            mean = consensus(samples_per_replica)
             del averager._transport.resume
             return mean
 

@@ -3,8 +3,8 @@
 from datetime import timedelta
 from typing import Literal
 
-from lightning_hetero.comm.agreement import together
-from lightning_hetero.comm.centers.center import Center, Job, Visit
+from lightning_hetero.comm.agreement import raise_on_all
+from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
@@ -12,7 +12,7 @@ from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import UnsupportedError
 
-__all__ = ["Center", "Home", "Job", "MPICenter", "SharedCenter", "ThreadCenter", "Visit", "open_center"]
+__all__ = ["Center", "CenterLayout", "Home", "MPICenter", "PushPull", "SharedCenter", "ThreadCenter", "open_center"]
 
 Home = Literal["auto", "shared_memory", "thread", "mpi"]
 
@@ -20,7 +20,7 @@ Home = Literal["auto", "shared_memory", "thread", "mpi"]
 def open_center(
     home: Home,
     topology: Topology,
-    job: Job,
+    layout: CenterLayout,
     locked: bool = True,
     in_turn: bool = False,
     wire: Wire = "fp32",
@@ -30,7 +30,7 @@ def open_center(
     Args:
         home: ``"auto"``: shared memory if all leaders live on one host, else a thread.
         topology: where ranks live.
-        job: who visits it.
+        layout: who visits it.
         locked: whether visits wait for each other; else only shared memory will do.
         in_turn: whether replicas are served in their order, over and over; only a thread can do this.
         wire: number format of what visitors send and get; only a thread has a wire of its own.
@@ -38,14 +38,14 @@ def open_center(
     Raises:
         UnsupportedError: on every rank: what is asked for does not go together, or cannot be had here.
     """
-    hosts = {topology.places[rank].host for rank in job.leaders}
+    hosts = {topology.places[rank].host for rank in layout.leaders}
     if home == "auto" and not locked:
         home = "shared_memory"
     if home == "auto":
         home = "thread" if in_turn or wire != "fp32" or len(hosts) > 1 else "shared_memory"
     if home == "shared_memory" and len(hosts) > 1:
         raise UnsupportedError(
-            f"a center in shared memory serves one host, and the replicas' first ranks {list(job.leaders)} live on "
+            f"a center in shared memory serves one host, and the replicas' first ranks {list(layout.leaders)} live on "
             f"{', '.join(sorted(hosts))}. Use center='thread', or 'mpi' if mpiexec has launched the job."
         )
     if not locked and home != "shared_memory":
@@ -54,13 +54,13 @@ def open_center(
             "center='shared_memory', or leave locked=False out."
         )
     if home == "mpi":
-        together(mpi_missing(job.world), "the MPI center")
-        return MPICenter(job, across=len(hosts) > 1)
+        raise_on_all(mpi_missing(layout.world), "the MPI center")
+        return MPICenter(layout, across=len(hosts) > 1)
     if home == "shared_memory":
-        return SharedCenter(job, locked)
-    return ThreadCenter(job, in_turn, wire)
+        return SharedCenter(layout, locked)
+    return ThreadCenter(layout, in_turn, wire)
 
 
-def job_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> Job:
+def layout_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> CenterLayout:
     """The visitors of a center: the first rank of each replica."""
-    return Job(rank, world, tuple(ranks[0] for ranks in replicas), group_of(rank, replicas), timeout)
+    return CenterLayout(rank, world, tuple(ranks[0] for ranks in replicas), group_of(rank, replicas), timeout)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.lane import CHUNK
+from lightning_hetero.comm.all_reduce import CHUNK
 
 
-class Job(NamedTuple):
+class CenterLayout(NamedTuple):
     """Who visits a center.
 
     Attributes:
@@ -35,12 +35,12 @@ class Job(NamedTuple):
         return self.leaders[0]
 
     @property
-    def visits(self) -> bool:
+    def is_client(self) -> bool:
         """Whether this rank is its replica's leader."""
         return self.rank == self.leaders[self.replica]
 
 
-class Visit(NamedTuple):
+class PushPull(NamedTuple):
     """What a visitor learns.
 
     Attributes:
@@ -60,18 +60,18 @@ class Center(ABC):
     To be made by all ranks together; then only leaders use it, each one call at a time.
 
     Args:
-        job: who visits it.
+        layout: who visits it.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, layout: CenterLayout) -> None:
+        self.layout = layout
 
     @abstractmethod
     def open(self, values: Sequence[Tensor]) -> None:
         """Begin with these values, the same on all ranks (collective over all ranks)."""
 
     @abstractmethod
-    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
+    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
         """``D = values - center;  center += push D``, if ``D`` is finite.
 
         Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.centers.center import Center, Job, Visit, differ
+from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, differ
 from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ class MPICenter(Center):
     windows over memory that was there before, wait for the host's own calls.
 
     Args:
-        job: who visits; ranks as MPI counts them.
+        layout: who visits; ranks as MPI counts them.
         across: whether visitors live on several hosts; then the host lends MPI a thread, or nothing would move while
             it computes.
     """
 
-    def __init__(self, job: Job, across: bool) -> None:
-        super().__init__(job)
+    def __init__(self, layout: CenterLayout, across: bool) -> None:
+        super().__init__(layout)
         self._across = across
         self._window: MPI.Win | None = None
         self._stop = threading.Event()
@@ -43,23 +43,23 @@ class MPICenter(Center):
         from mpi4py import MPI
 
         self._communicator = MPI.COMM_WORLD.Dup()
-        sizes = [8 * len(self.job.leaders), *(value.nbytes for value in values)]
+        sizes = [8 * len(self.layout.leaders), *(value.nbytes for value in values)]
         *self._starts, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
-        here = self.job.rank == self.job.host
+        here = self.layout.rank == self.layout.host
         self._window = MPI.Win.Allocate(total if here else 0, 1, comm=self._communicator)
         self._window.Lock_all()
-        self._table = torch.zeros(len(self.job.leaders), dtype=torch.float64)  # counts
+        self._table = torch.zeros(len(self.layout.leaders), dtype=torch.float64)  # counts
         self._center = [torch.empty_like(value) for value in values]  # as last read
         if here:
             self._memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)
-            self.write(values, [0] * len(self.job.leaders))
+            self.write(values, [0] * len(self.layout.leaders))
             if self._across:
                 threading.Thread(target=self._progress, name="hetero-center", daemon=True).start()
         self._window.Sync()
         self._communicator.Barrier()
 
     @override
-    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
+    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
         from mpi4py import MPI
 
         self._fetch(self._center)
@@ -68,11 +68,11 @@ class MPICenter(Center):
             for start, difference, scaled in zip(self._starts[1:], values, self._center, strict=True):
                 self._add(torch.mul(difference, push, out=scaled), start)
         own = torch.zeros_like(self._table)
-        own[self.job.replica] = 1
+        own[self.layout.replica] = 1
         self._add(own, 0)
         self._get(self._table, 0, MPI.NO_OP)
-        sent = 0 if self.job.rank == self.job.host else sum(v.nbytes for v in values)
-        return Visit(square, [int(count) for count in self._table], sent)
+        sent = 0 if self.layout.rank == self.layout.host else sum(v.nbytes for v in values)
+        return PushPull(square, [int(count) for count in self._table], sent)
 
     def _fetch(self, out: Sequence[Tensor]) -> None:
         from mpi4py import MPI
@@ -85,7 +85,7 @@ class MPICenter(Center):
         for first in range(0, out.numel(), _PART):
             part = out[first : first + _PART].numpy()
             place = start + first * part.itemsize, part.size, _type(part)
-            self._wait(self._window.Rget_accumulate(part, part, self.job.host, place, operation))
+            self._wait(self._window.Rget_accumulate(part, part, self.layout.host, place, operation))
 
     def _add(self, values: Tensor, start: int) -> None:
         from mpi4py import MPI
@@ -94,15 +94,15 @@ class MPICenter(Center):
         for first in range(0, values.numel(), _PART):
             part = values[first : first + _PART].numpy()
             place = start + first * part.itemsize, part.size, _type(part)
-            self._wait(self._window.Raccumulate(part, self.job.host, place, MPI.SUM))
+            self._wait(self._window.Raccumulate(part, self.layout.host, place, MPI.SUM))
 
     def _wait(self, request: "MPI.Request") -> None:
-        deadline = time.monotonic() + self.job.timeout.total_seconds()
+        deadline = time.monotonic() + self.layout.timeout.total_seconds()
         while not request.Test():
             if time.monotonic() > deadline:
                 raise CommunicationError(
-                    f"rank {self.job.rank} waited {self.job.timeout.total_seconds():g} s for the center in the memory "
-                    f"of rank {self.job.host}, which does not answer (the strategy's `timeout` is the limit)."
+                    f"rank {self.layout.rank} waited {self.layout.timeout.total_seconds():g} s for the center in the "
+                    f"memory of rank {self.layout.host}, which does not answer (the strategy's `timeout` is the limit)."
                 )
             if self._across:
                 time.sleep(1e-4)
@@ -119,7 +119,7 @@ class MPICenter(Center):
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         assert self._window is not None
-        if self.job.rank != self.job.host:
+        if self.layout.rank != self.layout.host:
             return
         table = torch.tensor(counts, dtype=torch.float64)
         for start, value in zip(self._starts, (table, *values), strict=True):

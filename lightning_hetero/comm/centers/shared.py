@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.agreement import gather, together
-from lightning_hetero.comm.centers.center import Center, Job, Visit, copied, differ, push_by
+from lightning_hetero.comm.agreement import gather, raise_on_all
+from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, copied, differ, push_by
 from lightning_hetero.comm.deadline import cause
 from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
@@ -27,23 +27,23 @@ class SharedCenter(Center):
     everybody can tell who lives.
 
     Args:
-        job: who visits.
+        layout: who visits.
         locked: whether visitors wait for each other. Otherwise they read and add as they come (Hogwild), and some of
             their adds to the same numbers at the same time are lost.
     """
 
-    def __init__(self, job: Job, locked: bool = True) -> None:
-        super().__init__(job)
+    def __init__(self, layout: CenterLayout, locked: bool = True) -> None:
+        super().__init__(layout)
         self._locked = locked
         self._file = -1
         self._table, self._values = torch.zeros(0), [torch.zeros(0)]  # counts; the center
 
     @override
     def open(self, values: Sequence[Tensor]) -> None:
-        like = [torch.zeros(len(self.job.leaders), dtype=torch.float64), *values]
+        like = [torch.zeros(len(self.layout.leaders), dtype=torch.float64), *values]
         memory: Mapped | None = None
         problem: HeteroError | None = None
-        if self.job.rank == self.job.host:
+        if self.layout.rank == self.layout.host:
             try:
                 memory = Mapped(like)
             except OSError as error:
@@ -52,9 +52,9 @@ class SharedCenter(Center):
                     f"no room for a center of {size} bytes in shared memory: {error}. Use center='thread', or make "
                     "room: containers take --shm-size."
                 )
-        together(problem, "the center in shared memory")
-        path = gather(memory.path if memory else "", "the center's file")[self.job.host]
-        if self.job.visits:
+        raise_on_all(problem, "the center in shared memory")
+        path = gather(memory.path if memory else "", "the center's file")[self.layout.host]
+        if self.layout.is_client:
             try:
                 self._table, *self._values = (memory or Mapped(like, path)).vectors
                 self._file = os.open(path, os.O_RDWR)  # after mapping, which closes it: that would end all its locks
@@ -65,21 +65,21 @@ class SharedCenter(Center):
         dist.barrier()  # all have opened it
         if memory:
             memory.hide()
-        together(problem, "the center in shared memory")
-        if self.job.visits:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE + self.job.replica)
-        if self.job.rank == self.job.host:
-            self.write(values, [0] * len(self.job.leaders))
+        raise_on_all(problem, "the center in shared memory")
+        if self.layout.is_client:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _ALIVE + self.layout.replica)
+        if self.layout.rank == self.layout.host:
+            self.write(values, [0] * len(self.layout.leaders))
         dist.barrier()
 
     @override
-    def visit(self, values: Sequence[Tensor], push: float) -> Visit:
+    def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
         with self._held() if self._locked else nullcontext():
             self._check_others()
             square = differ(values, self._values)
             push_by(values, self._values, push, square)
-            self._table[self.job.replica] += 1  # each has its own
-            return Visit(square, self._counts())
+            self._table[self.layout.replica] += 1  # each has its own
+            return PushPull(square, self._counts())
 
     @override
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
@@ -88,7 +88,7 @@ class SharedCenter(Center):
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
-        if self.job.rank != self.job.host:
+        if self.layout.rank != self.layout.host:
             return
         for own, value in zip(self._values, values, strict=True):
             own.copy_(value)
@@ -99,13 +99,13 @@ class SharedCenter(Center):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        deadline = time.monotonic() + self.job.timeout.total_seconds()
+        deadline = time.monotonic() + self.layout.timeout.total_seconds()
         while not _try(self._file, fcntl.LOCK_EX, _LOCK):
             self._check_others()
             if time.monotonic() > deadline:
                 raise CommunicationError(
-                    f"rank {self.job.rank} waited {self.job.timeout.total_seconds():g} s for the center in shared "
-                    "memory: another rank holds it and has stopped (the strategy's `timeout` is the limit)."
+                    f"rank {self.layout.rank} waited {self.layout.timeout.total_seconds():g} s for the center in "
+                    "shared memory: another rank holds it and has stopped (the strategy's `timeout` is the limit)."
                 )
             time.sleep(1e-4)
         try:
@@ -116,13 +116,13 @@ class SharedCenter(Center):
     def _check_others(self) -> None:
         """See that nobody has ended, who would be waited for in vain at the end of the epoch."""
         if (rank := self._lost()) is not None:
-            host = ", with which it lives," if rank == self.job.host else ""
+            host = ", with which it lives," if rank == self.layout.host else ""
             error = ConnectionError(f"rank {rank}{host} has ended")
-            raise CommunicationError(f"rank {self.job.rank} cannot visit the center: {cause(error)}")
+            raise CommunicationError(f"rank {self.layout.rank} cannot visit the center: {cause(error)}")
 
     def _lost(self) -> int | None:
-        for replica, rank in enumerate(self.job.leaders):  # the first is the host
-            if self._file >= 0 and replica != self.job.replica and _try(self._file, fcntl.LOCK_SH, _ALIVE + replica):
+        for replica, rank in enumerate(self.layout.leaders):  # the first is the host
+            if self._file >= 0 and replica != self.layout.replica and _try(self._file, fcntl.LOCK_SH, _ALIVE + replica):
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _ALIVE + replica)
                 return rank
         return None

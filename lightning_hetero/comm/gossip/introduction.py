@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.gossip.message import TOKEN_BYTES
 from lightning_hetero.comm.gossip.pairing import Pairing
-from lightning_hetero.comm.gossip.peers import Address, Job
+from lightning_hetero.comm.gossip.peers import HostPort, Session
 from lightning_hetero.comm.gossip.pushing import Pushing
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.errors import ConfigurationError, DisagreementError, HeteroError
@@ -16,7 +16,7 @@ from lightning_hetero.errors import ConfigurationError, DisagreementError, Heter
 T = TypeVar("T", Pairing, Pushing)
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Where a peer can be reached.
 
     Attributes:
@@ -31,13 +31,16 @@ class Place(NamedTuple):
 
 
 def introduce(
-    kind: Callable[[int, Job, str, Sequence[Tensor]], T], place: Place, links: ReplicaLinks, like: Sequence[Tensor]
+    kind: Callable[[int, Session, str, Sequence[Tensor]], T],
+    endpoint: Endpoint,
+    links: ReplicaLinks,
+    like: Sequence[Tensor],
 ) -> T | None:
     """Let the leaders of all replicas know where the others are (collective over all ranks).
 
     Args:
         kind: of transport.
-        place: this rank's.
+        endpoint: this rank's.
         links: of this replica; its number is the peer's.
         like: vectors of the sizes and dtypes to come, on the CPU.
 
@@ -48,14 +51,16 @@ def introduce(
         HeteroError: on every rank: some cannot be reached, or have another model.
     """
     token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
-    mine = kind(links.index, Job(token, 1, place.deadline), place.interface, like) if links.leads else None
-    card = None if mine is None else (links.index, mine.peers.address, place.host, mine.outbox.path)
+    mine = kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.leads else None
+    card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
     cards = [card for card in links.gather(card) if card is not None]
     problem = _unreachable([(host, address) for _, address, host, _ in cards])
     if mine is not None and problem is None:
         mine.peers.know({peer: address for peer, address, *_ in cards})
         try:
-            mine.know_boxes({peer: path for peer, _, host, path in cards if host == place.host and peer != links.index})
+            mine.know_boxes(
+                {peer: path for peer, _, host, path in cards if host == endpoint.host and peer != links.index}
+            )
         except HeteroError as error:
             problem = error
     problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
@@ -68,7 +73,7 @@ def introduce(
     return mine
 
 
-def _unreachable(places: Sequence[tuple[str, Address]]) -> HeteroError | None:
+def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:
     """Why peers of several hosts could not reach each other, if it can be seen."""
     inner = [f"{host} ({address[0]})" for host, address in places if address[0].startswith("127.")]
     if len({host for host, _ in places}) == 1 or not inner:

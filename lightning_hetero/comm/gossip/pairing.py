@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip.agenda import ANY, Agenda
 from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
 from lightning_hetero.comm.gossip.outbox import others_boxes
-from lightning_hetero.comm.gossip.peers import EXCHANGE, Job, Peers
+from lightning_hetero.comm.gossip.peer_selector import ANY, PeerSelector
+from lightning_hetero.comm.gossip.peers import EXCHANGE, Peers, Session
 from lightning_hetero.comm.leaving import close_at_exit
 from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError
@@ -68,7 +68,7 @@ class Pairing:
         outbox: where this peer lays what it offers.
     """
 
-    def __init__(self, me: int, job: Job, interface: str, like: Sequence[Tensor]) -> None:
+    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
         self.me = me
         self.misses = Counter[int]()
         self.outbox = Mapped(like)
@@ -84,8 +84,8 @@ class Pairing:
         self._paused = self._closed = False
         self._weight = 1.0
         self._swap: Swap | None = None
-        self.peers = Peers(me, job, interface, self._attend, changed=self._wake)
-        self._agenda = Agenda(me, job.deadline, self.peers.attendance)
+        self.peers = Peers(me, session, interface, self._attend, changed=self._wake)
+        self._selector = PeerSelector(me, session.deadline, self.peers.attendance)
         close_at_exit(self)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
@@ -106,7 +106,7 @@ class Pairing:
         with self._changed:
             assert self._state is _State.CLOSED
             self._weight, self._swap, self._offers = weight, None, self._offers + 1
-            self._agenda.begin(whom, turn)
+            self._selector.begin(whom, turn)
             self._state = _State.OPEN
             self._changed.notify_all()
 
@@ -128,7 +128,7 @@ class Pairing:
             return self._swap if self._state is _State.CLOSED else None
 
     def _settled(self) -> bool:
-        waits = self._state is _State.ENGAGED or (self._state is _State.OPEN and self._agenda.awaits)
+        waits = self._state is _State.ENGAGED or (self._state is _State.OPEN and self._selector.awaits)
         return not waits
 
     def withdraw(self) -> Swap | None:
@@ -139,7 +139,7 @@ class Pairing:
             return self._swap
 
     def _wait_for_exchange(self) -> None:
-        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.job.deadline)
+        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.session.deadline)
 
     def pause(self) -> None:
         """Exchange nothing more for now; waits for what is under way."""
@@ -184,10 +184,10 @@ class Pairing:
                 self._changed.wait_for(self._may_ask)
                 if self._closed:
                     return
-                if (early := self._agenda.early()) > 0:
+                if (early := self._selector.early()) > 0:
                     self._changed.wait(early)
                     continue
-                peer, offer, turn, weight = self._agenda.choose(), self._offers, self._agenda.turn, self._weight
+                peer, offer, turn, weight = self._selector.choose(), self._offers, self._selector.turn, self._weight
                 if peer is None:
                     continue  # it has gone just now
                 self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
@@ -208,13 +208,13 @@ class Pairing:
                 if missed:
                     self.misses[peer] += 1
                 if swap is None:
-                    self._agenda.in_vain(missed)
+                    self._selector.back_off(missed)
                 if self._state is _State.OPEN and turn != ANY and (missed or in_vain):
                     self._state = _State.CLOSED
                     self._changed.notify_all()
 
     def _may_ask(self) -> bool:
-        able = self._state is _State.OPEN and bool(self._agenda.asked) and not self._paused
+        able = self._state is _State.OPEN and bool(self._selector.asked) and not self._paused
         return self._closed or (able and not self._waiting)
 
     def _exchange_with(self, peer: int, turn: float, weight: float) -> Swap | None:
@@ -251,7 +251,7 @@ class Pairing:
         if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
         if not self._engage(ask):
-            channel.send(Kind.NO, (self._agenda.turn,), (), self.peers.soon())
+            channel.send(Kind.NO, (self._selector.turn,), (), self.peers.soon())
             return
         swap = None
         try:
@@ -266,9 +266,9 @@ class Pairing:
     def _engage(self, ask: Message) -> bool:
         turn = ask.numbers[0]
         with self._changed:
-            if turn >= self._agenda.turn:  # not from one who lags behind: it would be waited for in vain
+            if turn >= self._selector.turn:  # not from one who lags behind: it would be waited for in vain
                 self.peers.attendance.heard(ask.sender)
-            if ask.sender < self.me and self._with != ask.sender and turn == self._agenda.turn:
+            if ask.sender < self.me and self._with != ask.sender and turn == self._selector.turn:
                 # It waits while this one asks another. If all who ask were sent away, those who ask each other in a
                 # circle could do so for ever; as only the first are let wait, they never wait in a circle.
                 self._waiting += 1
@@ -277,19 +277,19 @@ class Pairing:
             # Two who ask each other: the question of the first counts.
             crossing = self._asking and not self._agreed and self._with == ask.sender and ask.sender < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
-            if willing and turn == self._agenda.turn:
+            if willing and turn == self._selector.turn:
                 self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
-                self._agenda.met(ask.sender)
+                self._selector.met(ask.sender)
                 return True
-            self._agenda.wants(ask.sender, turn)
-            if self._state is _State.OPEN and ANY != self._agenda.turn < turn and ask.sender in self._agenda.whom:
+            self._selector.wants(ask.sender, turn)
+            if self._state is _State.OPEN and ANY != self._selector.turn < turn and ask.sender in self._selector.whom:
                 self._state = _State.CLOSED  # the other has passed the round
             self._changed.notify_all()
             return False
 
     def _answer(self, channel: Channel, peer: int, number: float) -> Swap:
         near, sent = peer in self._boxes, channel.send(Kind.YES, (), (), self.peers.soon())
-        numbers, vectors = (self._agenda.turn, self._weight), () if near else self.outbox.vectors
+        numbers, vectors = (self._selector.turn, self._weight), () if near else self.outbox.vectors
         theirs, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self.peers.soon())
         sent += more
         if theirs.kind is not Kind.SWAP or len(theirs.numbers) != 3:

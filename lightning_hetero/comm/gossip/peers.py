@@ -1,4 +1,4 @@
-"""Connections between peers: each listens on one port of the job's network, and calls the others when it wants to."""
+"""Connections between gossip peers. Each peer listens on one port, and connects to the others when it needs to."""
 
 import hashlib
 import hmac
@@ -18,12 +18,12 @@ from lightning_hetero.comm.gossip.ledger import Ledger
 from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, Kind, Message, RefusedError, nowhere
 from lightning_hetero.comm.leaving import close_at_exit
 
-Address = tuple[str, int]
+HostPort = tuple[str, int]
 EXCHANGE = 9  # deadlines that all messages of an exchange may take together
 _MOST_STRANGERS = 32  # connections at a time on which nothing has come with the job's token
 
 
-class Job(NamedTuple):
+class Session(NamedTuple):
     """What peers of a job share.
 
     Attributes:
@@ -61,19 +61,19 @@ class Peers:
     def __init__(
         self,
         me: int,
-        job: Job,
+        session: Session,
         interface: str,
         attend: Callable[[Channel, Message], None],
         into: Callable[[Kind], Sequence[Tensor]] = nowhere,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.me, self.job, self.refused = me, job, Counter[str]()
+        self.me, self.session, self.refused = me, session, Counter[str]()
         self.ledger = Ledger()
         self._attend, self._into = attend, into
-        self.attendance = Attendance(lambda peer: self._connect(peer).close(), job.deadline, changed)
-        self._addresses: dict[int, Address] = {}
+        self.attendance = Attendance(lambda peer: self._connect(peer).close(), session.deadline, changed)
+        self._addresses: dict[int, HostPort] = {}
         self._listener = socket.create_server((interface, 0), backlog=128)
-        self.address: Address = self._listener.getsockname()[:2]
+        self.address: HostPort = self._listener.getsockname()[:2]
         self._lock = threading.Lock()
         self._out: dict[int, Channel] = {}
         self._in: dict[Channel, None] = {}  # in the order in which they came
@@ -81,7 +81,7 @@ class Peers:
         close_at_exit(self)
         threading.Thread(target=self._listen, name="hetero-gossip-listener", daemon=True).start()
 
-    def know(self, addresses: Mapping[int, Address]) -> None:
+    def know(self, addresses: Mapping[int, HostPort]) -> None:
         """Learn where the others are."""
         self._addresses = dict(addresses)
 
@@ -106,7 +106,7 @@ class Peers:
     def _connect(self, peer: int) -> Channel:
         deadline = self.soon()
         try:
-            connection = socket.create_connection(self._addresses[peer], self.job.deadline)
+            connection = socket.create_connection(self._addresses[peer], self.session.deadline)
         except ConnectionRefusedError:  # nobody listens there any more: that is no delay
             self.attendance.ended(peer)
             raise
@@ -128,12 +128,12 @@ class Peers:
         self.drop(peer)
         if isinstance(error, RefusedError):
             self.refused[str(error)] += 1
-        if time.monotonic() - began > self.job.deadline / 2:  # whatever it was that broke at last
+        if time.monotonic() - began > self.session.deadline / 2:  # whatever it was that broke at last
             self.attendance.late(peer)
 
     def soon(self, times: float = 1.0) -> float:
         """The end of some deadlines that begin now, by the monotonic clock."""
-        return time.monotonic() + times * self.job.deadline
+        return time.monotonic() + times * self.session.deadline
 
     def commit(self, channel: Channel, peer: int, number: float) -> int:
         """End an exchange that this peer has begun, when it has all of it; the bytes sent.
@@ -183,8 +183,8 @@ class Peers:
             channel.close()
 
     def _channel(self, connection: socket.socket, drawn: bytes) -> Channel:
-        key = hmac.digest(self.job.token, drawn, hashlib.sha256)[:TOKEN_BYTES]
-        return Channel(connection, key, self.job.epoch, self.me)
+        key = hmac.digest(self.session.token, drawn, hashlib.sha256)[:TOKEN_BYTES]
+        return Channel(connection, key, self.session.epoch, self.me)
 
     def _listen(self) -> None:
         while True:
@@ -210,7 +210,7 @@ class Peers:
 
     def _welcome(self, connection: socket.socket, channel: Channel, drawn: bytes) -> None:
         try:
-            connection.settimeout(self.job.deadline)
+            connection.settimeout(self.session.deadline)
             connection.sendall(drawn)
             self._converse(channel)
         except OSError:

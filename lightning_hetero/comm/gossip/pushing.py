@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
 from lightning_hetero.comm.gossip.outbox import others_boxes
-from lightning_hetero.comm.gossip.peers import Job, Peers
+from lightning_hetero.comm.gossip.peers import Peers, Session
 from lightning_hetero.comm.mapped import Mapped
 
 
@@ -53,7 +53,7 @@ class Pushing:
         outbox: where this peer lays what it sends.
     """
 
-    def __init__(self, me: int, job: Job, interface: str, like: Sequence[Tensor]) -> None:
+    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
         self.me = me
         self.misses = Counter[int]()
         self.outbox = Mapped(like)
@@ -64,7 +64,7 @@ class Pushing:
         self._latest: dict[int, int] = {}  # of each peer, the latest round from which something has come
         self._missed: dict[int, int] = {}  # and the latest in which nothing had
         self._number = float(time.time_ns() // 1000)  # of this peer's pushes
-        self.peers = Peers(me, job, interface, self._attend, self._place, self._wake)
+        self.peers = Peers(me, session, interface, self._attend, self._place, self._wake)
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
         """Learn where peers of this host lay their values."""

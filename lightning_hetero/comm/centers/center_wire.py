@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_hetero.comm.replica import finite
 
 
-class Line:
+class CenterWire:
     """Values as they are: a visitor's there, its distance from the center back.
 
     Args:
@@ -40,32 +40,32 @@ class Line:
         """By the visitor: whether this format can say where it is. If not, it will tell that it has not moved."""
         return True
 
-    def tell(self, values: list[Tensor]) -> None:
+    def send_values(self, values: list[Tensor]) -> None:
         """By the visitor: where it is, once it is known whether that fits."""
         for value in values:
             self.send(value)
 
-    def hear(self, values: list[Tensor]) -> None:
+    def receive_values(self, values: list[Tensor]) -> None:
         """By the host: where the visitor is."""
         for value in values:
             self.receive(value)
 
-    def round(self, difference: list[Tensor]) -> bool:
+    def round_difference(self, difference: list[Tensor]) -> bool:
         """By the host: turn a difference into what the visitor will take it for; ``False``: 0, for it does not fit."""
         return True
 
-    def answer(self, difference: list[Tensor]) -> None:
+    def send_difference(self, difference: list[Tensor]) -> None:
         """By the host: how far the visitor is from the center."""
         for value in difference:
             self.send(value)
 
-    def learn(self, difference: list[Tensor]) -> None:
+    def receive_difference(self, difference: list[Tensor]) -> None:
         """By the visitor: receive how far it is from the center."""
         for value in difference:
             self.receive(value)
 
 
-class NarrowLine(Line):
+class NarrowCenterWire(CenterWire):
     """Differences in 16 bits: from where both ends take the visitor to be, that is, from the center at its last visit.
 
     Both ends do the same arithmetic on what has travelled, so that they always agree on that; values themselves are
@@ -106,19 +106,19 @@ class NarrowLine(Line):
         return False
 
     @override
-    def tell(self, values: list[Tensor]) -> None:
+    def send_values(self, values: list[Tensor]) -> None:
         for known, short in zip(self._known, self._short, strict=True):
             self.send(short)
             known.add_(short)
 
     @override
-    def hear(self, values: list[Tensor]) -> None:
+    def receive_values(self, values: list[Tensor]) -> None:
         for value, known, short in zip(values, self._known, self._short, strict=True):
             self.receive(short)
             value.copy_(known.add_(short))
 
     @override
-    def round(self, difference: list[Tensor]) -> bool:
+    def round_difference(self, difference: list[Tensor]) -> bool:
         for value, short in zip(difference, self._short, strict=True):
             short.copy_(value)
         well = self._finite()
@@ -127,13 +127,13 @@ class NarrowLine(Line):
         return well
 
     @override
-    def answer(self, difference: list[Tensor]) -> None:
+    def send_difference(self, difference: list[Tensor]) -> None:
         for known, short in zip(self._known, self._short, strict=True):  # as rounded
             self.send(short)
             known.sub_(short)
 
     @override
-    def learn(self, difference: list[Tensor]) -> None:
+    def receive_difference(self, difference: list[Tensor]) -> None:
         for value, known, short in zip(difference, self._known, self._short, strict=True):
             self.receive(short)
             known.sub_(short)

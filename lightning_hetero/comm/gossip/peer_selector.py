@@ -1,75 +1,80 @@
-"""Whom a peer asks for an exchange, and when."""
+"""Chooses which peer to ask for an exchange, and when."""
 
 import random
 import time
 from collections.abc import Container, Sequence
 
-ANY = -1.0  # round of those who exchange with whoever comes
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds until somebody is asked again
-_SECOND_ASKS = 1.0  # seconds until the second of a pair asks by itself, or half a deadline
+ANY = -1.0  # round of an offer that any peer may take, whatever its own round
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between two questions
+_SECOND_ASKS = 1.0  # seconds until the second of a pair asks by itself; at most half a deadline
 
 
-class Agenda:
-    """One offer's questions: to peers that are there, and first to those who have asked in vain.
+class PeerSelector:
+    """Chooses peers for one offer at a time: those that asked this peer without success first, then any at random.
 
-    Pauses double: whoever has been asked in vain asks by itself as soon as it has something to offer.
+    After each refusal it waits longer before it asks again (backoff). Little is lost by that: a peer that refused asks
+    by itself as soon as it has something to offer.
 
     Args:
         me: this peer.
         limit: seconds within which a message must be answered.
-        there: peers that are.
+        there: peers that can be reached.
 
     Attributes:
         turn: round of the offer.
-        whom: peers of the offer, there or not.
+        whom: peers of the offer, including those that cannot be reached.
     """
 
     def __init__(self, me: int, limit: float, there: Container[int]) -> None:
         self._me, self._limit, self._there = me, limit, there
         self.turn, self.whom = ANY, list[int]()
-        self._wanted: dict[int, float] = {}  # peers that have asked in vain, with their round
+        self._wanted: dict[int, float] = {}  # peers that asked without success, with their round
         self._pause, self._at = _FIRST_PAUSE, 0.0
 
     def begin(self, whom: Sequence[int], turn: float) -> None:
-        """A new offer. Of a pair in a round, the second leaves the asking to the first, for a while."""
+        """Begin a new offer. In a round, the second peer of a pair first waits for the question of the first."""
         self.whom, self.turn, self._pause = list(whom), turn, _FIRST_PAUSE
         second = turn != ANY and self._me > max(whom, default=-1) and not self._wanting()
         self._at = time.monotonic() + (min(self._limit / 2, _SECOND_ASKS) if second else 0.0)
 
     @property
     def asked(self) -> list[int]:
-        """The peers of the offer that are there."""
+        """The peers of the offer that can be reached."""
         return [peer for peer in self.whom if peer in self._there]
 
     @property
     def awaits(self) -> bool:
-        """Whether it is worth waiting for somebody."""
+        """Whether the offer can still be taken: some of its peers can be reached, or any peer may take it."""
         return not self.whom or bool(self.asked)
 
     def early(self) -> float:
-        """Seconds until somebody should be asked."""
+        """Seconds until the next question is due."""
         return self._at - time.monotonic()
 
     def choose(self) -> int | None:
-        """A peer to ask, if one is there."""
+        """A peer to ask now; ``None``: no peer can be reached."""
         if not (asked := self._wanting() or self.asked):
             return None
         peer = random.choice(asked)
         self.met(peer)
         return peer
 
-    def in_vain(self, missed: bool) -> None:
-        """The peer that was asked did not want to, or was missed."""
+    def back_off(self, missed: bool) -> None:
+        """Wait longer before the next question.
+
+        Args:
+            missed: whether the exchange failed; otherwise the peer refused it.
+        """
         if not self._wanting():
             self._pause = _LONGEST_PAUSE if missed else min(2 * self._pause, _LONGEST_PAUSE)
             self._at = max(self._at, time.monotonic() + random.uniform(0.5, 1.0) * self._pause)
 
     def wants(self, peer: int, turn: float) -> None:
-        """A peer has asked in vain."""
+        """Remember that a peer asked for a round without success."""
         self._wanted[peer] = turn
 
     def met(self, peer: int) -> None:
-        """A peer that may have asked in vain does so no longer."""
+        """Forget that a peer asked without success."""
         self._wanted.pop(peer, None)
 
     def _wanting(self) -> list[int]:

@@ -12,7 +12,7 @@ _TOKEN, _RANK = 16, 4  # bytes
 _MOST_STRANGERS = 32  # connections at a time that have not said who they are
 
 
-class Address(NamedTuple):
+class WakeupAddress(NamedTuple):
     """Where visitors ring.
 
     Attributes:
@@ -26,7 +26,7 @@ class Address(NamedTuple):
     token: bytes
 
 
-class Doorbell:
+class Wakeup:
     """The host's end: a connection from each visitor, on which every byte is a visit to come.
 
     Args:
@@ -39,7 +39,7 @@ class Doorbell:
     def __init__(self, interface: str) -> None:
         self._listener = socket.create_server((interface, 0), backlog=128)
         host, port = self._listener.getsockname()[:2]
-        self.address = Address(host, port, secrets.token_bytes(_TOKEN))
+        self.address = WakeupAddress(host, port, secrets.token_bytes(_TOKEN))
         self._visitors: dict[int, socket.socket] = {}
         self._wake, self._woken = socket.socketpair()
 
@@ -115,16 +115,16 @@ class Doorbell:
             connection.close()
 
 
-class Button:
+class WakeupClient:
     """A visitor's end.
 
     Args:
-        address: of the doorbell.
+        address: of the wakeup.
         rank: this one's.
         seconds: longest wait for the host.
     """
 
-    def __init__(self, address: Address, rank: int, seconds: float) -> None:
+    def __init__(self, address: WakeupAddress, rank: int, seconds: float) -> None:
         self._connection = socket.create_connection((address.host, address.port), seconds)
         self._connection.sendall(address.token + rank.to_bytes(_RANK, "big"))
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.comm.buffer_pool import BufferPool
 from lightning_hetero.comm.groups import new_group
 from lightning_hetero.comm.replica import finite
-from lightning_hetero.comm.scratch import Scratch
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
@@ -34,7 +34,7 @@ class Average(NamedTuple):
         distance: RMS distance of the replicas from their mean: the square root of the weighted mean of squared
             Euclidean distances, over all values.
         displacement: RMS distance of the replicas from the reference, computed like ``distance``.
-        notes: the number that each replica had for the others.
+        payloads: the number that each replica had for the others.
     """
 
     mean: list[Tensor]
@@ -42,10 +42,10 @@ class Average(NamedTuple):
     healthy: list[bool]
     distance: float
     displacement: float
-    notes: list[float]
+    payloads: list[float]
 
 
-class Lane:
+class ReplicaAllReduce:
     """Process groups for one average at a time: gloo runs the work of a group in order.
 
     Global group ``i`` holds one rank of each replica: its member ``i``, modulo its size. The inner group holds the
@@ -72,7 +72,7 @@ class Lane:
         self._leader = replicas[self.index][0]
         inner = [new_group(self, ranks, timeout) for ranks in replicas]
         self._inner = inner[self.index]
-        self._scratch = Scratch()
+        self._pool = BufferPool()
 
     def average(
         self,
@@ -82,7 +82,7 @@ class Lane:
         out: Sequence[Tensor],
         wire: Wire,
         turn: int,
-        note: float,
+        payload: float,
         skip: bool,
         want: Want,
     ) -> Average:
@@ -96,7 +96,7 @@ class Lane:
             out: where to write the mean; of the reference's sizes and dtypes.
             wire: number format of the differences between replicas.
             turn: the global group that exchanges.
-            note: a number for the others; that of the rank that exchanges counts.
+            payload: a number for the others; that of the rank that exchanges counts.
             skip: whether replicas that are not finite are left out.
             want: ``"away"`` overwrites the values.
 
@@ -106,17 +106,16 @@ class Lane:
         active, across = self._members[turn][self.index], self._across[turn]
         parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
         totals = [
-            self._scratch.vector(f"total {i}", old.numel(), DTYPES[wire] or old.dtype)
-            for i, old in enumerate(reference)
+            self._pool.vector(f"total {i}", old.numel(), DTYPES[wire] or old.dtype) for i, old in enumerate(reference)
         ]
-        table = torch.empty(self.count, 2, dtype=torch.float64)  # of each replica: its squared distance, its note
+        table = torch.empty(self.count, 2, dtype=torch.float64)  # of each replica: its squared distance, its payload
         if self._rank == active:
             square = 0.0
             for value, old, own in zip(values, reference, totals, strict=True):
                 square += self._differ(value, old, own, parts[self.index].item())
-            dist.all_gather(list(table), torch.tensor([square, note], dtype=torch.float64), group=across)
-        self._tell(table, active)
-        squares, notes = table.unbind(1)
+            dist.all_gather(list(table), torch.tensor([square, payload], dtype=torch.float64), group=across)
+        self._broadcast(table, active)
+        squares, payloads = table.unbind(1)
         healthy = squares.isfinite()
         if not healthy.all() and not (skip and (parts[healthy] > 0).any()):
             raise NotFiniteError([i for i, well in enumerate(healthy.tolist()) if not well])
@@ -126,18 +125,20 @@ class Lane:
         for i, (value, old, mean) in enumerate(zip(values, reference, out, strict=True)):
             if self._rank == active:
                 own = totals[i] if healthy[self.index] else totals[i].zero_()
-                totals[i] = sum_over(across, own, self._scratch)
-            self._tell(totals[i], active)
+                totals[i] = sum_over(across, own, self._pool)
+            self._broadcast(totals[i], active)
             origin, apart = None if want == "difference" else old, value if want == "away" else None
             variance -= self._arrive(totals[i], origin, mean, 1 / counted, apart)
         distances = math.sqrt(max(variance, 0.0)), math.sqrt(displacement)
-        return Average(list(out), list(values) if want == "away" else [], healthy.tolist(), *distances, notes.tolist())
+        return Average(
+            list(out), list(values) if want == "away" else [], healthy.tolist(), *distances, payloads.tolist()
+        )
 
     def _differ(self, value: Tensor, old: Tensor, own: Tensor, part: float) -> float:
         """``own = part * (value - old)``; returns the squared norm of the difference."""
         square = 0.0
         for x, r, o in zip(value.split(CHUNK), old.split(CHUNK), own.split(CHUNK), strict=True):
-            moved = torch.sub(x, r, out=self._scratch.vector("chunk", len(r), r.dtype))
+            moved = torch.sub(x, r, out=self._pool.vector("chunk", len(r), r.dtype))
             square += float(moved.dot(moved))
             o.copy_(moved.mul_(part))
             if o.dtype == torch.float16 and not finite([o]):
@@ -160,11 +161,11 @@ class Lane:
                 torch.sub(m, x, out=x)
         return square
 
-    def tell(self, flat: Tensor) -> None:
+    def broadcast(self, flat: Tensor) -> None:
         """Give all ranks of the replica the vector of its first, in place (collective over the replica)."""
-        self._tell(flat, self._leader)
+        self._broadcast(flat, self._leader)
 
-    def _tell(self, flat: Tensor, source: int) -> None:
+    def _broadcast(self, flat: Tensor, source: int) -> None:
         """Give all ranks of the replica the vector of one of them, in place."""
         if self._size > 1:
             dist.broadcast(flat, source, group=self._inner)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from homes import EACH, LIMIT, Case, per_body
 from ranks import run
 
-from lightning_hetero.comm.centers.center import Center, Job
-from lightning_hetero.comm.centers.line import Line, NarrowLine
-from lightning_hetero.comm.centers.visitor import Visitor
+from lightning_hetero.comm.centers.center import Center, CenterLayout
+from lightning_hetero.comm.centers.center_wire import CenterWire, NarrowCenterWire
+from lightning_hetero.comm.centers.client import CenterClient
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.wire import DTYPES
 
@@ -33,7 +33,7 @@ def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.
     dist.init_process_group("gloo")
     rank, center, found = dist.get_rank(), drawn(0), []
     group, dtype = dist.group.WORLD, DTYPES[wire]
-    end = Line(group, 1 - rank) if dtype is None else NarrowLine(group, 1 - rank, dtype)
+    end = CenterWire(group, 1 - rank) if dtype is None else NarrowCenterWire(group, 1 - rank, dtype)
     end.start(drawn(0))
     if mutant:
         end.round = lambda _: None
@@ -41,18 +41,18 @@ def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.
         values = drawn(step)
         if rank:
             assert end.fits(values)
-            end.tell(values)
-            end.learn(values)
+            end.send_values(values)
+            end.receive_difference(values)
             heard = drawn(step)
         else:
-            end.hear(values)
+            end.receive_values(values)
             heard = [value.clone() for value in values]
             for value, c in zip(values, center, strict=True):
                 value.sub_(c)
-            end.round(values)
+            end.round_difference(values)
             for value, c in zip(values, center, strict=True):
                 c.add_(value, alpha=0.3)
-            end.answer(values)
+            end.send_difference(values)
         known = [part.clone() for part in getattr(end, "_known", [])]
         found.append((heard, values, known))
     return found
@@ -83,18 +83,18 @@ def test_control_without_rounding_at_the_host_the_ends_differ(wire: str) -> None
 # -- what is lost in rounding --------------------------------------------------------------------------------
 
 
-def _approach(center: Center, job: Job) -> tuple[list[torch.Tensor], Any]:
+def _approach(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor], Any]:
     """Visitors that move by a quarter of what they are told, as the center does."""
     center.open([torch.zeros_like(value) for value in drawn(0)])
-    own = drawn(job.rank)
+    own = drawn(layout.rank)
     for _ in range(60):
         dist.barrier()
         difference = [value.clone() for value in own]
-        center.visit(difference, 0.25)
+        center.push_pull(difference, 0.25)
         for value, moved in zip(own, difference, strict=True):
             value.sub_(moved, alpha=0.25)
     dist.barrier()
-    return own, center.read() if job.rank == job.host else None
+    return own, center.read() if layout.rank == layout.host else None
 
 
 @narrow
@@ -114,23 +114,23 @@ def test_visitors_and_center_meet_far_beyond_the_rounding_of_one_visit(wire: str
 # -- numbers that do not fit ---------------------------------------------------------------------------------
 
 
-def _apart(center: Center, job: Job) -> tuple[Any, Any]:
+def _apart(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
     """The way from the center to a visitor is longer than fp16 can say, but each is near where both ends start."""
     center.open([torch.zeros(5)])
-    if job.rank == 2:
-        center.visit([torch.full((5,), -60000.0)], 1.0)
+    if layout.rank == 2:
+        center.push_pull([torch.full((5,), -60000.0)], 1.0)
     dist.barrier()
     own, visit = torch.full((5,), 60000.0), None
-    if job.rank == 1:
-        visit = center.visit([own], 0.5), own.clone()
+    if layout.rank == 1:
+        visit = center.push_pull([own], 0.5), own.clone()
     dist.barrier()
-    middle = center.read() if job.rank == job.host else None
+    middle = center.read() if layout.rank == layout.host else None
     dist.barrier()
     good, again = torch.zeros(5), None
-    if job.rank == 1:
-        again = center.visit([good], 0.5), good
+    if layout.rank == 1:
+        again = center.push_pull([good], 0.5), good
     dist.barrier()
-    return visit, middle, again, center.read() if job.rank == job.host else None
+    return visit, middle, again, center.read() if layout.rank == layout.host else None
 
 
 def test_a_difference_that_does_not_fit_leaves_the_center_alone() -> None:
@@ -146,13 +146,13 @@ def test_a_difference_that_does_not_fit_leaves_the_center_alone() -> None:
 # -- a center that is set ------------------------------------------------------------------------------------
 
 
-def _set(center: Center, job: Job) -> list[torch.Tensor]:
+def _set(center: Center, layout: CenterLayout) -> list[torch.Tensor]:
     """As a resumed job does: opened with other values than those that are then loaded."""
     center.open([torch.zeros_like(value) for value in drawn(0)])
-    visitor = Visitor(center, ReplicaLinks(job.rank, EACH, LIMIT))
-    visitor.write([value + 100 for value in drawn(0)], [0, 0, 0])
+    client = CenterClient(center, ReplicaLinks(layout.rank, EACH, LIMIT))
+    client.write([value + 100 for value in drawn(0)], [0, 0, 0])
     own = [value + 100 + 0.01 * x for value, x in zip(drawn(0), drawn(1), strict=True)]
-    visitor.visit(own, 0.0)()
+    client.push_pull(own, 0.0)()
     return own
 
 
@@ -166,15 +166,15 @@ def test_the_first_visit_after_a_resume_is_as_exact_as_any(wire: str) -> None:
 # -- turns ---------------------------------------------------------------------------------------------------
 
 
-def _slow_second(center: Center, job: Job) -> list[int]:
+def _slow_second(center: Center, layout: CenterLayout) -> list[int]:
     """When this rank's visits came, counted over all."""
     center.open([torch.zeros(3)])
     dist.barrier()
     when = []
     for _ in range(6):
-        if job.rank == 1:
+        if layout.rank == 1:
             time.sleep(0.02)
-        when.append(sum(center.visit([torch.ones(3)], 0.1).counts) - 1)
+        when.append(sum(center.push_pull([torch.ones(3)], 0.1).counts) - 1)
     dist.barrier()
     return when
 

@@ -15,19 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.centers.center import Job
-from lightning_hetero.comm.centers.doorbell import Button, Doorbell
+from lightning_hetero.comm.centers.center import CenterLayout
 from lightning_hetero.comm.centers.thread import ThreadCenter
+from lightning_hetero.comm.centers.wakeup import Wakeup, WakeupClient
 
 HERE = "127.0.0.1"
 
 
 @pytest.fixture
-def doorbell() -> Iterator[Doorbell]:
-    doorbell = Doorbell(HERE)
-    yield doorbell
-    doorbell.end()
-    doorbell.close()
+def wakeup() -> Iterator[Wakeup]:
+    wakeup = Wakeup(HERE)
+    yield wakeup
+    wakeup.end()
+    wakeup.close()
 
 
 @pytest.fixture
@@ -46,85 +46,85 @@ def many_open_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_strangers_are_sent_away_and_keep_nobody_waiting(doorbell: Doorbell) -> None:
-    at = (doorbell.address.host, doorbell.address.port)
+def test_strangers_are_sent_away_and_keep_nobody_waiting(wakeup: Wakeup) -> None:
+    at = (wakeup.address.host, wakeup.address.port)
     strangers = [socket.create_connection(at) for _ in range(6)]
     _mute, gone, short, loud, guess, replaced = strangers
     gone.close()
-    short.sendall(doorbell.address.token[:3])  # begins like a rank
+    short.sendall(wakeup.address.token[:3])  # begins like a rank
     short.shutdown(socket.SHUT_WR)
     loud.sendall(b"GET / HTTP/1.1\r\n\r\n and more")
     guess.sendall((1).to_bytes(4, "big"))  # says that it is rank 1
     replaced.sendall(bytes(16) + (7).to_bytes(4, "big"))  # with another token
-    buttons = [Button(doorbell.address, rank, 5.0) for rank in (7, 1)]
+    clients = [WakeupClient(wakeup.address, rank, 5.0) for rank in (7, 1)]
     began = time.monotonic()
-    doorbell.welcome([1, 7], 5.0)
+    wakeup.welcome([1, 7], 5.0)
     assert time.monotonic() - began < 2
     for stranger in (short, guess, replaced):
         stranger.settimeout(5.0)
         assert stranger.recv(1) == b""
-    for button, rank in zip(buttons, (7, 1), strict=True):
-        button.press()
-        assert doorbell.wait() == rank
-    for connection in (*strangers, *buttons):
+    for client, rank in zip(clients, (7, 1), strict=True):
+        client.press()
+        assert wakeup.wait() == rank
+    for connection in (*strangers, *clients):
         connection.close()
 
 
-def test_a_visitor_may_speak_slowly_and_silent_strangers_keep_nobody_out(doorbell: Doorbell) -> None:
-    at = (doorbell.address.host, doorbell.address.port)
+def test_a_visitor_may_speak_slowly_and_silent_strangers_keep_nobody_out(wakeup: Wakeup) -> None:
+    at = (wakeup.address.host, wakeup.address.port)
     held = []
 
     def come() -> None:
         strangers = [socket.create_connection(at) for _ in range(120)]
         slow = socket.create_connection(at)
-        words = doorbell.address.token + (1).to_bytes(4, "big")
+        words = wakeup.address.token + (1).to_bytes(4, "big")
         for word in (words[:7], words[7:18], words[18:]):
             slow.sendall(word)
             time.sleep(0.1)
-        held.append(len(psutil.Process().net_connections()) - 2 * len(buttons))
-        buttons.append(Button(doorbell.address, 7, 5.0))
+        held.append(len(psutil.Process().net_connections()) - 2 * len(clients))
+        clients.append(WakeupClient(wakeup.address, 7, 5.0))
         for connection in strangers:
             connection.close()
         slow.sendall(b"!")
-        buttons.append(slow)
+        clients.append(slow)
 
-    buttons: list[Any] = []
+    clients: list[Any] = []
     caller = threading.Thread(target=come)
     caller.start()
-    doorbell.welcome([1, 7], 20.0)
+    wakeup.welcome([1, 7], 20.0)
     caller.join()
-    assert doorbell.wait([1]) == 1
+    assert wakeup.wait([1]) == 1
     assert held[0] < 121 + 50  # this end of all, and the other of a few
-    for connection in buttons:
+    for connection in clients:
         connection.close()
 
 
-def test_who_does_not_come_is_named(doorbell: Doorbell) -> None:
-    button = Button(doorbell.address, 2, 5.0)
+def test_who_does_not_come_is_named(wakeup: Wakeup) -> None:
+    client = WakeupClient(wakeup.address, 2, 5.0)
     with pytest.raises(TimeoutError, match=r"rank\(s\) \[1, 3\] did not come within 0\.2 s"):
-        doorbell.welcome([1, 2, 3], 0.2)
-    button.close()
+        wakeup.welcome([1, 2, 3], 0.2)
+    client.close()
 
 
 @pytest.mark.usefixtures("many_open_files")
 def test_it_is_heard_in_a_process_with_many_open_files() -> None:
-    doorbell = Doorbell(HERE)
-    button = Button(doorbell.address, 1, 5.0)
-    doorbell.welcome([1], 5.0)
-    button.press()
-    assert doorbell.wait() == 1
-    assert not button.host_ended
-    doorbell.end()
-    assert doorbell.wait() is None
-    doorbell.close()
-    assert button.host_ended
-    button.close()
+    wakeup = Wakeup(HERE)
+    client = WakeupClient(wakeup.address, 1, 5.0)
+    wakeup.welcome([1], 5.0)
+    client.press()
+    assert wakeup.wait() == 1
+    assert not client.host_ended
+    wakeup.end()
+    assert wakeup.wait() is None
+    wakeup.close()
+    assert client.host_ended
+    client.close()
 
 
 def test_a_host_without_visitors_leaves_no_socket_open() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        center = ThreadCenter(Job(0, 1, (0,), 0, timedelta(seconds=5)))
+        center = ThreadCenter(CenterLayout(0, 1, (0,), 0, timedelta(seconds=5)))
         center.open([torch.ones(3)])
         center.close()
         del center

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class Scratch:
+class BufferPool:
     """Gives the same vector each time it is asked: fresh pages cost far more than the arithmetic on them."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.deadline import deadline
 
 
-class Pulse:
+class AsyncAllGather:
     """Gathers one row of numbers from each rank in the background.
 
     Args:
@@ -29,12 +29,12 @@ class Pulse:
         """Send this rank's row, float64. All ranks launch at the same step."""
         mine = torch.tensor(row, dtype=torch.float64)
         self._rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        with deadline("send its pulse"):
+        with deadline("send its row to all ranks"):
             self._work = dist.all_gather(self._rows, mine, group=self._group, async_op=True)
 
     def collect(self) -> list[list[float]]:
         """The rows of all ranks, in order. Waits for the slowest rank to have launched."""
-        with deadline("receive the others' pulse"):
+        with deadline("receive the rows of all ranks"):
             if self._work is not None:
                 self._work.wait()
         rows, self._rows, self._work = [row.tolist() for row in self._rows], [], None
