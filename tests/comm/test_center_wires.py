@@ -36,7 +36,7 @@ def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.
     end = CenterWire(group, 1 - rank) if dtype is None else NarrowCenterWire(group, 1 - rank, dtype)
     end.start(drawn(0))
     if mutant:
-        end.round = lambda _: None
+        end.round_difference = lambda _: None
     for step in range(20):
         values = drawn(step)
         if rank:

@@ -79,7 +79,6 @@ class Rank:
             None,
             Mailbox(rows, rank),
             lambda step: step % 4 == 0,
-            lambda: False,
         )
         self.combined = CombinedLoader(
             [
@@ -120,7 +119,7 @@ class Rank:
 @pytest.fixture
 def cluster(monkeypatch):
     """Makes ranks; the checks that all ranks agree need no wire, as all are made alike."""
-    for name in ("agree", "together"):
+    for name in ("check_equal", "raise_on_all"):
         monkeypatch.setattr(loaders_module, name, lambda *_: None)
     made = []
 
@@ -203,8 +202,8 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
     told = []
     for rank, count in enumerate(workers):
         told.append([])
-        monkeypatch.setattr(loaders_module, "together", lambda *_: None)
-        monkeypatch.setattr(loaders_module, "agree", lambda what, values: told[-1].append((what, dict(values))))
+        monkeypatch.setattr(loaders_module, "raise_on_all", lambda *_: None)
+        monkeypatch.setattr(loaders_module, "check_equal", lambda what, values: told[-1].append((what, dict(values))))
         data = Numbers(64)
         sampler = RandomSampler(data) if own_sampler else DistributedSampler(data, num_replicas=1, rank=0)
         loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=count)
