@@ -97,7 +97,7 @@ class SlowMoStrategy(ReplicaStrategy):
         tau: optimizer steps from one exchange to the next.
         alpha: slow learning rate, above 0.
         beta: slow momentum, at least 0 and below 1; with 0 and ``alpha=1`` it is plain averaging.
-        **kwargs: as for :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: as for :class:`~lightning_hetero.strategies.replica.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import EmulatedSpeed
-from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 from lightning_hetero.workload.shares import Cost
 
 SLOW = "slow "  # before a contender's name: the last rank has half of its quota

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_hetero.callbacks.stretch import StretchedBackward
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.hetero import HeteroStrategy
+from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.workload.shares import Cost
 
 if TYPE_CHECKING:

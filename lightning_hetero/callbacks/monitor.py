@@ -11,14 +11,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_hetero._lightning import logged_step
 from lightning_hetero.callbacks.record import Exchanged, Record, StepRecord, View, thin
 from lightning_hetero.callbacks.report import fit_of, write
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.links import Traffic
+from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
-from lightning_hetero.strategies.hetero import HeteroStrategy
-from lightning_hetero.strategies.replicas import ReplicaStrategy
-from lightning_hetero.strategies.workshare import Workshare
+from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -227,7 +228,7 @@ class HeteroMonitor(Callback):
 
     def _due(self, trainer: "pl.Trainer", what: str) -> bool:
         """Whether loggers are to get such a thing again: the first time, then as often as Lightning's own metrics."""
-        step, every = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        step, every = logged_step(trainer), trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not (trainer.loggers and every and step >= self._log_from.get(what, 0)):
             return False
         self._log_from[what] = step + every
@@ -237,7 +238,7 @@ class HeteroMonitor(Callback):
     def _log(trainer: "pl.Trainer", metrics: Mapping[str, float]) -> None:
         for logger in trainer.loggers:
             named = {f"hetero/{name}": float(value) for name, value in metrics.items()}
-            logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(named, step=logged_step(trainer))
 
 
 def _within(folder: str, report: str | Path) -> str:

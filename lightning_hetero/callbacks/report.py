@@ -20,8 +20,8 @@ from lightning_hetero.callbacks.record import Fit, View, together
 from lightning_hetero.callbacks.totals import Totals, settled, totals
 from lightning_hetero.callbacks.verdict import Verdict, judge
 from lightning_hetero.comm.topology import group_of
-from lightning_hetero.strategies.hetero import HeteroStrategy
-from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 Row = Sequence[object]
 #: What pictures may be called.

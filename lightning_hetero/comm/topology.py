@@ -18,7 +18,7 @@ class Place(NamedTuple):
 
     Attributes:
         host: hostname.
-        node: the launcher's id of the node.
+        node: number of the node: the launcher's, or by ``ranks_per_node``.
         local_rank: rank within the node, as launched.
         device: device type and, for an accelerator, the card's identity: two ranks may share one.
     """
@@ -42,6 +42,14 @@ class Topology:
     rank: int
     places: tuple[Place, ...]
     nodes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, rank: int, places: Sequence[Place]) -> "Topology":
+        """The topology of ranks that live in these places."""
+        nodes: dict[int, list[int]] = {}
+        for other, place in enumerate(places):
+            nodes.setdefault(place.node, []).append(other)
+        return cls(rank, tuple(places), tuple(tuple(ranks) for ranks in nodes.values()))
 
     @property
     def world(self) -> int:
@@ -75,15 +83,12 @@ def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None) ->
     Raises:
         ConfigurationError: ``ranks_per_node`` does not fit the number of ranks.
     """
-    places = tuple(Place(*other) for other in gather(tuple(place), "the topology"))
-    if ranks_per_node is None:
-        members: dict[int, list[int]] = {}
-        for rank, other in enumerate(places):
-            members.setdefault(other.node, []).append(rank)
-        nodes = tuple(tuple(ranks) for ranks in members.values())  # in the order of their lowest ranks
-    else:
-        nodes = consecutive(len(places), ranks_per_node)
-    return Topology(dist.get_rank(), places, nodes)
+    places = [Place(*other) for other in gather(tuple(place), "the topology")]
+    if ranks_per_node is not None:
+        for number, ranks in enumerate(consecutive(len(places), ranks_per_node)):
+            for rank in ranks:
+                places[rank] = places[rank]._replace(node=number)
+    return Topology.of(dist.get_rank(), places)
 
 
 def consecutive(world: int, ranks_per_node: int | Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_hetero._lightning import SubprocessScriptLauncher, set_num_threads_if_needed, start_ranks
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.launch.script import passed_on
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _ORDERLY = (0, 128 + signal.SIGTERM)  # exit codes of a rank that is done, or was asked to stop
 
 
-class ObservedLauncher(_SubprocessScriptLauncher):
+class ObservedLauncher(SubprocessScriptLauncher):
     """Starts ranks as Lightning does, but lets the others end by themselves when one fails.
 
     Lightning kills all ranks, rank 0 among them, within seconds of a child's failure: what the others have to say, such
@@ -44,10 +43,10 @@ class ObservedLauncher(_SubprocessScriptLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         with passed_on():
-            self._call_children_scripts()
+            start_ranks(self)
         observer = Observer(self.procs, self.grace)
         observer.start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
         except SIGTERMException:

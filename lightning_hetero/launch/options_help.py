@@ -8,7 +8,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_hetero.strategies.hetero import HeteroStrategy
+from lightning_hetero.strategies.base import HeteroStrategy
 
 #: Asks for all options, DDP's included.
 ALL_OPTIONS = "--all-options"

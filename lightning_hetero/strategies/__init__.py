@@ -2,6 +2,7 @@
 
 import lightning.pytorch  # noqa: F401  before any part of this package, as it triggers the registration
 
+from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
 from lightning_hetero.strategies.diloco import DiLoCoStrategy
@@ -13,10 +14,9 @@ from lightning_hetero.strategies.easgd_async import (
     MEASGDAsyncStrategy,
 )
 from lightning_hetero.strategies.gossip import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
-from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.node import NodeAverageStrategy
 from lightning_hetero.strategies.registry import register
-from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 __all__ = [
     "DASOStrategy",

@@ -11,7 +11,7 @@ from lightning_hetero.checks import one_of
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 
 class CenterStrategy(ReplicaStrategy):
@@ -24,7 +24,7 @@ class CenterStrategy(ReplicaStrategy):
         exclude: names of parameters and buffers that do not take part, such as norms or embeddings; with patterns:
             ``"*norm*"``. Each replica keeps its own; where the center is looked at, their mean stands for them.
         packed: ``False`` sends a message for each parameter instead of one for all; to see what that costs.
-        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replica.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -60,6 +60,6 @@ class CenterStrategy(ReplicaStrategy):
 
     @override
     def make_replica(self, module: torch.nn.Module) -> Replica:
-        replica = Replica(module, self._settle, self.exclude, self.packed)
+        replica = Replica(module, self.settle, self.exclude, self.packed)
         check_patterns(self.exclude, replica.names)
         return replica

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_hetero._lightning import epoch_ends
 from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.averaging.daso import DASOAverager, Mixing
 from lightning_hetero.averaging.schedule import RateSchedule
@@ -15,7 +16,7 @@ from lightning_hetero.checks import at_least_one, one_of
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 
 class DASOStrategy(ReplicaStrategy):
@@ -40,7 +41,7 @@ class DASOStrategy(ReplicaStrategy):
         monitor: a logged metric to watch instead of the training loss; smaller is better.
         mixing: ``"daso"``, the paper's rule, or ``"delta"``, which keeps the nodes' progress since the exchange began.
         wire: number format of background exchanges: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
-        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replica.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -92,10 +93,10 @@ class DASOStrategy(ReplicaStrategy):
 
     @override
     def make_averager(self) -> Averager:
-        o, trainer = self._daso, self._trainer
+        o, trainer = self._daso, self.trainer
         schedule = RateSchedule(o["global_every"], o["wait"], o["max_global_every"], o["patience"], o["threshold"])
         self._ended, self._watched, self._epochs = False, None, 0
-        if self._links.count == 1:
+        if self.engine.view.count == 1:
             rank_zero_info("hetero_daso: there is one node, so no global network: it trains as hetero_ddp would.")
             return DASOAverager(schedule, 0, 0, 0, o["mixing"], o["wire"])
         total = trainer.estimated_stepping_batches
@@ -113,30 +114,30 @@ class DASOStrategy(ReplicaStrategy):
         return DASOAverager(schedule, run, lengths["warmup"], lengths["cooldown"], o["mixing"], o["wire"])
 
     @override
-    def _before_window(self) -> None:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._ended:  # only now is all known that it has logged
             self._ended, self._epochs = False, self._epochs + 1
             if self._daso["monitor"] is not None and self._daso["schedule_every_n_steps"] is None:
                 self._tick()
-        super()._before_window()
+        return super().training_step(*args, **kwargs)
 
     @override
-    def _after_window(self) -> None:
-        super()._after_window()
-        self._ended, steps = self._epoch_ends(), self._daso["schedule_every_n_steps"]
+    def _window_ended(self) -> None:
+        super()._window_ended()
+        self._ended, steps = epoch_ends(self.trainer), self._daso["schedule_every_n_steps"]
         by_epoch = self._ended and self._daso["monitor"] is None
-        if by_epoch if steps is None else self._windows % steps == 0:
+        if by_epoch if steps is None else self.engine.windows % steps == 0:
             self._tick()
 
     def _tick(self) -> None:
         """Show the schedule the loss, or the metric to monitor, as the mean over all ranks (collective)."""
         assert isinstance(self.averager, DASOAverager)
-        sums = self._losses.restart()
-        if self._links.count == 1 or self.averager.phase(self._windows) != "cycling":
+        sums = self.engine.losses.restart()
+        if self.engine.view.count == 1 or self.averager.phase(self.engine.windows) != "cycling":
             return
         if (name := self._daso["monitor"]) is not None:
-            value = self._trainer.callback_metrics.get(name)
-            periods = self._epochs // (self._trainer.check_val_every_n_epoch or 1)
+            value = self.trainer.callback_metrics.get(name)
+            periods = self._epochs // (self.trainer.check_val_every_n_epoch or 1)
             if value is self._watched and (value is not None or periods == 0):
                 return  # nothing new has been logged since the last look, or there was no occasion yet
             self._watched = value
@@ -147,7 +148,7 @@ class DASOStrategy(ReplicaStrategy):
         if name is not None and math.isnan(mean):
             raise ConfigurationError(
                 f"monitor={name!r} is NaN, or has not been logged by all ranks; this one has logged "
-                f"{sorted(self._trainer.callback_metrics)}. Log it with self.log, or watch the training loss with "
+                f"{sorted(self.trainer.callback_metrics)}. Log it with self.log, or watch the training loss with "
                 "monitor=None."
             )
         self.averager.schedule.tick(mean)

@@ -1,6 +1,6 @@
 """`hetero_ddp`: data-parallel training on ranks of unequal speed, exact against one process."""
 
-from lightning_hetero.strategies.hetero import HeteroStrategy
+from lightning_hetero.strategies.base import HeteroStrategy
 
 
 class HeteroDDPStrategy(HeteroStrategy):
@@ -12,5 +12,5 @@ class HeteroDDPStrategy(HeteroStrategy):
 
     Source: HetGrad, Moreno-Alvarez et al. 2022: ``g = sum_i (n_i / N) g_i``.
 
-    Takes the options of :class:`~lightning_hetero.strategies.hetero.HeteroStrategy`.
+    Takes the options of :class:`~lightning_hetero.strategies.base.HeteroStrategy`.
     """

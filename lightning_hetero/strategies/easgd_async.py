@@ -42,9 +42,10 @@ class EASGDVisitsStrategy(ElasticStrategy):
 
     @override
     def make_averager(self) -> Averager:
-        assert self.topology is not None
-        job = layout_of(self.topology.rank, self._replicas, self.topology.world, self.options.timeout)
-        center: Center = open_center(self.center, self.topology, job, self.locked, self.in_turn, self.wire)
+        assert self.job is not None
+        view = self.job.view
+        layout = layout_of(view.rank, view.ranks, view.world, self.options.timeout)
+        center: Center = open_center(self.center, view.topology, layout, self.locked, self.in_turn, self.wire)
         return VisitingAverager(
             self.pull,
             self.tau,

@@ -19,7 +19,7 @@ from lightning_hetero.comm.gossip.peers import EXCHANGE
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 
 class GossipBase(ReplicaStrategy):
@@ -37,7 +37,7 @@ class GossipBase(ReplicaStrategy):
             counted and logged, and training goes on. At most a ninth of ``timeout`` counts, since an exchange in which
             all goes wrong takes as long as nine messages may take.
         seed: of what is drawn at random.
-        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replica.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -76,7 +76,7 @@ class GossipBase(ReplicaStrategy):
     def make_averager(self) -> Averager:
         assert self.topology is not None
         assert self.cluster_environment is not None
-        if self._links.count == 1:
+        if self.engine.view.count == 1:
             rank_zero_info(f"{type(self).__name__}: there is one replica, so nobody to gossip with: it trains alone.")
         interface = interface_towards(self.cluster_environment.main_address)
         deadline = min(self.deadline, self.options.timeout.total_seconds() / EXCHANGE)

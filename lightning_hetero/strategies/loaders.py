@@ -4,18 +4,27 @@ import copy
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset, sized_len
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_hetero._lightning import (
+    IndexBatchSamplerWrapper,
+    add_worker_init_fn,
+    combined_loader,
+    has_own_batches,
+    inner_batch_sampler,
+    inner_sampler,
+    is_sharded,
+    mode_of,
+    user_shards,
+)
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
-from lightning_hetero.strategies.connector import has_own_batches
 from lightning_hetero.workload.order import (
     AgreedOrder,
     EvaluatedGroups,
@@ -27,6 +36,9 @@ from lightning_hetero.workload.order import (
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, ShareSampler, check_enough
 from lightning_hetero.workload.stream import SizedStream, Stream, Tally, VaryingBatchSizes
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class Loaders:
@@ -66,6 +78,24 @@ class Loaders:
 
     # -- entry -------------------------------------------------------------------------------------
 
+    def process(self, loader: object, trainer: "pl.Trainer | None") -> object:
+        """Give a loader a sampler that follows the plan (collective).
+
+        Raises:
+            UnsupportedError: nothing is running.
+        """
+        stage = None if trainer is None else trainer.state.stage
+        if trainer is None or stage is None:
+            raise UnsupportedError(
+                "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
+                "follow from where a run stands, and all ranks set it up together: pass it to one of these."
+            )
+        sharded = user_shards(trainer) or is_sharded(loader)
+        if trainer.training:
+            self.combined = lambda: combined_loader(trainer)
+            return self.training(loader, sharded)
+        return self.evaluation(loader, sharded, stage.dataloader_prefix or "validation")
+
     def training(self, loader: object, sharded_by_user: bool) -> object:
         """Make a training loader yield this rank's share (collective)."""
         problem, kind = None, "stream"
@@ -95,7 +125,7 @@ class Loaders:
         check_enough(_samples(batches), self.planner.world, name)
         sampler = EvaluationSampler(batches, self.rank, self.planner.world, lambda: self.planner.plans[-1])
         indexed = name == "predict"
-        return _with_batch_sampler(loader, _IndexBatchSamplerWrapper(sampler) if indexed else sampler)
+        return _with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
 
     # -- what was drawn ----------------------------------------------------------------------------
 
@@ -148,9 +178,7 @@ class Loaders:
         return "map"
 
     def _batches(self, loader: Any, evaluation: bool) -> GlobalBatches:
-        batch_sampler = loader.batch_sampler
-        if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
-            batch_sampler = batch_sampler._batch_sampler
+        batch_sampler = inner_batch_sampler(loader.batch_sampler)
         if type(batch_sampler) is not BatchSampler:
             if self._global_batch_size is not None:
                 raise UnsupportedError(
@@ -169,7 +197,7 @@ class Loaders:
     def _order(self, sampler: Any) -> Any:
         # Lightning has put a DistributedSampler here, of one replica: around the dataset, in which case the order
         # follows from seed and epoch, or around a sampler of the user's, whose own order is kept.
-        inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+        inner = inner_sampler(sampler)
         if isinstance(sampler, DistributedSampler) and (inner is None or isinstance(inner, SequentialSampler)):
             return sampler
         return self._agreed(sampler if inner is None else inner)
@@ -199,7 +227,7 @@ class Loaders:
                 lambda step: self.planner.at(step).split([total])[0][self.rank], lambda: self._begin().step
             )
             object.__setattr__(loader, "batch_sampler", share)
-        _auto_add_worker_init_fn(loader, self.rank)
+        add_worker_init_fn(loader, self.rank)
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
         if all(length is not None for length in lengths):
             return SizedStream(loader, self._size_of, self._exchange, max(lengths))
@@ -211,14 +239,14 @@ class Loaders:
         sources = self.sources()
         if combined is None or len(sources) <= 1:
             return plan.split([size])[0]
-        shares = plan.split([self._size_at(source, in_epoch, combined._mode) for source in sources])
+        shares = plan.split([self._size_at(source, in_epoch, mode_of(combined)) for source in sources])
         return shares[next(i for i, source in enumerate(sources) if source is sampler)]
 
     def _begin_pass(self) -> Position:
         sources, combined = self.sources(), self.combined()
         if combined is not None and len(sources) > 1:
             length = max(len(source) for source in sources if isinstance(source, ShareSampler))
-            steps = [[self._size_at(source, i, combined._mode) for source in sources] for i in range(length)]
+            steps = [[self._size_at(source, i, mode_of(combined)) for source in sources] for i in range(length)]
             self.planner.expect(sum(steps[0]))
             for step, sizes in enumerate(steps):
                 self._check_proportions(step, sizes)

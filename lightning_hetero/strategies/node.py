@@ -7,7 +7,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.averaging.node import PeriodicAverager
 from lightning_hetero.checks import at_least_one
-from lightning_hetero.strategies.replicas import ReplicaStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 
 class NodeAverageStrategy(ReplicaStrategy):
@@ -22,7 +22,7 @@ class NodeAverageStrategy(ReplicaStrategy):
         every_n_steps: K, in optimizer steps. Default: once per epoch, as in the paper's experiments.
         average_optimizer_state: also average momentum and the like. With it and K = 1, plain SGD is exactly flat
             data-parallel training.
-        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replicas.ReplicaStrategy`.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.replica.ReplicaStrategy`.
 
     Raises:
         ConfigurationError: ``every_n_steps`` below 1.

@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import tensor
 
+from lightning_hetero._lightning import environment_of, hpc_path
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -23,7 +25,7 @@ def path_to_save(trainer: "pl.Trainer") -> str | None:
     if getattr(trainer, "fast_dev_run", False):
         return None
     if SLURMEnvironment.detect():
-        return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+        return hpc_path(trainer)
     keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     for keeper in sorted(keepers, key=lambda keeper: not keeper.save_last):
         if keeper.dirpath is not None:
@@ -45,7 +47,7 @@ def say_where(path: str | None) -> None:
 
 def requeue(trainer: "pl.Trainer") -> None:
     """Put the SLURM job back in the queue, unless ``SLURMEnvironment(auto_requeue=False)``; on rank 0."""
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = environment_of(trainer)
     if not trainer.is_global_zero or not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return
     array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")

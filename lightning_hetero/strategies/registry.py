@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
 from lightning_hetero.strategies.diloco import DiLoCoStrategy
@@ -15,7 +16,6 @@ from lightning_hetero.strategies.easgd_async import (
     MEASGDAsyncStrategy,
 )
 from lightning_hetero.strategies.gossip import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
-from lightning_hetero.strategies.hetero import HeteroStrategy
 from lightning_hetero.strategies.node import NodeAverageStrategy
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from lightning_hetero import _lightning
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import CommunicationError
@@ -51,12 +52,7 @@ class StopRequest:
         self._done = 0  # batches of this fit
         self._bound: int | None = None  # how far this rank may go before it knows `at`
         self._silent: list[str] = []  # ranks that have not answered yet
-        loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-        self._replaced: list[tuple[Any, str]] = []
-        self._replace(loop, "_broadcast_sigterm_tensor", lambda: None)
-        self._replace(loop, "update_lr_schedulers", self._update_lr_schedulers)
-        self._replace(connector, "_sigterm_notifier_fn", self._notify)
-        self._replace(connector, "_slurm_sigusr_handler_fn", self._notify_here)
+        self._hooks = _lightning.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
         self._thread = threading.Thread(target=self._listen, daemon=True, name="stop-request")
         self._thread.start()
 
@@ -67,9 +63,7 @@ class StopRequest:
         """Give the Trainer its own methods back, and end the thread; idempotent."""
         self._closed.set()
         self._thread.join(2.0)  # a thread within the store would break the process's end off
-        while self._replaced:
-            owner, name = self._replaced.pop()
-            vars(owner).pop(name, None)
+        self._hooks.restore()
 
     def finish(self) -> None:
         """The fit is complete; if any rank has been asked to stop, save and end all the same (collective)."""
@@ -89,10 +83,6 @@ class StopRequest:
 
     def _notify_here(self, *_: Any) -> None:
         self.requested = True
-
-    def _replace(self, owner: Any, name: str, by: Callable) -> None:
-        setattr(owner, name, by)
-        self._replaced.append((owner, name))
 
     # -- the agreement -----------------------------------------------------------------------------
 
@@ -127,9 +117,9 @@ class StopRequest:
             wait = self._bound is not None and self._done >= self._bound
         if wait:
             self._wait_for_answers()
-        fit = self._trainer.fit_loop
-        complete = self._trainer.should_stop and fit._can_stop_early  # as if this were the last batch: see `finish`
-        return self.at is not None and self._done >= self.at and not fit._should_accumulate() and not complete
+        complete = _lightning.stops_early(self._trainer)  # as if this were the last batch: see `finish`
+        here = self.at is not None and self._done >= self.at
+        return here and not _lightning.accumulates(self._trainer) and not complete
 
     def _wait_for_answers(self) -> None:
         until, lost = time.monotonic() + self._limit, None
@@ -154,8 +144,7 @@ class StopRequest:
             return
         # Lightning resumes from two moments: the end of a validation, at which it would have saved just before this
         # call; and `on_train_batch_end`, at which the batch does not count as completed yet.
-        assert self._trainer.fit_loop._data_fetcher is not None
-        if not loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher):
+        if not _lightning.validates_now(self._trainer):
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
             for progress in (loop.batch_progress.total, loop.batch_progress.current):
                 progress.completed -= 1
@@ -163,7 +152,7 @@ class StopRequest:
 
     def _stop(self) -> None:
         self._save()
-        self._trainer._signal_connector.received_sigterm = True
+        _lightning.set_terminated(self._trainer)
         raise SIGTERMException(TERMINATED)
 
 
@@ -180,4 +169,4 @@ def end_at_once(trainer: "pl.Trainer") -> None:
             launcher.kill(signum)
         raise SIGTERMException(TERMINATED)
 
-    trainer._signal_connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
+    _lightning.on_sigterm(trainer, notify)

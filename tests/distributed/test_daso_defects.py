@@ -36,8 +36,8 @@ class RoundsWeights(DASOStrategy):
     """Sends the weights themselves, not how far they have moved."""
 
     def make_averager(self) -> Any:
-        begin = self._links.begin
-        self._links.begin = lambda flats, weights, reference, *rest: begin(
+        begin = self.engine.links.begin
+        self.engine.links.begin = lambda flats, weights, reference, *rest: begin(
             flats, weights, [torch.zeros_like(old) for old in reference], *rest
         )
         return super().make_averager()
@@ -298,7 +298,7 @@ class Watching(DASOStrategy):
     forgets = False
 
     def make_averager(self) -> Any:
-        begin = self._links.begin
+        begin = self.engine.links.begin
         self.diary: list[str] = []
         self.turns: list[int] = []
 
@@ -310,7 +310,7 @@ class Watching(DASOStrategy):
             exchange.result = lambda: self.diary.append("mixed") or result()
             return exchange
 
-        self._links.begin = watched
+        self.engine.links.begin = watched
         averager = super().make_averager()
         if self.forgets:
             load, fresh = averager.load_state_dict, averager.schedule.state_dict()

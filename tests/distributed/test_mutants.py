@@ -12,23 +12,23 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.strategies.workshare import Workshare
+from lightning_hetero.engine.step import Workshare
 from lightning_hetero.workload.timer import StepTimer
 
 
 class Unweighted(HeteroDDPStrategy):
     """The plain mean over ranks, as in DDP."""
 
-    def _join(self, topology: Any) -> None:
-        super()._join(topology)
+    def build(self, job: Any) -> None:
+        super().build(job)
         self.share.weights = lambda: (1.0, float(len(self.share.replica)))  # type: ignore[method-assign]
 
 
 class DoubleMean(HeteroDDPStrategy):
     """Weights that sum to one, which DDP then averages once more."""
 
-    def _join(self, topology: Any) -> None:
-        super()._join(topology)
+    def build(self, job: Any) -> None:
+        super().build(job)
         right = self.share.weights
 
         def weights() -> tuple[float, float]:
@@ -41,13 +41,13 @@ class DoubleMean(HeteroDDPStrategy):
 class NominalTail(HeteroDDPStrategy):
     """Weighs the last batch of an epoch as if it were full."""
 
-    def _join(self, topology: Any) -> None:
-        super()._join(topology)
+    def build(self, job: Any) -> None:
+        super().build(job)
         share: Workshare = self.share
 
         def weights() -> tuple[float, float]:
             nominal = share.planner.shares(share.step)
-            return float(nominal[topology.rank]), float(sum(nominal))
+            return float(nominal[job.view.rank]), float(sum(nominal))
 
         share.weights = weights  # type: ignore[method-assign]
 
@@ -112,9 +112,9 @@ class Patient(StepTimer):
 
 
 class CountsWaiting(HeteroDDPStrategy):
-    def _join(self, topology: Any) -> None:
+    def build(self, job: Any) -> None:
         self._timer = Patient(self.root_device)
-        super()._join(topology)
+        super().build(job)
 
 
 class Sleeper(Net):

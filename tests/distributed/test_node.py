@@ -81,8 +81,10 @@ def test_meeting_at_every_step_with_momentum_is_flat_data_parallel() -> None:
 
 
 class Unweighted(NodeAverageStrategy):
-    def _planned(self) -> list[int]:
-        return [1] * len(self._replicas)
+    def make_engine(self, job: Any) -> Any:
+        engine = super().make_engine(job)
+        engine.samples_per_replica = lambda: [1] * job.view.count  # type: ignore[method-assign]
+        return engine
 
 
 def test_moments_of_adam_are_averaged_and_its_steps_are_not() -> None:

@@ -15,6 +15,7 @@ from test_node import Save
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
+from lightning_hetero.engine.not_finite import about
 from lightning_hetero.errors import (
     CheckpointError,
     ConfigurationError,
@@ -23,7 +24,6 @@ from lightning_hetero.errors import (
     UnsupportedError,
 )
 from lightning_hetero.strategies.guards import precision_problem
-from lightning_hetero.strategies.replica_guards import about
 
 NODES = [2, 1]
 STRATEGIES = {"node": NodeAverageStrategy, "daso": DASOStrategy, "ddp": HeteroDDPStrategy}

@@ -8,9 +8,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies import loaders as loaders_module
 from lightning_hetero.strategies.loaders import Loaders
-from lightning_hetero.strategies.workshare import Workshare
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.sampler import Position
 from lightning_hetero.workload.timer import StepTimer
@@ -78,7 +78,6 @@ class Rank:
             tuple(range(world)),
             None,
             Mailbox(rows, rank),
-            lambda step: step % 4 == 0,
         )
         self.combined = CombinedLoader(
             [
@@ -109,7 +108,7 @@ class Rank:
         self.share.begin()
         drawn = self.share.drawn
         self.clock.now += 0.010 + seconds_per_sample * max(drawn.samples, 1)
-        self.share.end()
+        self.share.end(report=(self.share.step + 1) % 4 == 0)
         return [batch.tolist() for batch in batches], drawn
 
     def close(self):
@@ -186,7 +185,7 @@ def test_loading_counts_in_every_step_also_after_a_report(cluster):
     run_epoch([rank], 0, [0.001])
     # Without the first step of the epoch, in which workers start.
     assert rank.share.step == 16
-    compute = rank.share._pulse.rows[0][5]  # of the last four steps
+    compute = rank.share._gathering.rows[0][5]  # of the last four steps
     assert compute == pytest.approx(0.010 + 0.001 * 32 + LOADING)
 
 

@@ -1,9 +1,9 @@
 """This rank's part of the work: what it draws, how much it weighs, how long it takes, and what the others are told."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import DataError, UnsupportedError
-from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.workload.cost import CostModel
 from lightning_hetero.workload.evidence import Evidence
 from lightning_hetero.workload.planner import Planner
@@ -22,35 +21,51 @@ from lightning_hetero.workload.stream import Tally
 from lightning_hetero.workload.timer import Lap, StepTimer
 
 
+class Draws(Protocol):
+    """Where this rank's parts of the batches come from: its dataloaders."""
+
+    def sources(self) -> Sequence[Any]:
+        """One source per loader; none if the loaders have not been set up here."""
+
+    def next_step(self) -> int:
+        """The first step that this rank has not drawn yet."""
+
+    def take(self) -> Drawn:
+        """What was drawn for the batch that is about to be trained on."""
+
+
 class Workshare:
     """Accompanies every training batch from its draw to its report.
+
+    A batch goes through :meth:`begin`, perhaps :meth:`weigh`, then :meth:`weights`, and :meth:`end`.
 
     Args:
         planner: the agreed plans.
         timer: this rank's stopwatch.
-        loaders: the dataloaders.
+        loaders: where batches come from.
         replica: the ranks that average gradients with this one, itself among them.
         group: their process group for small CPU tensors.
-        pulse: gathers the reports of all ranks.
-        report_due: whether ranks report after a given step; the same on all.
+        gathering: gathers the reports of all ranks.
+        defers_reports: act on reports when the next ones are due, rather than at the next batch, for which all ranks
+            would wait.
     """
 
     def __init__(
         self,
         planner: Planner,
         timer: StepTimer,
-        loaders: Loaders,
+        loaders: Draws,
         replica: tuple[int, ...],
         group: dist.ProcessGroup | None,
-        pulse: AsyncAllGather,
-        report_due: Callable[[int], bool],
+        gathering: AsyncAllGather,
+        defers_reports: bool = False,
     ) -> None:
         self.planner, self.timer, self.loaders = planner, timer, loaders
-        self.replica, self._group, self._pulse, self._report_due = replica, group, pulse, report_due
+        self.replica, self._group, self._gathering = replica, group, gathering
+        self._defers = defers_reports
         self.cost, self.evidence = CostModel(), Evidence()
         self.step = 0  # batches done, the same on every rank
-        self.reports: list[Report] = []  # of all ranks, from the latest pulse
-        self.patient = False  # take reports in when the next are due, rather than make all ranks wait at once
+        self.reports: list[Report] = []  # of all ranks, the latest ones
         self._reported_at = 0  # the step of the reports that are on their way
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps
@@ -69,11 +84,10 @@ class Workshare:
         Raises:
             DataError: its dataloader is not one that has been set up here.
         """
-        self.end()  # if nothing else has ended the last step
         if self._fresh_pass:  # starting workers and the like is not what a batch costs
             self._fresh_pass = False
             self.timer.restart()
-        if not self.patient:
+        if not self._defers:
             self.listen()
         if not self.loaders.sources():
             raise DataError(
@@ -96,8 +110,12 @@ class Workshare:
             )
         return self.drawn
 
-    def end(self) -> None:
-        """This rank has done its work on the batch."""
+    def end(self, report: bool) -> None:
+        """This rank has done its work on the batch.
+
+        Args:
+            report: whether the ranks exchange reports after this step; the same on all.
+        """
         if self.drawn is None:
             return
         for lap in self.timer.lap(max(int(self.drawn.samples), 1), filler=not self.drawn.samples):
@@ -109,17 +127,17 @@ class Workshare:
                 watcher(lap)
         self.drawn, self._weighing = None, None
         self.step += 1
-        if self._report_due(self.step):
+        if report:
             self.listen()
-            self._pulse.launch(self._report())
+            self._gathering.launch(self._report())
             self._reported_at = self.step
 
     def listen(self) -> None:
         """Act on the reports that are on their way, if any; on all ranks at the same step."""
-        if not self._pulse.in_flight:
+        if not self._gathering.in_flight:
             return
         with self.timer.waiting():
-            self.reports = [Report(*row) for row in self._pulse.collect()]
+            self.reports = [Report(*row) for row in self._gathering.collect()]
         # Since the reports were sent every rank has drawn a batch for each step, and one more.
         drawn_since = self.step - self._reported_at + 1
         self.planner.update(self.step, [report._replace(drawn=report.drawn + drawn_since) for report in self.reports])
@@ -135,6 +153,11 @@ class Workshare:
         with deadline("sum the batch weights"):
             work = dist.all_reduce(total, group=self._group, async_op=True)
         self._weighing = own, total, work
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples of the running step count; true outside of a step."""
+        return self.drawn is None or self.weights()[0] > 0
 
     def weights(self) -> tuple[float, float]:
         """What this rank's samples weigh, and those of all ranks of the replica.
@@ -166,7 +189,8 @@ class Workshare:
         laps, self._laps = len(self._laps), []
         speed = self.evidence.speed(self.cost.cost)
         error = speed.noise if self.cost.ready else math.inf
-        return Report(*speed.cost, error, self.loaders.next_step(), samples, work, wait, laps, speed.since)
+        drawn = self.loaders.next_step()
+        return Report(*speed.cost, error, drawn, samples, work, wait, laps, speed.since)
 
 
 def exchanger(

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the work's division. Any strategy can load the checkpoint; this part is extra."""
+"""What this package adds to a checkpoint. Any strategy can load the checkpoint without it."""
 
 import errno
 from collections.abc import Iterator, Mapping
@@ -6,14 +6,17 @@ from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.engine.losses import Losses
+from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.strategies.workshare import Workshare
 from lightning_hetero.workload.shares import Cost
 
 KEY = "lightning_hetero"
-REPLICAS = "lightning_hetero_replicas"  # where replicas differ: see replica_state.py
+REPLICAS = "lightning_hetero_replicas"  # where replicas differ
 
 
 @contextmanager
@@ -59,3 +62,40 @@ def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int) -> 
     if state["fits"]:
         fixed, per_sample, samples = state["fits"][rank]
         share.cost.assume(Cost(fixed, per_sample), int(samples))
+
+
+def add_replicas(checkpoint: dict[str, Any], strategy: str, replica: dict[str, Any] | None, losses: Losses) -> None:
+    """Add the states of all replicas and ranks to rank 0's checkpoint (collective).
+
+    Args:
+        checkpoint: to add to.
+        strategy: name of the strategy's class.
+        replica: the replica's state, on its leader; else ``None``.
+        losses: of this rank.
+    """
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with deadline("gather the replicas' states to save"):
+        dist.gather_object((replica, {"losses": losses.state_dict()}), everyone)
+    if everyone is not None:
+        checkpoint[REPLICAS] = {
+            "strategy": strategy,
+            "replicas": [state for state, _ in everyone if state is not None],
+            "ranks": [state for _, state in everyone],
+        }
+
+
+def find_replica(checkpoint: Mapping[str, Any], strategy: str, index: int, count: int) -> dict[str, Any] | str:
+    """This rank's state in a checkpoint; else, in words, why there is none. The same on every rank."""
+    saved = checkpoint.get(REPLICAS)
+    if saved is None:
+        return (
+            "The checkpoint holds no state of replicas: it was saved by a strategy without them, after the end of a "
+            "fit, or while a rank had failed."
+        )
+    if saved["strategy"] != strategy:
+        return f"The checkpoint was saved by {saved['strategy']}, this is {strategy}."
+    here = dist.get_world_size()
+    if len(saved["replicas"]) != count or len(saved["ranks"]) != here:
+        then = f"{len(saved['replicas'])} replicas with {len(saved['ranks'])} ranks"
+        return f"The checkpoint was saved by {then}; this job has {count} with {here}."
+    return {**saved["replicas"][index], **saved["ranks"][dist.get_rank()]}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.strategies.checkpoint import KEY
+from lightning_hetero.engine.checkpoint import KEY
 
 _NAME = "random"
 

@@ -1,0 +1,261 @@
+"""Every touch of a private name of Lightning.
+
+Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. A new version of Lightning is checked here first.
+The rest of the package uses public names only (``tests/test_architecture.py``).
+"""
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
+from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = [
+    "DataFetcherWrapper",
+    "IndexBatchSamplerWrapper",
+    "SubprocessScriptLauncher",
+    "WrappingCheckpointIO",
+    "add_worker_init_fn",
+    "augment_message",
+    "init_dist_connection",
+    "set_num_threads_if_needed",
+]
+
+
+# -- the strategy that ours are made from ----------------------------------------------------------
+
+
+def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+    """The options that the user has given for ``DistributedDataParallel``."""
+    return strategy._ddp_kwargs
+
+
+def register_comm_hook(strategy: DDPStrategy, model: Any) -> None:
+    """Give DDP the user's communication hook, on CPUs too."""
+    _register_ddp_comm_hook(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
+
+
+def start_method(strategy: DDPStrategy) -> str:
+    """How processes start if no launcher has."""
+    return strategy._start_method
+
+
+def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
+    """The Trainer to which a module is attached, if any; the public property raises an error without one."""
+    return None if module is None else module._trainer
+
+
+def start_ranks(launcher: SubprocessScriptLauncher) -> None:
+    """Start the other ranks of this machine."""
+    launcher._call_children_scripts()
+
+
+# -- where the fit loop stands ---------------------------------------------------------------------
+
+
+def accumulates(trainer: "pl.Trainer") -> bool:
+    """Whether gradients of the running batch are accumulated, so that no optimizer steps after it."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def epoch_ends(trainer: "pl.Trainer") -> bool:
+    """Whether the running batch is the last of its epoch."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def logged_step(trainer: "pl.Trainer") -> int:
+    """The step under which loggers get a value now."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def stops_early(trainer: "pl.Trainer") -> bool:
+    """Whether the fit ends after this batch because a callback has asked for it."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
+def validates_now(trainer: "pl.Trainer") -> bool:
+    """Whether validation runs after this batch."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    return loop._should_check_val_fx(fetcher)
+
+
+def searches_lr(trainer: "pl.Trainer") -> bool:
+    """Whether this fit is the Tuner's search for a learning rate."""
+    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def results_of(trainer: "pl.Trainer") -> Any:
+    """The collection of logged values of the running loop, if there is one."""
+    return trainer._results
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def combined_loader(trainer: "pl.Trainer") -> CombinedLoader | None:
+    """The training loaders, once the Trainer has set them up."""
+    return trainer.fit_loop._combined_loader
+
+
+def mode_of(loader: CombinedLoader) -> str:
+    """How loaders are combined, such as ``"max_size_cycle"``."""
+    return loader._mode
+
+
+def inner_batch_sampler(sampler: Any) -> Any:
+    """The batch sampler inside of Lightning's wrapper for prediction, or the sampler itself."""
+    return sampler._batch_sampler if isinstance(sampler, IndexBatchSamplerWrapper) else sampler
+
+
+def inner_sampler(sampler: Any) -> Any:
+    """The user's sampler inside of Lightning's ``DistributedSamplerWrapper``; ``None``: it wraps the dataset."""
+    return getattr(getattr(sampler, "dataset", None), "_sampler", None)
+
+
+def user_shards(trainer: "pl.Trainer") -> bool:
+    """Whether the user has set ``Trainer(use_distributed_sampler=False)``."""
+    return not trainer._accelerator_connector.use_distributed_sampler
+
+
+def fetched_batch(fetcher: Any) -> Any:
+    """The latest batch that a step has fetched by itself."""
+    return fetcher._batch
+
+
+def watch_fetching(trainer: "pl.Trainer", begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    """Call functions when the fetching of a training batch begins and ends, beside Lightning's profiler."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None and not isinstance(fetcher._start_profiler, _Both):  # the Trainer sets its own anew
+        start, stop = fetcher._start_profiler, fetcher._stop_profiler
+        fetcher._start_profiler, fetcher._stop_profiler = _Both(start, begins), _Both(ends, stop)
+
+
+def fetch_anew(trainer: "pl.Trainer") -> None:
+    """Let the training loaders begin again."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    iter(fetcher)
+
+
+def forget_loader_that_failed(trainer: "pl.Trainer") -> None:
+    """If the loaders failed to start, do not tear them down: that would raise another error over the first one."""
+    loader = combined_loader(trainer)
+    if loader is not None and loader._iterator is None:
+        trainer.fit_loop._data_fetcher = None
+
+
+def keep_batch_samplers(trainer: "pl.Trainer") -> None:
+    """Let a Trainer pass the user's batch samplers on to the strategy, instead of constructing them anew."""
+    if type(trainer._data_connector) is _DataConnector:
+        trainer._data_connector.__class__ = _Connector  # a class, and no bound function: copies of it work
+
+
+def has_own_batches(loader: DataLoader) -> bool:
+    """Whether a loader was given a ``batch_sampler`` and no ``batch_size``; a DataLoader then has no batch size."""
+    return loader.batch_sampler is not None and loader.batch_size is None
+
+
+def is_sharded(loader: Any) -> bool:
+    """Whether one of a loader's samplers says that it yields this rank's part of the data."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return any(isinstance(n := getattr(sampler, "num_replicas", None), int) and n > 1 for sampler in samplers)
+
+
+class _Connector(_DataConnector):
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        decides = not user_shards(self.trainer)
+        if decides and isinstance(dataloader, DataLoader) and not has_iterable_dataset(dataloader):
+            sharded = is_sharded(dataloader)
+            if mode == RunningStage.PREDICTING and sharded:
+                pass  # Lightning notes the indices of what is predicted
+            elif sharded or has_own_batches(dataloader):
+                loader = copy.copy(dataloader)  # the user's own stays as it is
+                loader._iterator = None
+                return loader
+        return super()._prepare_dataloader(dataloader, shuffle, mode)
+
+
+class _Both:
+    """Calls one function, then another."""
+
+    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self) -> None:
+        self._first()
+        self._second()
+
+
+# -- stopping and saving ---------------------------------------------------------------------------
+
+
+def hpc_path(trainer: "pl.Trainer") -> str:
+    """The name under which Lightning finds a preempted SLURM job's checkpoint at its next start."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def environment_of(trainer: "pl.Trainer") -> Any:
+    """The cluster environment that the Trainer has found."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+class SignalHooks:
+    """Replaces what Lightning does on SIGTERM, until :meth:`restore`.
+
+    Args:
+        trainer: before it registers its handlers.
+        notify: called on SIGTERM, with the signal's number and frame.
+        notify_here: called on the signal by which SLURM announces a preemption.
+        after_batch: called in the place of ``update_lr_schedulers(interval, update_plateau_schedulers)``; its second
+            call for an interval of ``"step"`` is the last thing that Lightning does with a batch.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", notify: Callable, notify_here: Callable, after_batch: Callable) -> None:
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+        self._replaced: list[tuple[Any, str]] = []
+        self._replace(loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._replace(loop, "update_lr_schedulers", after_batch)
+        self._replace(connector, "_sigterm_notifier_fn", notify)
+        self._replace(connector, "_slurm_sigusr_handler_fn", notify_here)
+
+    def _replace(self, owner: Any, name: str, by: Callable) -> None:
+        setattr(owner, name, by)
+        self._replaced.append((owner, name))
+
+    def restore(self) -> None:
+        """Give the Trainer its own methods back; idempotent."""
+        while self._replaced:
+            owner, name = self._replaced.pop()
+            vars(owner).pop(name, None)
+
+
+def on_sigterm(trainer: "pl.Trainer", notify: Callable) -> None:
+    """Call a function on SIGTERM; before the Trainer registers its handlers."""
+    trainer._signal_connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
+
+
+def set_terminated(trainer: "pl.Trainer") -> None:
+    """Let the Trainer know that it was ended by SIGTERM."""
+    trainer._signal_connector.received_sigterm = True

@@ -1,0 +1,1 @@
+"""What a strategy is made of; nothing here knows Lightning."""

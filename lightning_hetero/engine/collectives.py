@@ -1,0 +1,113 @@
+"""The collectives that Lightning and users call on a strategy: weighted where samples are, timed as waiting."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.gather import gather_samples
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.workload.timer import StepTimer
+
+_REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
+
+
+class Collectives:
+    """Collectives over all ranks, on a gloo world of CPUs and GPUs; tensors on an accelerator pass through the CPU.
+
+    Args:
+        timer: counts what they take as waiting.
+        alone: whether there is nobody to meet, so that a collective returns what it was given.
+        loss_counts: whether this rank's loss has a part in the gradient; asked in a backward pass.
+    """
+
+    def __init__(self, timer: StepTimer, alone: Callable[[], bool], loss_counts: Callable[[], bool]) -> None:
+        self._timer, self._alone, self._loss_counts = timer, alone, loss_counts
+        self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
+        self._warned = False  # that a mean could not be weighted
+
+    @contextmanager
+    def weighing(self, samples: Callable[[], float | None]) -> Iterator[None]:
+        """Let means in this block weigh this rank by its samples.
+
+        Args:
+            samples: their number, ``None`` if it is unknown; asked only if something is reduced.
+        """
+        before, self._samples = self._samples, samples
+        try:
+            yield
+        finally:
+            self._samples = before
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if not self._alone():
+            with self._timer.waiting(), deadline("pass a barrier"):
+                dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank ``src``, on every rank."""
+        if self._alone():
+            return obj
+        box = [obj]
+        with self._timer.waiting(), deadline(f"receive an object from rank {src}"):
+            dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
+        """Reduce a tensor over all ranks; see ``HeteroStrategy.reduce``."""
+        if not isinstance(tensor, Tensor) or self._alone():
+            return tensor
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        if isinstance(name, str) and name not in _REDUCTIONS:
+            raise UnsupportedError(f"reduce_op={reduce_op!r} must be one of {', '.join(map(repr, _REDUCTIONS))}.")
+        mean = name in ("mean", "avg", ReduceOp.AVG)
+        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.float64
+        value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)
+        if mean:
+            value = self._with_weight(value)
+        op: Any = ReduceOp.SUM
+        if not mean and name is not None:
+            op = getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
+        with self._timer.waiting(), deadline("reduce a tensor"):
+            dist.all_reduce(value, op=op, group=group)
+        if mean:
+            value = self._mean(value)
+        return value.reshape(tensor.shape).to(
+            tensor.device, tensor.dtype if tensor.is_floating_point() else value.dtype
+        )
+
+    def _with_weight(self, value: Tensor) -> Tensor:
+        """What to sum over ranks for a mean: weighted and plain values, weights, ranks, and how many know no weight."""
+        samples = self._samples() if self._samples is not None else 1.0
+        weight = 1.0 if samples is None else samples
+        plain = value if weight else torch.zeros_like(value)  # that of a padding batch may not be finite
+        return torch.cat([plain * weight, plain, value.new_tensor([weight, weight != 0, samples is None])])
+
+    def _mean(self, sums: Tensor) -> Tensor:
+        """The mean that summed rows of :meth:`_with_weight` make; the same on every rank."""
+        weighted, plain = sums[:-3].chunk(2)
+        weight, ranks, unknown = sums[-3:].tolist()
+        if not unknown:
+            return weighted / weight
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"A mean over ranks counted every rank the same: on {int(unknown)} of them nobody can tell how many "
+                "samples the batch holds. Pass `batch_size=` to `self.log`; elsewhere reduce sums of values and of "
+                "samples (`reduce_op='sum'`) and divide them."
+            )
+        return plain / ranks
+
+    def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+        """Gather the tensors of all ranks; see ``HeteroStrategy.all_gather``."""
+        if self._alone():
+            return tensor
+        gathered = gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)
+        return gathered.to(tensor.device)

@@ -1,0 +1,136 @@
+"""How a process joins a job, and how it tells the others why it ends."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from lightning_hetero.comm import failures
+from lightning_hetero.comm.address import interface_towards
+from lightning_hetero.comm.agreement import check_equal
+from lightning_hetero.comm.background import Background
+from lightning_hetero.comm.deadline import deadline, of_communication
+from lightning_hetero.comm.groups import end_unused, new_group
+from lightning_hetero.comm.topology import Place, Topology, discover
+from lightning_hetero.engine.view import View
+from lightning_hetero.errors import CommunicationError
+
+
+class Address(NamedTuple):
+    """Where ranks meet, as the launcher says.
+
+    Attributes:
+        host: of rank 0.
+        port: at which rank 0 listens.
+        rank: this process.
+        world: number of ranks.
+    """
+
+    host: str
+    port: int
+    rank: int
+    world: int
+
+
+def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> None:
+    """Join the world's process group, and listen for other ranks' failures (collective).
+
+    Args:
+        connect: makes the process group. On a thread, since PyTorch waits without a limit for a program that accepts
+            the connection and then says nothing.
+        address: where ranks meet.
+        timeout: longest wait for the others.
+
+    Raises:
+        CommunicationError: not all ranks have come in time.
+    """
+    seconds = timeout.total_seconds()
+    with deadline("join the job"):
+        try:
+            Background(connect).result(seconds)
+        except TimeoutError as error:
+            if address.rank == 0:
+                why = (
+                    f"not all of the others have come to {address.host}:{address.port}. Look for an error of theirs, "
+                    "and check that they can reach this address."
+                )
+            else:
+                why = (
+                    f"rank 0 did not let it in at {address.host}:{address.port}. Look for an error of rank 0. If "
+                    "there is none, another program may hold that port: set MASTER_PORT to a free one, the same for "
+                    "all ranks."
+                )
+            raise CommunicationError(
+                f"rank {address.rank} of {address.world} could not join the job within {seconds:g} s (the "
+                f"strategy's `timeout`): {why}"
+            ) from error
+    with deadline("learn where failures are told"):
+        failures.watch(interface_towards(address.host), seconds)
+
+
+class Job:
+    """The job that this process takes part in.
+
+    Args:
+        view: who takes part.
+        timeout: longest wait for another rank.
+    """
+
+    def __init__(self, view: View, timeout: timedelta) -> None:
+        self.view, self.timeout = view, timeout
+
+    @classmethod
+    def join(
+        cls,
+        place: Place,
+        ranks_per_node: int | Sequence[int] | None,
+        replicas: Callable[[Topology], Sequence[Sequence[int]]],
+        options: Mapping[str, Any],
+        timeout: timedelta,
+    ) -> "Job":
+        """Learn who takes part (collective over all ranks, after :func:`meet`).
+
+        Args:
+            place: where this rank lives.
+            ranks_per_node: sizes of nodes, if not as launched.
+            replicas: says which ranks make a replica.
+            options: must be the same on every rank.
+            timeout: longest wait for another rank.
+
+        Raises:
+            ConfigurationError: ``ranks_per_node`` does not fit.
+            DisagreementError: ranks have different options.
+        """
+        topology = discover(place, ranks_per_node)
+        end_unused()
+        check_equal("the strategy's options", options)
+        return cls(View.first(topology, replicas(topology)), timeout)
+
+    def group(self, ranks: Sequence[int] | None = None, backend: str = "gloo") -> Any:
+        """A process group for as long as this object lives (collective over all ranks).
+
+        Args:
+            ranks: its members; ``None``: all.
+            backend: of its collectives.
+        """
+        return new_group(self, ranks, self.timeout, backend)
+
+    def replica_groups(self) -> tuple[Any, Any]:
+        """The groups of this rank's replica, for gradients and for small CPU tensors (collective over all ranks)."""
+        topology, found = self.view.topology, []
+        for ranks in self.view.ranks:  # every process takes part in the making of every group
+            groups = self.group(ranks, topology.backend(ranks)), self.group(ranks)
+            if self.view.rank in ranks:
+                found.append(groups)
+        return found[0]
+
+
+def tell_failure(exception: BaseException) -> None:
+    """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""
+    if not of_communication(exception):
+        what = str(exception).strip().split("\n")[0]
+        failures.tell("failed", f"failed with {type(exception).__name__}{what and f': {what}'}")
+        return
+    failures.tell("echo", "has lost another rank")
+    first = failures.first(0.0)
+    if first is not None and str(first) not in str(exception):  # of one of the user's own collectives
+        exception.args = (f"{exception} The rank that failed first: {first}.",)

@@ -1,0 +1,337 @@
+"""What happens between replicas: before and after every optimizer step, and wherever their consensus is looked at."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.comm.links import ReplicaLinks, Traffic
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.engine.losses import Losses
+from lightning_hetero.engine.not_finite import about
+from lightning_hetero.engine.step import Workshare
+from lightning_hetero.engine.view import View
+from lightning_hetero.errors import NotFiniteError, UnsupportedError
+
+
+class Outcome(NamedTuple):
+    """What a window has brought about beside the training itself.
+
+    Attributes:
+        warning: what to tell the user, if anything.
+    """
+
+    warning: str | None = None
+
+
+class Engine(Protocol):
+    """What a strategy asks about replicas. A window is an optimizer step with all the batches that it takes in."""
+
+    def before_window(self) -> None:
+        """A window is about to begin: before its first forward pass. Asked again within a window it does nothing."""
+
+    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
+        """Whether the ranks exchange reports after this batch; to be asked once per batch, alike on all ranks.
+
+        Args:
+            batch: batches done, this one included.
+            window_ends: whether an optimizer has stepped after it.
+            epoch_ends: whether it is the last of its epoch.
+        """
+
+    def take_loss(self, loss: Tensor) -> None:
+        """Take in the loss of a batch, the mean over its samples."""
+
+    def after_window(self) -> Outcome:
+        """The optimizer has stepped; after :meth:`due`."""
+
+    def hold(self, sanity_check: bool) -> None:
+        """Let the model hold what is to be validated until :meth:`release` (collective).
+
+        Args:
+            sanity_check: whether this is the sanity check, before training.
+        """
+
+    def release(self) -> None:
+        """Let the model hold this replica's own values again."""
+
+    def close(self) -> None:
+        """Let go of what the fit held; local, idempotent, also after an error."""
+
+
+class SingleReplica:
+    """The engine of strategies with one replica, in which there is nothing to do between replicas.
+
+    Args:
+        report_every: batches from one exchange of reports to the next.
+    """
+
+    def __init__(self, report_every: int) -> None:
+        self._report_every = report_every
+
+    def before_window(self) -> None:
+        """See :class:`Engine`."""
+
+    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
+        """See :class:`Engine`."""
+        return batch % self._report_every == 0
+
+    def take_loss(self, loss: Tensor) -> None:
+        """See :class:`Engine`."""
+
+    def after_window(self) -> Outcome:
+        """See :class:`Engine`."""
+        return Outcome()
+
+    def hold(self, sanity_check: bool) -> None:
+        """See :class:`Engine`."""
+
+    def release(self) -> None:
+        """See :class:`Engine`."""
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+
+
+class ReplicaEngine:
+    """Lets replicas train apart, and an averager bring them together.
+
+    Args:
+        view: who takes part.
+        links: the wires between replicas.
+        share: this rank's part of the work.
+        report_every: batches from one exchange of reports to the next, where there is one replica only.
+
+    Attributes:
+        averager: brings parameters together; of the running fit, else ``None``.
+        losses: what this rank's training loss has been.
+        windows: optimizer steps since the start of the fit.
+    """
+
+    def __init__(self, view: View, links: ReplicaLinks, share: Workshare, report_every: int) -> None:
+        self.view, self.links, self._share = view, links, share
+        self._report_every = report_every
+        self.averager: Averager | None = None
+        self.losses = Losses()
+        self.windows = 0
+        self._open = False  # whether a window has begun
+        self._context: StepContext | None = None  # of the window that ends
+        self._due = False  # whether replicas meet after it
+        self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
+        self._looked: tuple[int, int] | None = None  # at the consensus: at which step, and after how many exchanges
+        self._warned = False  # that looks come more often than exchanges
+
+    # -- a fit -------------------------------------------------------------------------------------
+
+    def start(self, averager: Averager, replica: Replica, optimizers: Callable[[], Sequence[Optimizer]]) -> Outcome:
+        """Begin a fit, with the same values on all ranks (collective)."""
+        self._open = False  # an earlier fit may have ended in a window
+        self._looked, self._warned = None, False
+        self.averager = averager
+        averager.setup(replica, self.links, optimizers)
+        return self._said()
+
+    def resume(self, windows: int) -> None:
+        """Go on after so many optimizer steps."""
+        self.windows, self._looked = windows, None
+
+    def finish(self) -> Outcome:
+        """Make all replicas equal, at the end of a fit (collective)."""
+        assert self.averager is not None
+        with self._meeting():
+            self.averager.finish(self.samples_per_replica())
+        return self._said()
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+        if self.averager is not None:
+            self.averager.close()
+            self.averager = self._own = None
+
+    @property
+    def averages(self) -> bool:
+        """Whether an averager is at work."""
+        return self.averager is not None and (self.view.count > 1 or not self.averager.needs_others)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What exchanges between replicas have cost since the ranks have met."""
+        return self.links.traffic
+
+    def samples_per_replica(self) -> list[int]:
+        """What each replica takes of a batch, by the plan in force."""
+        samples = self.view.per_replica(self._share.planner.shares(self._share.step))
+        # Nothing is planned before the training data has been looked at, as in the sanity check.
+        return samples if any(samples) else [len(ranks) for ranks in self.view.ranks]
+
+    def context(self, epoch_ends: bool) -> StepContext:
+        """What all ranks know alike about the latest optimizer step."""
+        return StepContext(self.windows, epoch_ends, self.samples_per_replica())
+
+    # -- a window ----------------------------------------------------------------------------------
+
+    def before_window(self) -> None:
+        """See :class:`Engine`.
+
+        Raises:
+            UnsupportedError: parameters have become trainable, or frozen, during the fit.
+        """
+        if self._open or self.averager is None:
+            return
+        self._open = True
+        if not self.averages:
+            return
+        if names := self.averager.replica.changed():
+            more = " and others" if len(names) > 3 else ""
+            raise UnsupportedError(
+                f"{', '.join(names[:3])}{more} became trainable, or frozen, during the fit; replicas exchange what was "
+                "trainable at its start. Unfreeze all before the fit, with a learning rate of 0 if need be, or use "
+                "hetero_ddp."
+            )
+        with self._share.timer.waiting(exchange=True), self._meeting():
+            self.averager.before_step(self.context(epoch_ends=False))
+
+    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
+        """See :class:`Engine`. Ranks report where replicas meet anyway: elsewhere the fast ones would have to wait."""
+        self._due = False
+        if window_ends and self.averager is not None:
+            self._context = self.context(epoch_ends)._replace(step=self.windows + 1)
+            self._due = self.averager.due(self._context)
+        return batch % self._report_every == 0 if self.view.count == 1 else self._due
+
+    def take_loss(self, loss: Tensor) -> None:
+        """See :class:`Engine`."""
+        self.losses.take(loss, self._share.current().samples, self.windows)
+
+    def after_window(self) -> Outcome:
+        """See :class:`Engine`."""
+        assert self.averager is not None
+        assert self._context is not None
+        self.windows += 1
+        self._open = False
+        if not self.averages:
+            return Outcome()
+        # A report that has just arrived may have changed the plan, with which replicas weigh each other.
+        context = self._context._replace(samples_per_replica=self.samples_per_replica())
+        with self._share.timer.waiting(exchange=True), self._meeting():
+            self.averager.after_step(context)
+        if self._due and self.averager.blocking:
+            self._share.listen()  # all are here now
+        return self._said()
+
+    def _said(self) -> Outcome:
+        assert self.averager is not None
+        outcome = Outcome(self.averager.warning)
+        self.averager.warning = None
+        return outcome
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Say more about replicas that are not finite than what they tell each other; on all ranks alike."""
+        assert self.averager is not None
+        skipped = len(self.traffic.skipped)
+        try:
+            yield
+        except NotFiniteError as error:
+            mine = self.averager.replica.broken(), self.losses.broken_at
+            if self.averager.lockstep:
+                seen = self.links.gather(mine)
+            else:  # nobody else knows
+                seen = [mine if rank == self.view.rank else (None, None) for rank in range(self.view.world)]
+            message = about(error.replicas, self.view.ranks, self.windows, seen, self.averager.fresh_start)
+            raise NotFiniteError(error.replicas, message) from None
+        for index in self.traffic.skipped[skipped:]:
+            warn = rank_zero_warn if self.averager.lockstep else warnings.warn
+            warn(
+                f"Replica {index} (ranks {list(self.view.ranks[index])}) was left out of the average after step "
+                f"{self.windows}: its values were not finite. It goes on with {self.averager.fresh_start}."
+            )
+
+    # -- the consensus -----------------------------------------------------------------------------
+
+    def consensus(self, sanity_check: bool = False) -> list[Tensor]:
+        """The values to evaluate and to save (collective).
+
+        Args:
+            sanity_check: whether the look comes from the sanity check, before training.
+        """
+        assert self.averager is not None
+        with self._meeting():
+            values = self.averager.consensus(self.samples_per_replica())
+        if not sanity_check:
+            self._note_look()
+        return values
+
+    def hold(self, sanity_check: bool) -> None:
+        """See :class:`Engine`."""
+        if self.averages and self._own is None:
+            assert self.averager is not None
+            self._own = self.averager.replica.pack()
+            self.averager.replica.unpack(self.consensus(sanity_check))
+
+    def release(self) -> None:
+        """See :class:`Engine`."""
+        if self.averager is not None and self._own is not None:
+            self.averager.replica.unpack(self._own)
+            self._own = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the model holds the consensus."""
+        return self._own is not None
+
+    def own_values(self) -> list[Tensor]:
+        """This replica's own values, whatever the model holds."""
+        assert self.averager is not None
+        return self.averager.replica.pack() if self._own is None else self._own
+
+    def _note_look(self) -> None:
+        """Warn, once, if validation or checkpoints come more often than exchanges."""
+        assert self.averager is not None
+        before, meetings = self._looked, self.averager.meetings
+        if meetings is None:
+            return
+        self._looked = self.windows, meetings
+        if before is None or self._warned:
+            return
+        step, exchanges = before
+        if meetings == exchanges and self.windows > step:
+            self._warned = True
+            rank_zero_warn(
+                f"Replicas have not met between step {step} and step {self.windows}, at which validation or a "
+                f"checkpoint looks at them again. Between exchanges it sees {self.averager.between}. Look less often "
+                "(check_val_every_n_epoch, val_check_interval, every_n_train_steps), or lower tau."
+            )
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self, optimizers: Sequence[Optimizer], precision: dict[str, Any]) -> dict[str, Any] | None:
+        """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only."""
+        assert self.averager is not None
+        with self._meeting():
+            algorithm = self.averager.state_dict()
+        state = {
+            "values": [value.cpu() for value in self.own_values()],
+            "kept": dict(self.averager.replica.kept()),
+            "precision": precision,
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "windows": self.windows,
+            "algorithm": algorithm,
+        }
+        return state if self.view.leads else None
+
+    def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Continue from :meth:`state_dict`, and this rank's losses."""
+        assert self.averager is not None
+        self.averager.replica.unpack(state["values"])
+        self.averager.replica.keep(state["kept"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.averager.load_state_dict(state["algorithm"])
+        self.losses.load_state_dict(state["losses"])
+        self.resume(int(state["windows"]))

@@ -1,0 +1,98 @@
+"""Who takes part in a job, as a value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_hetero.comm.topology import Place, Topology
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica that takes part.
+
+    Attributes:
+        id: the same for as long as the replica lives, whoever else comes or goes.
+        ranks: its ranks, which average gradients at every step. The first one leads: it speaks for the replica.
+    """
+
+    id: int
+    ranks: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """The rank that speaks for the replica."""
+        return self.ranks[0]
+
+
+@dataclass(frozen=True)
+class View:
+    """Who takes part, and which of them this process is.
+
+    All that depends on who takes part is built from a view: the topology, process groups, the planner, the loaders'
+    slices, the links between replicas. If somebody leaves or joins, it is built again from another view.
+
+    Attributes:
+        number: 0 for the view in which the job began, one more for each later view.
+        replicas: those that take part.
+        places: where each rank lives.
+        rank: this process.
+
+    Example::
+
+        >>> from lightning_hetero.comm.topology import Place
+        >>> places = tuple(Place(f"host{rank // 2}", rank // 2, rank % 2, "cpu") for rank in range(4))
+        >>> view = View(0, (Member(0, (0, 1)), Member(1, (2, 3))), places, rank=2)
+        >>> view.replica.id, view.leads, view.count
+        (1, True, 2)
+    """
+
+    number: int
+    replicas: tuple[Member, ...]
+    places: tuple[Place, ...]
+    rank: int
+
+    @classmethod
+    def first(cls, topology: Topology, replicas: Sequence[Sequence[int]]) -> "View":
+        """The view in which a job begins: replicas get the numbers from 0 on as their ids."""
+        members = tuple(Member(number, tuple(ranks)) for number, ranks in enumerate(replicas))
+        return cls(0, members, topology.places, topology.rank)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.places)
+
+    @property
+    def count(self) -> int:
+        """Number of replicas."""
+        return len(self.replicas)
+
+    @cached_property
+    def index(self) -> int:
+        """Where this rank's replica stands in ``replicas``; it may change from view to view, the id does not."""
+        return next(index for index, member in enumerate(self.replicas) if self.rank in member.ranks)
+
+    @property
+    def replica(self) -> Member:
+        """This rank's replica."""
+        return self.replicas[self.index]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its replica."""
+        return self.rank == self.replica.leader
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica."""
+        return tuple(member.ranks for member in self.replicas)
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks live on which node."""
+        return Topology.of(self.rank, self.places)
+
+    def per_replica(self, per_rank: Sequence[int]) -> list[int]:
+        """Sums over the ranks of each replica."""
+        return [sum(per_rank[rank] for rank in member.ranks) for member in self.replicas]

@@ -1,0 +1,108 @@
+"""How a strategy joins its job, and makes what depends on who takes part."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero._lightning import init_dist_connection
+from lightning_hetero.comm.async_all_gather import AsyncAllGather
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.topology import Place, device_identity
+from lightning_hetero.engine.finite import FiniteSteps
+from lightning_hetero.engine.job import Address, Job, meet
+from lightning_hetero.engine.step import Workshare
+from lightning_hetero.launch.environment import hostname
+from lightning_hetero.strategies.guards import samples_in
+from lightning_hetero.strategies.loaders import Loaders
+from lightning_hetero.strategies.position import describe, position
+from lightning_hetero.strategies.replica_ddp import BucketSize
+from lightning_hetero.workload.sampler import Position
+from lightning_hetero.workload.stream import Tally
+from lightning_hetero.workload.timer import StepTimer
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+
+def connect(strategy: "HeteroStrategy") -> None:
+    """Join the world's process group (collective)."""
+    cluster, timeout = strategy.cluster_environment, strategy.options.timeout
+    assert cluster is not None
+    address = Address(cluster.main_address, cluster.main_port, cluster.global_rank(), cluster.world_size())
+    meet(lambda: init_dist_connection(cluster, "gloo", timeout=timeout), address, timeout)
+
+
+def join(strategy: "HeteroStrategy") -> Job:
+    """Learn who takes part in the job (collective)."""
+    host, options = hostname(), strategy.options
+    place = Place(host, strategy.node_rank, strategy.local_rank, device_identity(strategy.root_device, host))
+    agreed = {**asdict(options), **strategy.algorithm_options()}
+    return Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.timeout)
+
+
+@dataclass
+class Parts:
+    """What is made from a view, and is made again when it changes.
+
+    Attributes:
+        share: this rank's part of the work.
+        loaders: the dataloaders.
+        finite: looks for losses and gradients that are not finite.
+        buckets: chooses the size of DDP's buckets.
+        data_group: averages gradients within the replica.
+    """
+
+    share: Workshare
+    loaders: Loaders
+    finite: FiniteSteps
+    buckets: BucketSize
+    data_group: dist.ProcessGroup
+
+
+def make_parts(strategy: "HeteroStrategy", job: Job, timer: StepTimer) -> Parts:
+    """Make what depends on who takes part (collective).
+
+    Args:
+        strategy: that asks.
+        job: with the view.
+        timer: this rank's stopwatch.
+    """
+    view, options = job.view, strategy.options
+    data_group, small = job.replica_groups()
+    # Replicas that differ look when they meet, so that all learn of it at once.
+    mode = strategy.on_nan if view.count == 1 else "ignore"
+    planner = options.planner(view.world)
+
+    def begin_pass() -> Position:
+        share.begin_pass()
+        return position(strategy.trainer, share.step)
+
+    def samples_of(batch: Any) -> float:
+        if callable(getattr(strategy.lightning_module, "batch_weight", None)):
+            return 1.0  # the user's own weights count
+        return samples_in(batch)
+
+    def exchange(tally: Tally) -> Tally:
+        row = torch.tensor(tally, dtype=torch.float64)
+        with timer.waiting(), deadline("exchange batch sizes"):
+            dist.all_reduce(row, group=small)
+        return Tally(*row.tolist())
+
+    loaders = Loaders(
+        view.rank,
+        view.replica.ranks,
+        planner,
+        begin_pass,
+        strategy.broadcast,
+        exchange,
+        samples_of,
+        options.global_batch_size,
+        options.sizes,
+        options.balance_iterable,
+    )
+    gathering = AsyncAllGather(job.group())
+    share = Workshare(planner, timer, loaders, view.replica.ranks, small, gathering, defers_reports=view.count > 1)
+    finite = FiniteSteps(mode, view.replica.ranks, small, timer.waiting, lambda: describe(strategy.trainer))
+    return Parts(share, loaders, finite, BucketSize(data_group), data_group)

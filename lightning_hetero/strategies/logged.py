@@ -1,0 +1,104 @@
+"""How what a step logs counts: by the samples of this rank."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+
+from lightning_hetero._lightning import DataFetcherWrapper, fetched_batch
+from lightning_hetero.engine.collectives import Collectives
+
+
+@contextmanager
+def counting(
+    collectives: Collectives, samples: Callable[[], float | None], results: Any | None, infers: bool = False
+) -> Iterator[None]:
+    """While a step runs, means over ranks weigh this rank by its samples.
+
+    What ``self.log(..., batch_size=n)`` says about one value goes before what is known about the step.
+
+    Args:
+        collectives: what reduces.
+        samples: this rank's samples in the step, ``None`` if they are unknown; asked only if something is reduced.
+        results: the Trainer's collection of logged values, if the step can log.
+        infers: tell Lightning these samples where the user has given no ``batch_size``. Where a step fetches its own
+            batches, Lightning would look into the batch of the step before.
+    """
+
+    def log(*args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+        if batch_size is None and infers and (found := samples()) is not None:
+            batch_size = int(found)
+        counts = samples if batch_size is None else lambda: float(batch_size)
+        with collectives.weighing(counts):
+            type(results).log(results, *args, batch_size=batch_size, **kwargs)  # type: ignore[union-attr]
+
+    with collectives.weighing(samples), _logging_by(results, log):
+        yield
+
+
+@contextmanager
+def counting_nothing(collectives: Collectives, results: Any | None) -> Iterator[None]:
+    """While a step runs on a padding batch, nothing that it logs adds to any sum, mean, minimum or maximum.
+
+    It is logged all the same: with ``sync_dist=True`` the other ranks wait for it.
+
+    Args:
+        collectives: what reduces.
+        results: the Trainer's collection of logged values, if the step can log.
+    """
+
+    def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Tensor):
+            reduction = getattr(kwargs.get("reduce_fx", torch.mean), "__name__", str(kwargs.get("reduce_fx")))
+            nothing = {"max": float("-inf"), "min": float("inf")}.get(reduction.lower(), 0.0)
+            value = torch.full_like(value, nothing, dtype=value.dtype if value.is_floating_point() else torch.float32)
+        type(results).log(results, fx, name, value, *args, **{**kwargs, "batch_size": 0})  # type: ignore[union-attr]
+
+    with collectives.weighing(lambda: 0.0), _logging_by(results, log):
+        yield
+
+
+@contextmanager
+def _logging_by(results: Any | None, log: Callable[..., None]) -> Iterator[None]:
+    if results is None:
+        yield
+        return
+    results.log = log
+    try:
+        yield
+    finally:
+        del results.log
+
+
+def evaluated(source: Any) -> tuple[Callable[[], float | None], bool]:
+    """The samples of a batch that is evaluated, as :func:`counting` takes them; and whether they are to be inferred.
+
+    Args:
+        source: what the step is given first: a batch, or an iterator from which it fetches batches by itself.
+    """
+    if isinstance(source, DataFetcherWrapper):
+        return _Fetched(source), True
+    return lambda: _samples(source), False
+
+
+class _Fetched:
+    """The samples of the batch that a step fetches, once it has done so; unknown if it fetches another number."""
+
+    def __init__(self, batches: DataFetcherWrapper) -> None:
+        self._fetcher, self._before = batches.data_fetcher, batches.fetched
+
+    def __call__(self) -> float | None:
+        return _samples(fetched_batch(self._fetcher)) if self._fetcher.fetched == self._before + 1 else None
+
+
+def _samples(batch: Any) -> float | None:
+    """The samples in a batch as Lightning counts them; ``None`` if they are unknown."""
+    if isinstance(batch, Iterator):  # to look into it would use it up
+        return None
+    try:
+        return float(extract_batch_size(batch))
+    except Exception:  # a class of the user's can do anything when it is looked into
+        return None

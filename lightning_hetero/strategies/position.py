@@ -1,0 +1,39 @@
+"""Where training stands, and loaders that have to begin again there."""
+
+from typing import TYPE_CHECKING
+
+from lightning_hetero import _lightning
+from lightning_hetero.engine.step import Workshare
+from lightning_hetero.workload.sampler import Position
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def position(trainer: "pl.Trainer", step: int) -> Position:
+    """Where training stands after so many batches since the start of the fit."""
+    fit = trainer.fit_loop
+    epochs = fit.epoch_progress.current.processed  # type: ignore[attr-defined]
+    batches = fit.epoch_loop.batch_progress.current.processed if fit.restarting else 0  # type: ignore[attr-defined]
+    return Position(epochs, batches, step)
+
+
+def describe(trainer: "pl.Trainer") -> str:
+    """Which step runs, for messages."""
+    batch = trainer.fit_loop.epoch_loop.batch_idx
+    return f"step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch {batch})"
+
+
+def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare) -> None:
+    """If the loaders were set up before a checkpoint was restored, let them begin again where it stands."""
+    here = position(trainer, share.step)
+    begun = [getattr(source, "begun", None) for source in share.loaders.sources()]
+    if any(b is not None and (b.epoch, b.batch) != (here.epoch, here.batch) for b in begun):
+        _lightning.fetch_anew(trainer)
+
+
+def fetch_anew_between_epochs(trainer: "pl.Trainer", share: Workshare) -> None:
+    """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
+    samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew
+    if samplers and position(trainer, share.step).batch in (0, trainer.num_training_batches):
+        _lightning.fetch_anew(trainer)

@@ -1,0 +1,188 @@
+"""Strategies with replicas that train apart, and are brought together by an averager."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import Averager
+from lightning_hetero.checks import one_of
+from lightning_hetero.comm.agreement import raise_on_all
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.links import ReplicaLinks, Traffic
+from lightning_hetero.comm.replica import Replica, flatten, unflatten
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.engine.checkpoint import add_replicas, find_replica
+from lightning_hetero.engine.job import Job
+from lightning_hetero.engine.replicas import ReplicaEngine
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP
+from lightning_hetero.strategies.replica_guards import averages_again, complex_parameters, unfreezing, unsupported
+from lightning_hetero.workload.stream import Stream
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class ReplicaStrategy(HeteroStrategy):
+    """Base of strategies with several replicas, such as nodes, in which ranks average gradients at every step.
+
+    Between replicas an averager brings parameters together. What is validated, saved as the model's weights, and left
+    at the end of a fit is the consensus of all replicas.
+
+    Args:
+        on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
+            rank before they spread; ``"skip"`` leaves the replica out and lets it go on with the mean of the others,
+            or the center where there is one, or under gossip the values with which all began.
+        **kwargs: further options, those of :class:`~lightning_hetero.strategies.base.HeteroStrategy`.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+    """
+
+    engine: ReplicaEngine
+
+    def __init__(self, on_nan: Literal["error", "skip"] = "error", **kwargs: Any) -> None:
+        one_of("on_nan", on_nan, ("error", "skip"))
+        averages_again(kwargs)
+        super().__init__(on_nan=on_nan, **kwargs)
+
+    @abstractmethod
+    def make_averager(self) -> Averager:
+        """The algorithm between replicas, of this strategy's options."""
+
+    @override
+    def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        return topology.nodes
+
+    def make_replica(self, module: torch.nn.Module) -> Replica:
+        """What replicas exchange."""
+        return Replica(module, self.settle)
+
+    def settle(self) -> None:
+        """Make the ranks of the replica alike: between two forward passes they hold different buffers (collective)."""
+        if isinstance(self.model, ReplicaDDP):
+            self.model.share_buffers()
+
+    # -- what people may want to see ---------------------------------------------------------------
+
+    @property
+    def averager(self) -> Averager | None:
+        """The algorithm between replicas, during a fit."""
+        return None if self.job is None else self.engine.averager
+
+    @property
+    def traffic(self) -> Traffic:
+        """What exchanges between replicas have cost since the ranks have met."""
+        return self.engine.traffic
+
+    def status(self) -> dict[str, float | str]:
+        """The algorithm's own numbers and words, by name, such as its phase; empty outside of a fit."""
+        return {} if self.averager is None else self.averager.status(self.engine.windows)
+
+    @property
+    def pairings(self) -> list[list[int]] | None:
+        """Of each replica, its completed exchanges with each; under gossip, once a fit has ended, else nothing."""
+        return None if self.averager is None else self.averager.pairings
+
+    # -- a fit -------------------------------------------------------------------------------------
+
+    @override
+    def make_engine(self, job: Job) -> ReplicaEngine:
+        links = ReplicaLinks(job.view.rank, job.view.ranks, job.timeout, "skip" if self.on_nan == "skip" else "error")
+        return ReplicaEngine(job.view, links, self.share, self.options.rebalance_every_n_steps)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        raise_on_all(unsupported(callbacks), "the Trainer's callbacks")
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and not any(isinstance(callback, _FinishFirst) for callback in callbacks):
+            callbacks.insert(0, _FinishFirst())  # so that others see the final weights
+        super().setup(trainer)
+        if fits:
+            assert self.lightning_module is not None
+            raise_on_all(complex_parameters(self.lightning_module), "the model")
+            share_values(self.lightning_module)
+            averager, replica = self.make_averager(), self.make_replica(self.lightning_module)
+            self._apply(self.engine.start(averager, replica, lambda: self.optimizers))
+            if self.engine.averages:
+                raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        if isinstance(loader, Stream) and self.engine.view.count > 1:
+            raise UnsupportedError(
+                f"{type(self).__name__} needs map-style datasets: with iterable ones, or shards of your own, replicas "
+                "could not run the same number of steps without waiting for each other at each. Use hetero_ddp."
+            )
+        return loader
+
+    def finish(self) -> None:
+        """Make all replicas equal, at the end of the fit (collective)."""
+        if self.engine.averages:
+            self._apply(self.engine.finish())
+            assert self.lightning_module is not None
+            share_values(self.lightning_module)  # also what does not travel
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
+        training = self.job is not None and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
+        if not training or self.engine.holds or self._alone():
+            return super().lightning_module_state_dict()
+        assert self.averager is not None
+        with self.averager.replica.holding(self.engine.consensus(self.trainer.sanity_checking)):
+            return deepcopy(dict(super().lightning_module_state_dict()))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.averager is not None and not self._alone():
+            own = self.engine.state_dict(self.optimizers, self.precision_plugin.state_dict())
+            add_replicas(checkpoint, type(self).__name__, own, self.engine.losses)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
+        mine = find_replica(checkpoint, type(self).__name__, self.engine.view.index, self.engine.view.count)
+        if isinstance(mine, str):
+            rank_zero_warn(f"{mine} All replicas start from the checkpoint's weights, with its optimizers' state.")
+            assert self.lightning_module is not None
+            by_hand = not self.lightning_module.automatic_optimization
+            progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
+            self.engine.resume(progress.processed if by_hand else self.trainer.global_step)  # type: ignore[attr-defined]
+            return
+        self.engine.load_state_dict(mine, self.optimizers)
+        self.precision_plugin.load_state_dict(mine["precision"])
+
+
+def share_values(module: torch.nn.Module) -> None:
+    """Give all ranks rank 0's values, frozen parameters too (collective); one message for each dtype."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        groups.setdefault(tensor.dtype, []).append(tensor.data)
+    for tensors in groups.values():
+        flat = flatten(tensors).cpu()
+        with deadline("receive rank 0's values"):
+            dist.broadcast(flat, 0)
+        unflatten(flat, tensors)
+
+
+class _FinishFirst(Callback):
+    """Lets replicas be equal before any other callback sees the end of training."""
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, ReplicaStrategy):
+            strategy.finish()
