@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -14,88 +14,10 @@ from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.engine.losses import Losses
 from lightning_hetero.engine.not_finite import about
+from lightning_hetero.engine.single import Outcome
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import NotFiniteError, UnsupportedError
-
-
-class Outcome(NamedTuple):
-    """What a window has brought about beside the training itself.
-
-    Attributes:
-        warning: what to tell the user, if anything.
-    """
-
-    warning: str | None = None
-
-
-class Engine(Protocol):
-    """What a strategy asks about replicas. A window is an optimizer step with all the batches that it takes in."""
-
-    def before_window(self) -> None:
-        """A window is about to begin: before its first forward pass. Asked again within a window it does nothing."""
-
-    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
-        """Whether the ranks exchange reports after this batch; to be asked once per batch, alike on all ranks.
-
-        Args:
-            batch: batches done, this one included.
-            window_ends: whether an optimizer has stepped after it.
-            epoch_ends: whether it is the last of its epoch.
-        """
-
-    def take_loss(self, loss: Tensor) -> None:
-        """Take in the loss of a batch, the mean over its samples."""
-
-    def after_window(self) -> Outcome:
-        """The optimizer has stepped; after :meth:`due`."""
-
-    def hold(self, sanity_check: bool) -> None:
-        """Let the model hold what is to be validated until :meth:`release` (collective).
-
-        Args:
-            sanity_check: whether this is the sanity check, before training.
-        """
-
-    def release(self) -> None:
-        """Let the model hold this replica's own values again."""
-
-    def close(self) -> None:
-        """Let go of what the fit held; local, idempotent, also after an error."""
-
-
-class SingleReplica:
-    """The engine of strategies with one replica, in which there is nothing to do between replicas.
-
-    Args:
-        report_every: batches from one exchange of reports to the next.
-    """
-
-    def __init__(self, report_every: int) -> None:
-        self._report_every = report_every
-
-    def before_window(self) -> None:
-        """See :class:`Engine`."""
-
-    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
-        """See :class:`Engine`."""
-        return batch % self._report_every == 0
-
-    def take_loss(self, loss: Tensor) -> None:
-        """See :class:`Engine`."""
-
-    def after_window(self) -> Outcome:
-        """See :class:`Engine`."""
-        return Outcome()
-
-    def hold(self, sanity_check: bool) -> None:
-        """See :class:`Engine`."""
-
-    def release(self) -> None:
-        """See :class:`Engine`."""
-
-    def close(self) -> None:
-        """See :class:`Engine`."""
 
 
 class ReplicaEngine:
@@ -148,7 +70,7 @@ class ReplicaEngine:
         return self._said()
 
     def close(self) -> None:
-        """See :class:`Engine`."""
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
         if self.averager is not None:
             self.averager.close()
             self.averager = self._own = None
@@ -176,7 +98,7 @@ class ReplicaEngine:
     # -- a window ----------------------------------------------------------------------------------
 
     def before_window(self) -> None:
-        """See :class:`Engine`.
+        """See :class:`~lightning_hetero.engine.single.Engine`.
 
         Raises:
             UnsupportedError: parameters have become trainable, or frozen, during the fit.
@@ -197,7 +119,10 @@ class ReplicaEngine:
             self.averager.before_step(self.context(epoch_ends=False))
 
     def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
-        """See :class:`Engine`. Ranks report where replicas meet anyway: elsewhere the fast ones would have to wait."""
+        """See :class:`~lightning_hetero.engine.single.Engine`.
+
+        Ranks report where replicas meet anyway: elsewhere the fast ones would have to wait.
+        """
         self._due = False
         if window_ends and self.averager is not None:
             self._context = self.context(epoch_ends)._replace(step=self.windows + 1)
@@ -205,11 +130,11 @@ class ReplicaEngine:
         return batch % self._report_every == 0 if self.view.count == 1 else self._due
 
     def take_loss(self, loss: Tensor) -> None:
-        """See :class:`Engine`."""
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
         self.losses.take(loss, self._share.current().samples, self.windows)
 
     def after_window(self) -> Outcome:
-        """See :class:`Engine`."""
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
         assert self.averager is not None
         assert self._context is not None
         self.windows += 1
@@ -268,14 +193,14 @@ class ReplicaEngine:
         return values
 
     def hold(self, sanity_check: bool) -> None:
-        """See :class:`Engine`."""
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
         if self.averages and self._own is None:
             assert self.averager is not None
             self._own = self.averager.replica.pack()
             self.averager.replica.unpack(self.consensus(sanity_check))
 
     def release(self) -> None:
-        """See :class:`Engine`."""
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
         if self.averager is not None and self._own is not None:
             self.averager.replica.unpack(self._own)
             self._own = None

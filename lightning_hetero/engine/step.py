@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,6 @@ from lightning_hetero.workload.evidence import Evidence
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.sampler import Drawn
-from lightning_hetero.workload.stream import Tally
 from lightning_hetero.workload.timer import Lap, StepTimer
 
 
@@ -191,17 +189,3 @@ class Workshare:
         error = speed.noise if self.cost.ready else math.inf
         drawn = self.loaders.next_step()
         return Report(*speed.cost, error, drawn, samples, work, wait, laps, speed.since)
-
-
-def exchanger(
-    group: dist.ProcessGroup | None, waiting: Callable[[], AbstractContextManager[None]]
-) -> Callable[[Tally], Tally]:
-    """A function that sums tallies over the ranks of ``group`` (collective)."""
-
-    def exchange(tally: Tally) -> Tally:
-        row = torch.tensor(tally, dtype=torch.float64)
-        with waiting(), deadline("exchange batch sizes"):
-            dist.all_reduce(row, group=group)
-        return Tally(*row.tolist())
-
-    return exchange

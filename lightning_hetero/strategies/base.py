@@ -30,7 +30,7 @@ from lightning_hetero.engine.collectives import Collectives
 from lightning_hetero.engine.finite import OnNaN, StepLeftOutError
 from lightning_hetero.engine.job import Job, tell_failure
 from lightning_hetero.engine.padding import no_gradients
-from lightning_hetero.engine.replicas import Engine, Outcome, SingleReplica
+from lightning_hetero.engine.single import Engine, Outcome, SingleReplica
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher

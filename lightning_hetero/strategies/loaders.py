@@ -25,6 +25,7 @@ from lightning_hetero._lightning import (
 )
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
+from lightning_hetero.strategies.loader_kinds import Kind, kind_of, no_batches
 from lightning_hetero.workload.order import (
     AgreedOrder,
     EvaluatedGroups,
@@ -98,9 +99,10 @@ class Loaders:
 
     def training(self, loader: object, sharded_by_user: bool) -> object:
         """Make a training loader yield this rank's share (collective)."""
-        problem, kind = None, "stream"
+        problem: HeteroError | None = None
+        kind: Kind = "stream"
         try:
-            kind = self._kind(loader, sharded_by_user)
+            kind = kind_of(loader, sharded_by_user, self._sized_by_user, self._balance_iterable)
         except HeteroError as error:
             problem = error
         raise_on_all(problem, "the training dataloader")
@@ -119,7 +121,7 @@ class Loaders:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
         if sharded_by_user or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
             return loader
-        raise_on_all(_no_batches(loader, name), f"the {name} dataloader")
+        raise_on_all(no_batches(loader, name), f"the {name} dataloader")
         check_equal(f"the {name} dataloader", self._describe(loader, "map"))
         batches = self._batches(loader, evaluation=True)
         check_enough(_samples(batches), self.planner.world, name)
@@ -147,35 +149,6 @@ class Loaders:
         return Drawn(sum(part.samples for part in parts), sum(part.total for part in parts))
 
     # -- one kind at a time ------------------------------------------------------------------------
-
-    def _kind(self, loader: object, sharded_by_user: bool) -> str:
-        if not isinstance(loader, DataLoader):
-            return "stream"
-        if getattr(loader, "in_order", True) is False and loader.num_workers > 1:
-            raise UnsupportedError(
-                "DataLoader(in_order=False) delivers batches in any order, so the weights of the batches are unknown. "
-                "Use in_order=True."
-            )
-        if has_iterable_dataset(loader) or sharded_by_user:
-            resizable = has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size is not None
-            if resizable and (self._balance_iterable or self._sized_by_user):
-                return "resizable stream"
-            if self._sized_by_user:
-                raise UnsupportedError(
-                    "fixed shares, global_batch_size and limits per rank need batches that can be sized here: those of "
-                    "a map-style dataset, or of an iterable one without a length. Yours are sized by your own "
-                    "DataLoader: remove these options, or set its batch_size on each rank."
-                )
-            if self._balance_iterable:
-                raise UnsupportedError(
-                    "balance_iterable=True needs an iterable dataset without a length, and a DataLoader with a "
-                    "batch_size: here the sizes of batches, or their number, are settled. Remove the option, or the "
-                    "dataset's `__len__`."
-                )
-            return "stream"
-        if problem := _no_batches(loader, "training"):
-            raise problem
-        return "map"
 
     def _batches(self, loader: Any, evaluation: bool) -> GlobalBatches:
         batch_sampler = inner_batch_sampler(loader.batch_sampler)
@@ -302,21 +275,6 @@ def _source(loader: Any) -> ShareSampler | Stream | None:
 def _samples(batches: GlobalBatches) -> int:
     length = len(batches.sampler)
     return length if isinstance(batches, FixedBatches) else length * 10**9 if length else 0
-
-
-def _no_batches(loader: DataLoader, name: str) -> HeteroError | None:
-    otherwise = "or shard the data yourself and set Trainer(use_distributed_sampler=False)."
-    if loader.batch_sampler is None:
-        return UnsupportedError(
-            f"the {name} DataLoader has batch_size=None: the dataset makes the batches, and there is nothing to split. "
-            f"Give a batch_size, {otherwise}"
-        )
-    if has_own_batches(loader) and sized_len(loader.batch_sampler) is None:
-        return UnsupportedError(
-            f"the {name} DataLoader's batch sampler {type(loader.batch_sampler).__name__} has no length, so that "
-            f"nobody knows how many batches an epoch has. Give it a `__len__`, {otherwise}"
-        )
-    return None
 
 
 def _with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:

@@ -1,0 +1,69 @@
+"""What kinds of training loaders there are, and which of them cannot be split."""
+
+from typing import Literal
+
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from torch.utils.data import DataLoader
+
+from lightning_hetero._lightning import has_own_batches
+from lightning_hetero.errors import HeteroError, UnsupportedError
+
+#: Batches of a map-style dataset, which any rank can take; of each rank's own, with sizes that can be chosen; or not.
+Kind = Literal["map", "resizable stream", "stream"]
+
+
+def kind_of(loader: object, sharded_by_user: bool, sized_by_user: bool, balance_iterable: bool) -> Kind:
+    """What kind of training loader this is.
+
+    Args:
+        loader: of the user's.
+        sharded_by_user: whether it yields this rank's part of the data.
+        sized_by_user: whether the user has given shares, a batch size or limits.
+        balance_iterable: whether measured shares may move where ranks have data of their own.
+
+    Raises:
+        UnsupportedError: it cannot be what the options ask for.
+    """
+    if not isinstance(loader, DataLoader):
+        return "stream"
+    if getattr(loader, "in_order", True) is False and loader.num_workers > 1:
+        raise UnsupportedError(
+            "DataLoader(in_order=False) delivers batches in any order, so the weights of the batches are unknown. "
+            "Use in_order=True."
+        )
+    if has_iterable_dataset(loader) or sharded_by_user:
+        resizable = has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size is not None
+        if resizable and (balance_iterable or sized_by_user):
+            return "resizable stream"
+        if sized_by_user:
+            raise UnsupportedError(
+                "fixed shares, global_batch_size and limits per rank need batches that can be sized here: those of "
+                "a map-style dataset, or of an iterable one without a length. Yours are sized by your own "
+                "DataLoader: remove these options, or set its batch_size on each rank."
+            )
+        if balance_iterable:
+            raise UnsupportedError(
+                "balance_iterable=True needs an iterable dataset without a length, and a DataLoader with a "
+                "batch_size: here the sizes of batches, or their number, are settled. Remove the option, or the "
+                "dataset's `__len__`."
+            )
+        return "stream"
+    if problem := no_batches(loader, "training"):
+        raise problem
+    return "map"
+
+
+def no_batches(loader: DataLoader, name: str) -> HeteroError | None:
+    """Why a loader of a map-style dataset has no batches that can be split, if so."""
+    otherwise = "or shard the data yourself and set Trainer(use_distributed_sampler=False)."
+    if loader.batch_sampler is None:
+        return UnsupportedError(
+            f"the {name} DataLoader has batch_size=None: the dataset makes the batches, and there is nothing to split. "
+            f"Give a batch_size, {otherwise}"
+        )
+    if has_own_batches(loader) and sized_len(loader.batch_sampler) is None:
+        return UnsupportedError(
+            f"the {name} DataLoader's batch sampler {type(loader.batch_sampler).__name__} has no length, so that "
+            f"nobody knows how many batches an epoch has. Give it a `__len__`, {otherwise}"
+        )
+    return None
