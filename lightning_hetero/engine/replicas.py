@@ -75,6 +75,10 @@ class ReplicaEngine:
             self.averager.close()
             self.averager = self._own = None
 
+    def take_over(self, former: "ReplicaEngine") -> None:
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
+        self.windows, self.losses, self.links.traffic = former.windows, former.losses, former.traffic
+
     @property
     def averages(self) -> bool:
         """Whether an averager is at work."""

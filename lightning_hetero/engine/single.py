@@ -1,6 +1,6 @@
 """What a strategy asks about replicas, and the answers where there is one replica only."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -49,6 +49,9 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of what the fit held; local, idempotent, also after an error."""
 
+    def take_over(self, former: Any) -> None:
+        """Go on where another one of this kind has stopped, which was made from an earlier view, between two fits."""
+
 
 class SingleReplica:
     """The engine of strategies with one replica, in which there is nothing to do between replicas.
@@ -81,4 +84,7 @@ class SingleReplica:
         """See :class:`Engine`."""
 
     def close(self) -> None:
+        """See :class:`Engine`."""
+
+    def take_over(self, former: "SingleReplica") -> None:
         """See :class:`Engine`."""

@@ -71,6 +71,10 @@ class Workshare:
         self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
 
+    def take_over(self, former: "Workshare") -> None:
+        """Go on where another one has stopped, which was made from an earlier view."""
+        self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
+
     def begin_pass(self) -> None:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
         self.listen()  # or the next plan could begin at a step that is drawn now

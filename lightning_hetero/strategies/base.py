@@ -209,14 +209,18 @@ class HeteroStrategy(DDPStrategy):
         if self.job is None:
             self._timer = StepTimer(self.root_device)
             self.collectives = Collectives(self._timer, self._alone, self._loss_counts)
-            self.job = joining.join(self)
-            self.build(self.job)
+            self.build(joining.join(self))
 
     def build(self, job: Job) -> None:
         """Make what depends on who takes part, by the job's view (collective); again when it has changed."""
-        self._parts = joining.make_parts(self, job, self._timer)
-        self.share = self._parts.share
-        self.engine = self.make_engine(job)
+        parts = joining.make_parts(self, job, self._timer)
+        if self.job is not None:
+            parts.share.take_over(self.share)
+        self._parts, self.share = parts, parts.share
+        engine = self.make_engine(job)
+        if self.job is not None:
+            engine.take_over(self.engine)
+        self.engine, self.job = engine, job
 
     def make_engine(self, job: Job) -> Engine:
         """What happens between replicas."""

@@ -1,0 +1,46 @@
+"""A view is a value, by which everything is made that depends on who takes part."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_hetero.comm.topology import Place, Topology
+from lightning_hetero.engine.view import Member, View
+
+
+def places(nodes: list[int]) -> tuple[Place, ...]:
+    """Ranks on nodes of these sizes."""
+    return tuple(Place(f"host{node}", node, local, "cpu") for node, size in enumerate(nodes) for local in range(size))
+
+
+def view(nodes: list[int], rank: int) -> View:
+    """The first view of a job in which each node is a replica."""
+    topology = Topology.of(rank, places(nodes))
+    return View.first(topology, topology.nodes)
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_every_rank_finds_its_place(rank: int) -> None:
+    seen = view([2, 1, 2], rank)
+    expected: list[Any] = [(0, True), (0, False), (1, True), (2, True), (2, False)]
+    assert (seen.replica.id, seen.leads) == expected[rank]
+    assert (seen.world, seen.count, seen.number) == (5, 3, 0)
+    assert seen.ranks == ((0, 1), (2,), (3, 4)) == seen.topology.nodes
+    assert seen.per_replica([1, 2, 3, 4, 5]) == [3, 3, 9]
+
+
+def test_a_replica_keeps_its_id_when_others_have_left() -> None:
+    first = view([1, 1, 1], 2)
+    # Replica 0 has left: its rank is gone, and those of the others are counted anew.
+    later = View(1, (Member(1, (0,)), Member(2, (1,))), first.places[1:], rank=1)
+    assert first.index == first.replica.id == 2
+    assert later.index == 1
+    assert later.replica.id == 2
+    assert later.topology.world == 2
+
+
+def test_views_are_values() -> None:
+    assert view([2, 2], 1) == view([2, 2], 1)
+    assert view([2, 2], 1) != view([2, 2], 2)
+    assert len({view([2, 2], 1), view([2, 2], 1), replace(view([2, 2], 1), number=1)}) == 2
