@@ -21,7 +21,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
@@ -68,6 +68,11 @@ def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
 def start_ranks(launcher: SubprocessScriptLauncher) -> None:
     """Start the other ranks of this machine."""
     launcher._call_children_scripts()
+
+
+def interrupted(trainer: "pl.Trainer | None") -> bool:
+    """Whether an error, or a signal, has ended what the Trainer was doing."""
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
 
 # -- where the fit loop stands ---------------------------------------------------------------------

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if given and given[0] in _TRAINER:
-            from lightning_hetero.launch.config import lightning_cli
+            from lightning_hetero.config.lightning_cli import lightning_cli
 
             lightning_cli(arguments)
         elif given and given[0].endswith(".py"):

@@ -222,7 +222,7 @@ def test_the_strategies_are_listed(monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_a_missing_package_is_named(command, monkeypatch) -> None:
-    monkeypatch.setattr("lightning_hetero.launch.config.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_hetero.config.lightning_cli.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"pip install 'lightning-hetero\[cli\]'"):
         main([command, "-c", "config.yaml"])
 

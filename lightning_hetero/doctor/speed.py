@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_hetero.config.lightning_cli import lightning_cli
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
-from lightning_hetero.launch.config import lightning_cli
 from lightning_hetero.workload.shares import Cost
 
 #: Rounds into which the measurements of a rank are divided, to see how far they are apart.

@@ -99,3 +99,12 @@ def find_replica(checkpoint: Mapping[str, Any], strategy: str, index: int, count
         then = f"{len(saved['replicas'])} replicas with {len(saved['ranks'])} ranks"
         return f"The checkpoint was saved by {then}; this job has {count} with {here}."
     return {**saved["replicas"][index], **saved["ranks"][dist.get_rank()]}
+
+
+def warn_of_replicas(checkpoint: Mapping[str, Any], strategy: str) -> None:
+    """Say that a strategy with one replica leaves out what a checkpoint holds of several."""
+    if (saved := checkpoint.get(REPLICAS)) is not None:
+        rank_zero_warn(
+            f"The checkpoint was saved by {saved['strategy']}, this is {strategy}. Training starts from the "
+            "checkpoint's weights, the consensus of its replicas, with the optimizer state of the first one."
+        )

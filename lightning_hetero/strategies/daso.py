@@ -119,11 +119,19 @@ class DASOStrategy(ReplicaStrategy):
             self._ended, self._epochs = False, self._epochs + 1
             if self._daso["monitor"] is not None and self._daso["schedule_every_n_steps"] is None:
                 self._tick()
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        if not self.trainer.lightning_module.automatic_optimization:
+            self._window_ended()
+        return output
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if self.trainer.lightning_module.automatic_optimization:
+            self._window_ended()
+        return output
+
     def _window_ended(self) -> None:
-        super()._window_ended()
         self._ended, steps = epoch_ends(self.trainer), self._daso["schedule_every_n_steps"]
         by_epoch = self._ended and self._daso["monitor"] is None
         if by_epoch if steps is None else self.engine.windows % steps == 0:

@@ -13,17 +13,28 @@ from lightning_hetero.comm.topology import Place, device_identity
 from lightning_hetero.engine.finite import FiniteSteps
 from lightning_hetero.engine.job import Address, Job, meet
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.launch.environment import hostname
+from lightning_hetero.launch.environment import RaggedEnvironment, hostname
+from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
-from lightning_hetero.strategies.replica_ddp import BucketSize
+from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.workload.sampler import Position
 from lightning_hetero.workload.stream import Tally
 from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
+
+
+def launcher(strategy: "HeteroStrategy") -> ObservedLauncher:
+    """Starts the ranks of this machine where no launcher has."""
+    assert strategy.cluster_environment is not None
+    return ObservedLauncher(
+        cluster_environment=RaggedEnvironment(strategy.cluster_environment),
+        num_processes=strategy.num_processes,
+        num_nodes=strategy.num_nodes,
+    )
 
 
 def connect(strategy: "HeteroStrategy") -> None:
@@ -59,6 +70,31 @@ class Parts:
     finite: FiniteSteps
     buckets: BucketSize
     data_group: dist.ProcessGroup
+
+    def wrapped(self, model: torch.nn.Module, device: torch.device, options: dict[str, Any]) -> ReplicaDDP:
+        """The model in a DDP over the ranks of this replica (collective over the replica).
+
+        Args:
+            model: on its device.
+            device: that device.
+            options: of DDP.
+        """
+        own = {**options, "process_group": self.data_group}  # a LightningCLI passes every option, the group too
+        return ReplicaDDP(self.share.timer, module=model, **self.buckets.options(own, model, device))
+
+    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any) -> Any:
+        """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
+
+        Args:
+            model: to be trained.
+            layer_sync: the Trainer's plugin for ``sync_batchnorm=True``, else ``None``.
+
+        Returns:
+            The plugin to use.
+        """
+        if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            self.share.planner.least = 2  # it cannot normalise one sample
+        return None if layer_sync is None else ReplicaSyncBatchNorm(self.data_group)
 
 
 def make_parts(strategy: "HeteroStrategy", job: Job, timer: StepTimer) -> Parts:

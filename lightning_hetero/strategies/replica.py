@@ -26,6 +26,7 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.replica_guards import averages_again, complex_parameters, unfreezing, unsupported
+from lightning_hetero.strategies.training import apply
 from lightning_hetero.workload.stream import Stream
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class ReplicaStrategy(HeteroStrategy):
             raise_on_all(complex_parameters(self.lightning_module), "the model")
             share_values(self.lightning_module)
             averager, replica = self.make_averager(), self.make_replica(self.lightning_module)
-            self._apply(self.engine.start(averager, replica, lambda: self.optimizers))
+            apply(self.engine.start(averager, replica, lambda: self.optimizers))
             if self.engine.averages:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
 
@@ -130,7 +131,7 @@ class ReplicaStrategy(HeteroStrategy):
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.engine.averages:
-            self._apply(self.engine.finish())
+            apply(self.engine.finish())
             assert self.lightning_module is not None
             share_values(self.lightning_module)  # also what does not travel
 

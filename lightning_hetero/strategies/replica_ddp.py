@@ -43,11 +43,6 @@ class ReplicaDDP(DistributedDataParallel):
             self._sync_buffers()
 
 
-def has_batch_norm(model: torch.nn.Module) -> bool:
-    """Whether a model normalises over the samples of a batch."""
-    return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
 class BucketSize:
     """Lets the size of DDP's gradient buckets follow the link, which is measured when a model first needs it.
 

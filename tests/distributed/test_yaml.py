@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from ranks import run
 
-from lightning_hetero.launch.config import lightning_cli
+from lightning_hetero.config.lightning_cli import lightning_cli
 from lightning_hetero.strategies.registry import ENTRIES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cli"

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
-from lightning_hetero.launch.options_help import ALL_OPTIONS, own_options_first
+from lightning_hetero.config.options_help import ALL_OPTIONS, own_options_first
 from lightning_hetero.strategies.registry import ENTRIES
 
 _HELP = "--trainer.strategy.help"

@@ -1,0 +1,140 @@
+"""A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetero import _lightning
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.engine.collectives import Collectives
+from lightning_hetero.engine.finite import FiniteSteps, StepLeftOutError
+from lightning_hetero.engine.padding import no_gradients
+from lightning_hetero.engine.single import Engine, Outcome
+from lightning_hetero.engine.step import Workshare
+from lightning_hetero.strategies.logged import counting, counting_nothing
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class TrainingStep:
+    """Weighs and measures what a rank does in a step.
+
+    A batch goes through :meth:`begin`, :meth:`forward`, :meth:`weigh`, :meth:`backward` and :meth:`batch_ended`. A
+    window, an optimizer's step with all the batches that it takes in, ends in :meth:`window_ended`.
+
+    Args:
+        share: this rank's part of the work.
+        engine: what happens between replicas.
+        finite: looks for losses and gradients that are not finite.
+        collectives: what reduces values that are logged.
+    """
+
+    def __init__(self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives) -> None:
+        self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
+        self._timer = share.timer
+        self._weight: float | None = None  # of the loss whose backward pass runs; 0 if its samples are left out
+
+    def begin(self, trainer: "pl.Trainer") -> None:
+        """A batch is on its way to the device."""
+        _lightning.watch_fetching(trainer, self._timer.fetching, self._timer.fetched)
+        if trainer.training:
+            self.batch_ended(trainer)  # if nothing else has ended the last one
+            self._share.begin()
+
+    @contextmanager
+    def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
+        """Run the module's training step in this block; what it logs counts by this rank's samples."""
+        module, samples = trainer.lightning_module, self._share.current().samples
+        if callable(measure := getattr(module, "batch_weight", None)):
+            self._share.weigh(measure, batch)
+        self._finite.before_forward(module)
+        results = _lightning.results_of(trainer)
+        counts = counting(self._collectives, lambda: samples, results)
+        with counts if samples > 0 else counting_nothing(self._collectives, results):
+            yield
+
+    def weigh(self, loss: Tensor, windows: int) -> Tensor:
+        """The loss times this rank's weight.
+
+        DDP takes the plain mean over the W ranks of a replica. With the factor W n_i / N that is the mean over all N
+        samples, of which this rank holds n_i (HetGrad, Moreno-Alvarez et al. 2022).
+
+        Args:
+            loss: the mean over this rank's samples, divided by the number of batches in a window.
+            windows: that number.
+        """
+        self._engine.take_loss(loss * windows)
+        own, total = self._finite.count(loss, *self._share.weights())
+        self._weight = len(self._share.replica) * own / total if total else 0.0
+        return self._finite.weigh(loss, self._weight)
+
+    @contextmanager
+    def backward(self, trainer: "pl.Trainer", loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Run the backward pass of a weighted loss in this block."""
+        model = trainer.strategy.model
+        self._finite.watch(loss, optimizers, model)
+        self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
+        nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
+        with deadline("average gradients"), nothing:
+            yield
+        self._timer.backward_done()
+        self._weight = None
+        self._finite.look(optimizers, model)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples have a part in the gradient of the running step."""
+        return self._share.counts if self._weight is None else self._weight > 0
+
+    def optimize(
+        self, trainer: "pl.Trainer", optimizer: Optimizer, closure: Callable, step: Callable[[Callable], Any]
+    ) -> Any:
+        """Let an optimizer step, unless what it would take in is not finite.
+
+        Args:
+            trainer: runs the fit.
+            optimizer: that is to step.
+            closure: makes the gradients.
+            step: lets it step, given the closure.
+        """
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        try:
+            return step(self._finite.checked(closure, trainer.lightning_module, scaled))
+        except StepLeftOutError:
+            optimizer.zero_grad()
+            return None
+
+    def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
+        """This rank has done its work on a batch, and perhaps on a window."""
+        if self._share.drawn is not None:
+            ends = window and not _lightning.accumulates(trainer)
+            self._share.end(report=self._engine.due(self._share.step + 1, ends, _lightning.epoch_ends(trainer)))
+
+    def window_ended(self, trainer: "pl.Trainer") -> None:
+        """An optimizer has stepped (with manual optimization, however often); replicas may meet."""
+        self.batch_ended(trainer, window=True)
+        apply(self._engine.after_window())
+
+
+def apply(outcome: Outcome) -> None:
+    """Act on what a step has brought about."""
+    if outcome.warning is not None:
+        rank_zero_warn(outcome.warning)
+
+
+def explain_unused(exception: BaseException, strategy: str) -> None:
+    """Say in a strategy's terms what to do about parameters without a gradient, if an error is about them."""
+    _lightning.augment_message(
+        exception,
+        pattern=".*Expected to have finished reduction in the prior iteration.*",
+        new_message=(
+            "Some parameters had no part in the loss that training_step returned. If this is meant, give "
+            f"`find_unused_parameters=True` to {strategy}, or add `_find_unused_parameters_true` to the strategy's "
+            "name."
+        ),
+    )
