@@ -61,7 +61,24 @@ class Collectives:
         return box[0]
 
     def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
-        """Reduce a tensor over all ranks; see ``HeteroStrategy.reduce``."""
+        """Reduce a tensor over all ranks.
+
+        Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it: by the
+        ``batch_size`` given to ``self.log``, else by what the batch holds. If that is unknown on some rank, every
+        rank counts the same, with a warning. At the end of an epoch Lightning has weighted the values itself. The mean
+        of integers is not truncated.
+
+        Args:
+            tensor: of any shape and dtype; anything else is returned as it is.
+            group: a process group; default: all ranks.
+            reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``; ``None`` is a sum.
+
+        Returns:
+            The result on every rank; float64 for a mean of integers, else of the same dtype.
+
+        Raises:
+            UnsupportedError: an unknown ``reduce_op``.
+        """
         if not isinstance(tensor, Tensor) or self._alone():
             return tensor
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
@@ -106,7 +123,23 @@ class Collectives:
         return plain / ranks
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
-        """Gather the tensors of all ranks; see ``HeteroStrategy.all_gather``."""
+        """Gather the tensors of all ranks.
+
+        Ranks may have different numbers of samples. ``gathered.flatten(0, 1)`` holds all samples either way, in the
+        order of ranks.
+
+        Args:
+            tensor: of the same shape on every rank but for its first dimension.
+            group: a process group; default: all ranks.
+            sync_grads: let gradients flow back to each rank's tensor.
+
+        Returns:
+            On every rank the same: if all shapes are equal, a tensor of shape ``(ranks, *tensor.shape)``, as Lightning
+            returns it; else of shape ``(1, samples of all ranks, *tensor.shape[1:])``.
+
+        Raises:
+            DataError: on every rank, if dtypes differ, or more than the first dimension.
+        """
         if self._alone():
             return tensor
         gathered = gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)

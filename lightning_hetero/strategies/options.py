@@ -5,6 +5,7 @@ from datetime import timedelta
 from inspect import signature
 from typing import Any, Literal
 
+from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.checks import at_least_one, one_of
@@ -110,7 +111,8 @@ def check_ddp_options(backend: str | None, options: dict[str, Any]) -> None:
             f"process_group_backend={backend!r}: not a choice here. All ranks meet over gloo, "
             "which serves every device; groups of GPUs exchange gradients over NCCL by themselves. Leave it out."
         )
-    unknown = sorted(set(options) - set(signature(DistributedDataParallel.__init__).parameters))
+    known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel.__init__).parameters}
+    unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigurationError(
             f"unknown option(s) {', '.join(unknown)}: neither this strategy nor DistributedDataParallel has them."

@@ -32,6 +32,9 @@ def told_to_all(alone: bool) -> Iterator[None]:
 
     Args:
         alone: whether there is nobody to tell.
+
+    Raises:
+        CheckpointError: another rank could not save.
     """
     problem: Exception | None = None
     try:

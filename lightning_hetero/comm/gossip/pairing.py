@@ -59,7 +59,7 @@ class Pairing:
 
     Args:
         me: this peer.
-        job: what all share.
+        session: what all share.
         interface: address to listen on.
         like: vectors of the sizes and dtypes to come, on the CPU.
 

@@ -45,7 +45,7 @@ class Peers:
 
     Args:
         me: this peer.
-        job: what all share.
+        session: what all share.
         interface: address to listen on, of the network between the peers.
         attend: goes on from a peer's first message to the end of an exchange; on a thread of its own.
         into: gives the place for the vectors of a first message.

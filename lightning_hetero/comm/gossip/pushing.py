@@ -44,7 +44,7 @@ class Pushing:
 
     Args:
         me: this peer.
-        job: what all share.
+        session: what all share.
         interface: address to listen on.
         like: vectors of the sizes and dtypes to come, on the CPU.
 
