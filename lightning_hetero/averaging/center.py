@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.moments import clear_broken
-from lightning_hetero.comm.all_reduce import Average
+from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
@@ -125,6 +125,8 @@ class CenterAverager(CenteredAverager):
         super().setup(replica, links, optimizers)
         self._snapshot = [torch.empty_like(flat) for flat in self._packed[: replica.included]]
         self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
+        if self.overlap:
+            links.prepare()
 
     @property
     def center(self) -> list[Tensor]:
@@ -162,12 +164,11 @@ class CenterAverager(CenteredAverager):
     def _begin(self, samples_per_replica: Sequence[int]) -> None:
         """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
         self._snapshot = self.position(self._snapshot)
-        values = self._snapshot, samples_per_replica, self.center, self._mean, self.wire
+        own = Contribution(self._snapshot, samples_per_replica, self.center, self.wire, self.payload())
         if self.overlap:
-            self._exchange = self.links.begin(*values, turn=0, payload=self.payload(), want="difference").result
+            self._exchange = self.links.begin(own, self._mean, want="difference").result
         else:
-            payload = self.payload()
-            self._exchange = lambda: self.links.average(*values, payload=payload, want="difference")
+            self._exchange = lambda: self.links.exchange(own, self._mean, want="difference")
 
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
         """``x_i``, of which differences are taken."""
@@ -183,7 +184,7 @@ class CenterAverager(CenteredAverager):
 
         Args:
             own: ``D_i``: vectors like the center.
-            average: ``sum_i w_i D_i`` as its ``mean``.
+            average: with ``sum_i w_i D_i`` as its ``difference``.
         """
 
 

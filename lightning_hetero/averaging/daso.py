@@ -1,17 +1,18 @@
 """DASO: rotating, asynchronous, stale mixing of nodes at an adaptive rate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.pace import Pace
 from lightning_hetero.averaging.schedule import RateSchedule, phase
-from lightning_hetero.comm.all_reduce import Average, Want
-from lightning_hetero.comm.links import Exchange
+from lightning_hetero.comm.all_reduce import Average, Contribution, Want
+from lightning_hetero.comm.links import Exchange, ReplicaLinks
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
 
@@ -71,6 +72,11 @@ class DASOAverager(Averager):
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
         self._mean: list[Tensor] = []  # likewise
 
+    @override
+    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        super().setup(replica, links, optimizers)
+        links.prepare()
+
     def phase(self, step: int) -> str:
         """The phase of an optimizer step."""
         return phase(step, self.total, self.warmup, self.cooldown)
@@ -102,10 +108,9 @@ class DASOAverager(Averager):
     def _begin(self, context: StepContext) -> None:
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
-        payload, turn, want = self._pace.lasted, self._turn, WANT[self.mixing]
-        exchange = self.links.begin(
-            self._snapshot, context.samples_per_replica, self.reference, self._mean, self.wire, turn, payload, want
-        )
+        samples, turn = context.samples_per_replica, self._turn
+        own = Contribution(self._snapshot, samples, self.reference, self.wire, self._pace.lasted)
+        exchange = self.links.begin(own, self._mean, turn, WANT[self.mixing])
         self._pending = Pending(context.step, self.schedule.wait, exchange)
         self._since, self._turn = 0, (turn + 1) % self.links.turns
         if self._pending.wait == 0:
@@ -158,7 +163,14 @@ class DASOAverager(Averager):
         self.schedule.load_state_dict(state["schedule"])
         self._turn, self._since, self._step = state["turn"], state["since"], state["step"]
         pending = state["pending"]
-        self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
+        self._pending = None if pending is None else Pending(**{**pending, "average": _loaded(pending["average"])})
+
+
+def _loaded(saved: dict[str, Any]) -> Average:
+    """An average from a checkpoint; version 0.1 called payloads notes, and knew no difference."""
+    values = {"difference": [], **saved}
+    values.setdefault("payloads", values.pop("notes", None))
+    return Average(**values)
 
 
 def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int) -> None:

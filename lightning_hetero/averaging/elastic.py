@@ -121,7 +121,7 @@ class ElasticAverager(CenterAverager):
         if alpha != self._alpha:
             self.warning, self._alpha = stability(alpha, beta) if self._alpha < alpha else None, alpha
         self.replica.add(own, -alpha)
-        for c, mean in zip(self.center, average.mean, strict=True):
+        for c, mean in zip(self.center, average.difference, strict=True):
             c.add_(mean, alpha=beta)
 
 

@@ -64,9 +64,9 @@ class OuterAverager(CenterAverager):
 
     @override
     def move(self, own: list[Tensor], average: Average) -> None:
-        for mean in average.mean:
+        for mean in average.difference:
             mean.neg_()
-        gradients, steps = self.replica.views(average.mean)
+        gradients, steps = self.replica.views(average.difference)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         self.outer.step()

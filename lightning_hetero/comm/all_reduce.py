@@ -1,8 +1,8 @@
-"""One average over replicas, from the first message to the last."""
+"""Averages vectors over replicas: one rank of each replica exchanges them with the others, and informs its replica."""
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal, NamedTuple
 
@@ -11,33 +11,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.buffer_pool import BufferPool
-from lightning_hetero.comm.groups import new_group
+from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.replica import finite
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
 from lightning_hetero.errors import NotFiniteError
 
-#: What an average is wanted as: the mean; also how far it is from one's own values; or how far from the reference.
+#: Which vectors of an average are computed: the mean; the mean and ``away``; or the difference from the reference.
 Want = Literal["mean", "away", "difference"]
 CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
 
 
-class Average(NamedTuple):
-    """What replicas learn when they meet; bitwise the same on every rank.
+@dataclass(frozen=True)
+class Contribution:
+    """What a replica brings to an average, and what all replicas know of it.
 
     Attributes:
-        mean: weighted mean of all replicas: vectors on the CPU, in fp32 or wider. Or, if that is wanted, its difference
-            from the reference.
-        away: the mean minus this replica's values, as vectors, if asked for; else empty. The only one that differs
-            between replicas.
-        healthy: whether each replica's values were finite; the mean leaves the others out.
+        values: floating vectors, the same on all ranks of a replica.
+        weights: one per replica, at least 0, not all 0; the same on all ranks.
+        reference: vectors on the CPU, in fp32 or wider, the same on all ranks. All replicas are near it: what travels
+            is the difference from it.
+        wire: number format of what travels between replicas.
+        payload: a number for the other replicas. The one of the rank that exchanges counts.
+    """
+
+    values: Sequence[Tensor]
+    weights: Sequence[float]
+    reference: Sequence[Tensor]
+    wire: Wire = "fp32"
+    payload: float = math.nan
+
+
+class Average(NamedTuple):
+    """What replicas learn from an average. All but ``away`` is bitwise the same on every rank.
+
+    Attributes:
+        mean: weighted mean of the replicas' values: vectors on the CPU, in fp32 or wider. Empty if only the difference
+            was asked for.
+        difference: the mean minus the reference, as vectors. Empty unless asked for.
+        away: the mean minus this replica's values, as vectors. Empty unless asked for.
+        healthy: of each replica, whether its values were finite. The mean leaves the others out.
         distance: RMS distance of the replicas from their mean: the square root of the weighted mean of squared
             Euclidean distances, over all values.
         displacement: RMS distance of the replicas from the reference, computed like ``distance``.
-        payloads: the number that each replica had for the others.
+        payloads: the payload of each replica.
     """
 
     mean: list[Tensor]
+    difference: list[Tensor]
     away: list[Tensor]
     healthy: list[bool]
     distance: float
@@ -45,94 +66,110 @@ class Average(NamedTuple):
     payloads: list[float]
 
 
-class ReplicaAllReduce:
-    """Process groups for one average at a time: gloo runs the work of a group in order.
-
-    Global group ``i`` holds one rank of each replica: its member ``i``, modulo its size. The inner group holds the
-    ranks of this replica.
-
-    Args:
-        rank: this process's.
-        replicas: the ranks of each replica.
-        turns: global groups to make.
-        timeout: longest wait for another rank.
+class Route(NamedTuple):
+    """The ranks and process groups over which an average runs.
 
     Attributes:
-        index: number of this rank's replica.
-        count: number of replicas.
+        across: the exchanging rank of each replica, in the order of replicas; ``None``: there is one replica, or this
+            rank does not exchange.
+        inner: the ranks of this replica; ``None``: there is one.
+        active: the rank of this replica that exchanges.
     """
 
-    def __init__(self, rank: int, replicas: Sequence[Sequence[int]], turns: int, timeout: timedelta) -> None:
-        self._rank = rank
-        self.index = group_of(rank, replicas)
-        self.count, self._size = len(replicas), len(replicas[self.index])
-        self._members = [[ranks[turn % len(ranks)] for ranks in replicas] for turn in range(turns)]
-        # Every process takes part in the making of every group.
-        self._across = [new_group(self, ranks, timeout) for ranks in self._members]
-        self._leader = replicas[self.index][0]
-        inner = [new_group(self, ranks, timeout) for ranks in replicas]
-        self._inner = inner[self.index]
+    across: dist.ProcessGroup | None
+    inner: dist.ProcessGroup | None
+    active: int
+
+
+class ReplicaAllReduce:
+    """Takes one average at a time, over process groups of its own.
+
+    In each replica one rank exchanges with the other replicas: in turn ``i`` its member ``i``, modulo its size.
+
+    Args:
+        rank: this process.
+        replicas: the ranks of each replica.
+        groups: makes the process groups.
+        purpose: tells these groups from those of other uses.
+        skip: whether replicas that are not finite are left out, instead of raising an error.
+    """
+
+    def __init__(self, rank: int, replicas: Sequence[Sequence[int]], groups: Groups, purpose: str, skip: bool) -> None:
+        self._rank, self._replicas, self._groups = rank, replicas, groups
+        self._purpose, self._skip = purpose, skip
+        self._index = group_of(rank, replicas)
         self._pool = BufferPool()
 
-    def average(
-        self,
-        values: Sequence[Tensor],
-        weights: Sequence[float],
-        reference: Sequence[Tensor],
-        out: Sequence[Tensor],
-        wire: Wire,
-        turn: int,
-        payload: float,
-        skip: bool,
-        want: Want,
-    ) -> Average:
+    def route(self, turn: int) -> Route:
+        """Make the process groups for one turn, unless they are there (collective over all ranks; not on a thread)."""
+        members = [ranks[turn % len(ranks)] for ranks in self._replicas]
+        active, across = members[self._index], None
+        if self._rank == active:
+            across = self._groups.get(f"{self._purpose}, across replicas, turn {turn}", members)
+        inner = self._groups.get(f"{self._purpose}, within a replica", self._replicas[self._index])
+        return Route(across, inner, active)
+
+    def average(self, own: Contribution, out: Sequence[Tensor], want: Want, route: Route) -> Average:
         """Average over replicas; blocks (collective over all ranks).
 
         Args:
-            values: this replica's: vectors on the CPU; may be overwritten.
-            weights: one per replica, at least 0, not all 0.
-            reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
-                travels is the difference.
-            out: where to write the mean; of the reference's sizes and dtypes.
-            wire: number format of the differences between replicas.
-            turn: the global group that exchanges.
-            payload: a number for the others; that of the rank that exchanges counts.
-            skip: whether replicas that are not finite are left out.
-            want: ``"away"`` overwrites the values.
+            own: what this replica brings, with vectors on the CPU that may be overwritten.
+            out: where to write the mean, or the difference; of the reference's sizes and dtypes.
+            want: which vectors to compute. ``"away"`` overwrites this replica's values with them.
+            route: of :meth:`route`.
 
         Raises:
-            NotFiniteError: on every rank, if one may not be left out, or none is left.
+            NotFiniteError: on every rank, if one replica may not be left out, or none is left.
         """
-        active, across = self._members[turn][self.index], self._across[turn]
-        parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-        totals = [
-            self._pool.vector(f"total {i}", old.numel(), DTYPES[wire] or old.dtype) for i, old in enumerate(reference)
-        ]
-        table = torch.empty(self.count, 2, dtype=torch.float64)  # of each replica: its squared distance, its payload
-        if self._rank == active:
-            square = 0.0
-            for value, old, own in zip(values, reference, totals, strict=True):
-                square += self._differ(value, old, own, parts[self.index].item())
-            dist.all_gather(list(table), torch.tensor([square, payload], dtype=torch.float64), group=across)
-        self._broadcast(table, active)
+        parts = torch.tensor(own.weights, dtype=torch.float64) / sum(own.weights)
+        totals, table = self._exchange_distances(own, parts[self._index].item(), route)
         squares, payloads = table.unbind(1)
         healthy = squares.isfinite()
-        if not healthy.all() and not (skip and (parts[healthy] > 0).any()):
+        if not healthy.all() and not (self._skip and (parts[healthy] > 0).any()):
             raise NotFiniteError([i for i, well in enumerate(healthy.tolist()) if not well])
         counted = parts[healthy].sum().item()
         displacement = (parts[healthy] @ squares[healthy]).item() / counted
         variance = displacement
-        for i, (value, old, mean) in enumerate(zip(values, reference, out, strict=True)):
-            if self._rank == active:
-                own = totals[i] if healthy[self.index] else totals[i].zero_()
-                totals[i] = sum_over(across, own, self._pool)
-            self._broadcast(totals[i], active)
-            origin, apart = None if want == "difference" else old, value if want == "away" else None
-            variance -= self._arrive(totals[i], origin, mean, 1 / counted, apart)
-        distances = math.sqrt(max(variance, 0.0)), math.sqrt(displacement)
-        return Average(
-            list(out), list(values) if want == "away" else [], healthy.tolist(), *distances, payloads.tolist()
-        )
+        for i, (value, old, new) in enumerate(zip(own.values, own.reference, out, strict=True)):
+            if self._rank == route.active:
+                total = totals[i] if healthy[self._index] else totals[i].zero_()
+                totals[i] = total if route.across is None else sum_over(route.across, total, self._pool)
+            self._broadcast(totals[i], route)
+            origin, from_ = None if want == "difference" else old, value if want == "away" else None
+            variance -= self._arrive(totals[i], origin, new, 1 / counted, from_)
+        mean, difference = ([], list(out)) if want == "difference" else (list(out), [])
+        away = list(own.values) if want == "away" else []
+        distance = math.sqrt(max(variance, 0.0))
+        return Average(mean, difference, away, healthy.tolist(), distance, math.sqrt(displacement), payloads.tolist())
+
+    def _exchange_distances(self, own: Contribution, part: float, route: Route) -> tuple[list[Tensor], Tensor]:
+        """Tell all replicas how far this one is from the reference, and its payload.
+
+        Returns:
+            This replica's weighted differences from the reference, in the format of the wire, on the rank that
+            exchanges; and a row of each replica: its squared distance from the reference, its payload.
+        """
+        totals = [
+            self._pool.vector(f"total {i}", old.numel(), DTYPES[own.wire] or old.dtype)
+            for i, old in enumerate(own.reference)
+        ]
+        table = torch.empty(len(self._replicas), 2, dtype=torch.float64)
+        if self._rank == route.active:
+            square = 0.0
+            for value, old, total in zip(own.values, own.reference, totals, strict=True):
+                square += self._differ(value, old, total, part)
+            row = torch.tensor([square, own.payload], dtype=torch.float64)
+            if route.across is None:
+                table[0] = row
+            else:
+                dist.all_gather(list(table), row, group=route.across)
+        self._broadcast(table, route)
+        return totals, table
+
+    @staticmethod
+    def _broadcast(flat: Tensor, route: Route) -> None:
+        if route.inner is not None:
+            dist.broadcast(flat, route.active, group=route.inner)
 
     def _differ(self, value: Tensor, old: Tensor, own: Tensor, part: float) -> float:
         """``own = part * (value - old)``; returns the squared norm of the difference."""
@@ -160,12 +197,3 @@ class ReplicaAllReduce:
             if x is not None:
                 torch.sub(m, x, out=x)
         return square
-
-    def broadcast(self, flat: Tensor) -> None:
-        """Give all ranks of the replica the vector of its first, in place (collective over the replica)."""
-        self._broadcast(flat, self._leader)
-
-    def _broadcast(self, flat: Tensor, source: int) -> None:
-        """Give all ranks of the replica the vector of one of them, in place."""
-        if self._size > 1:
-            dist.broadcast(flat, source, group=self._inner)

@@ -1,4 +1,4 @@
-"""Work for a thread in the background, while the training goes on."""
+"""Runs work in a background thread while the training goes on."""
 
 import threading
 import time
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Runs a function on a thread of its own.
+    """Runs a function in a thread of its own.
 
-    The thread dies with the process: a network that no longer answers does not keep a failed rank from ending.
+    The thread dies with the process, so a network that no longer answers does not keep a failed rank from ending.
 
     Args:
-        function: takes no arguments; must not write what others read meanwhile.
+        function: takes no arguments, and must not write what others read meanwhile.
 
     Attributes:
         seconds: how long the function took, once it has ended.
-        waited: of these, seconds for which :meth:`result` has had to wait.
+        waited: seconds for which :meth:`result` has waited for it.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -35,16 +35,21 @@ class Background(Generic[T]):
             self._value = self._function()
         except BaseException as error:
             self._error = error
+        del self._function  # and what it holds
         self.seconds = time.perf_counter() - began
 
+    def wait(self) -> None:
+        """Wait for the function to end, with a value or an error."""
+        self._thread.join()
+
     def result(self, seconds: float | None = None) -> T:
-        """Wait for the function to end; its value, or the error that it raised.
+        """Wait for the function to end, and return its value or raise its error.
 
         Args:
-            seconds: longest wait; default: none.
+            seconds: longest wait. Default: no limit.
 
         Raises:
-            TimeoutError: the function goes on for longer than that.
+            TimeoutError: the function has not ended by then.
         """
         began = time.perf_counter()
         self._thread.join(seconds)

@@ -1,20 +1,22 @@
-"""The wires between replicas."""
+"""What connects replicas: averages between them, and broadcasts within each of them."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.all_reduce import Average, ReplicaAllReduce, Want
+from lightning_hetero.comm.all_reduce import Average, Contribution, ReplicaAllReduce, Want
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.wire import Wire, bytes_sent
+from lightning_hetero.comm.groups import Groups
+from lightning_hetero.comm.topology import group_of
+from lightning_hetero.comm.wire import bytes_sent
 
 
 @dataclass
@@ -46,21 +48,22 @@ class Traffic:
 
 
 class ReplicaLinks:
-    """Lets replicas average vectors: one rank of each exchanges them, and tells its own replica.
+    """Lets replicas average vectors, and the ranks of a replica share what its leader knows.
 
-    There are two lanes, so that an average can be taken while another is under way in the background.
+    An average can be taken while another one is under way in the background: each has process groups of its own, and so
+    have broadcasts. Groups are made when they are first needed.
 
     Args:
-        rank: this process's.
+        rank: this process.
         replicas: the ranks of each replica.
-        timeout: longest wait for another replica.
-        on_nan: what to do about a replica whose values are not finite: ``"error"`` on every rank, or ``"skip"`` it.
+        groups: makes the process groups.
+        on_nan: what to do about a replica with values that are not finite: ``"error"`` on every rank, or ``"skip"`` it.
 
     Attributes:
         index: number of this rank's replica.
         count: number of replicas.
-        leads: whether this rank is the first of its replica.
-        turns: global groups that take turns in :meth:`begin`: as many as the largest replica has ranks.
+        leads: whether this rank is the first of its replica, its leader.
+        turns: how many ranks of a replica can take turns in :meth:`begin`: as many as the largest replica has.
         traffic: what exchanges have cost so far.
     """
 
@@ -68,93 +71,121 @@ class ReplicaLinks:
         self,
         rank: int,
         replicas: Sequence[Sequence[int]],
-        timeout: timedelta,
+        groups: Groups,
         on_nan: Literal["error", "skip"] = "error",
     ) -> None:
+        skip = on_nan == "skip"
+        self._foreground = ReplicaAllReduce(rank, replicas, groups, "averages", skip)
+        self._background = ReplicaAllReduce(rank, replicas, groups, "averages in the background", skip)
+        self._groups = groups
+        self.index, self.count = group_of(rank, replicas), len(replicas)
+        self._ranks = replicas[self.index]
+        self.leads = rank == self._ranks[0]
         self.turns = max(len(ranks) for ranks in replicas)
-        self._foreground = ReplicaAllReduce(rank, replicas, 1, timeout)
-        self._background = ReplicaAllReduce(rank, replicas, self.turns, timeout)
-        self.index, self.count = self._foreground.index, self._foreground.count
-        self.leads = rank == replicas[self.index][0]
         self.traffic = Traffic()
-        self._skip = on_nan == "skip"
+        self._latest: Exchange | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """One value per rank (collective over all ranks)."""
         return gather(value, "what the replicas have")
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give all ranks of the replica what its first has, in place (collective over the replica, on a thread)."""
-        self._background.broadcast(tensor)
+        """Give all ranks of the replica the tensor of its leader, in place (collective over the replica).
+
+        It may be called while an average is under way in the background. Work in the background needs
+        :meth:`broadcaster`.
+        """
+        self.broadcaster("broadcasts")(tensor)
+
+    def broadcaster(self, purpose: str) -> Callable[[Tensor], None]:
+        """Make a function like :meth:`broadcast` for work in the background (collective over the replica).
+
+        Args:
+            purpose: broadcasts that run at the same time need different ones.
+        """
+        group = self._groups.get(f"{purpose}, within a replica", self._ranks)
+
+        def broadcast(tensor: Tensor) -> None:
+            if group is not None:
+                dist.broadcast(tensor, self._ranks[0], group=group)
+
+        return broadcast
 
     def average(
         self,
-        flats: Sequence[Tensor],
+        values: Sequence[Tensor],
         weights: Sequence[float],
         reference: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
-        wire: Wire = "fp32",
         payload: float = math.nan,
-        want: Want = "mean",
     ) -> Average:
-        """Weighted mean over replicas (collective over all ranks).
+        """Weighted mean over replicas, in the vectors' own format (collective over all ranks).
 
         Args:
-            flats: floating vectors, the same on all ranks of a replica.
-            weights: one per replica, at least 0, not all 0.
-            reference: vectors on the CPU, in fp32 or wider, the same on all ranks, near which all replicas are: what
-                travels is the difference.
+            values: floating vectors, the same on all ranks of a replica.
+            weights: one per replica, at least 0, not all 0; the same on all ranks.
+            reference: vectors on the CPU, in fp32 or wider, the same on all ranks. All replicas are near it: what
+                travels is the difference from it.
             out: where to write the mean; like the reference. Default: new memory.
-            wire: number format.
-            payload: a number for the others; that of the replica's first rank counts.
-            want: what of the average; ``"away"`` overwrites the vectors with it.
+            payload: a number for the other replicas. The one of the replica's leader counts.
 
         Raises:
-            NotFiniteError: on every rank, unless such replicas are to be skipped and there are others.
+            NotFiniteError: on every rank, if a replica's values are not finite and it may not be skipped.
         """
-        began = time.perf_counter()
-        values, out = _on_cpu(flats, reference), out or [torch.empty_like(old) for old in reference]
-        with deadline("average with the other replicas"):
-            average = self._foreground.average(values, weights, reference, out, wire, 0, payload, self._skip, want)
-        seconds = time.perf_counter() - began
-        self._account(average, wire, seconds, seconds)
-        return average
+        return self.exchange(Contribution(values, weights, reference, payload=payload), out)
 
-    def begin(
-        self,
-        flats: Sequence[Tensor],
-        weights: Sequence[float],
-        reference: Sequence[Tensor],
-        out: Sequence[Tensor],
-        wire: Wire,
-        turn: int,
-        payload: float,
-        want: Want = "mean",
-    ) -> "Exchange":
-        """Begin to average in the background (collective over all ranks; one at a time).
+    def exchange(self, own: Contribution, out: Sequence[Tensor] | None = None, want: Want = "mean") -> Average:
+        """Average over replicas with all options, and wait for the result (collective over all ranks).
 
         Args:
-            flats: as for :meth:`average`; must not be used until the result is there.
-            weights: as for :meth:`average`.
-            reference: as for :meth:`average`; must not change until the result is there.
-            out: as for :meth:`average`.
-            wire: number format.
-            turn: the global group that exchanges.
-            payload: a number for the others; that of the rank that exchanges counts.
-            want: as for :meth:`average`.
+            own: what this replica brings.
+            out: where to write the mean, or the difference; like the reference. Default: new memory.
+            want: which vectors to compute. ``"away"`` overwrites this replica's values with them.
+
+        Raises:
+            NotFiniteError: on every rank, if a replica's values are not finite and it may not be skipped.
         """
-        values = _on_cpu(flats, reference)
+        began = time.perf_counter()
+        out = out or [torch.empty_like(old) for old in own.reference]
+        route = self._foreground.route(0)
+        with deadline("average with the other replicas"):
+            average = self._foreground.average(_on_cpu(own), out, want, route)
+        seconds = time.perf_counter() - began
+        self._account(average, own, seconds, seconds)
+        return average
+
+    def prepare(self) -> None:
+        """Make the process groups that :meth:`begin` needs, so that it never has to (collective over all ranks)."""
+        for turn in range(self.turns if self.count > 1 else 0):
+            self._background.route(turn)
+
+    def begin(self, own: Contribution, out: Sequence[Tensor], turn: int = 0, want: Want = "mean") -> "Exchange":
+        """Begin to average in the background (collective over all ranks).
+
+        If the exchange before is still under way, this one waits for it, in the background: so messages have the same
+        order on all ranks.
+
+        Args:
+            own: what this replica brings. Neither its values nor its reference may change until the result is there.
+            out: where to write the mean, or the difference; like the reference.
+            turn: which rank of each replica exchanges: its member ``turn``, modulo the size of the replica.
+            want: which vectors to compute. ``"away"`` overwrites this replica's values with them.
+        """
+        route, own, before = self._background.route(turn), _on_cpu(own), self._latest
 
         def work() -> Average:
+            if before is not None:
+                before.wait()
             with deadline("average with the other replicas in the background"):
-                return self._background.average(values, weights, reference, out, wire, turn, payload, self._skip, want)
+                return self._background.average(own, out, want, route)
 
-        return Exchange(self, work, wire)
+        self._latest = Exchange(self, work, own)
+        return self._latest
 
-    def _account(self, average: Average, wire: Wire, seconds: float, exposed: float) -> None:
+    def _account(self, average: Average, own: Contribution, seconds: float, exposed: float) -> None:
         if self.count == 1:
             return
-        sent = sum(bytes_sent(mean.numel(), mean.element_size(), wire, self.count) for mean in average.mean)
+        sent = sum(bytes_sent(old.numel(), old.element_size(), own.wire, self.count) for old in own.reference)
         self.traffic.add(sent, seconds, exposed)
         self.traffic.distance = average.distance
         self.traffic.skipped += [i for i, healthy in enumerate(average.healthy) if not healthy]
@@ -164,26 +195,31 @@ class Exchange:
     """An average that is being taken in the background.
 
     Args:
-        links: that it runs over.
+        links: over which it runs.
         work: takes the average.
-        wire: number format.
+        own: what this replica brings.
     """
 
-    def __init__(self, links: ReplicaLinks, work: Callable[[], Average], wire: Wire) -> None:
-        self._links, self._wire = links, wire
+    def __init__(self, links: ReplicaLinks, work: Callable[[], Average], own: Contribution) -> None:
+        self._links, self._own = links, own
         self._background = Background(work)
 
     def result(self) -> Average:
-        """Wait for the average; to be asked once."""
+        """Wait for the average. Ask once."""
         average = self._background.result()
-        self._links._account(average, self._wire, self._background.seconds, self._background.waited)
+        self._links._account(average, self._own, self._background.seconds, self._background.waited)
         return average
+
+    def wait(self) -> None:
+        """Wait for its end, well or with an error."""
+        self._background.wait()
 
     @property
     def seconds(self) -> float:
-        """How long it took, once it has ended."""
+        """How long the average took, once it has ended."""
         return self._background.seconds
 
 
-def _on_cpu(flats: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
-    return [flat.to("cpu", old.dtype) for flat, old in zip(flats, reference, strict=True)]
+def _on_cpu(own: Contribution) -> Contribution:
+    values = [value.to("cpu", old.dtype) for value, old in zip(own.values, own.reference, strict=True)]
+    return replace(own, values=values)

@@ -33,7 +33,7 @@ class FiniteSteps:
     Args:
         mode: what to do: ``"error"``, ``"skip"`` or ``"ignore"``.
         ranks: those that average gradients.
-        group: their process group for small CPU tensors.
+        group: gives their process group for small CPU tensors; ``None``: this rank is alone.
         waiting: counts the time in its block as waiting.
         where: says which step this is.
     """
@@ -42,7 +42,7 @@ class FiniteSteps:
         self,
         mode: OnNaN,
         ranks: Sequence[int],
-        group: dist.ProcessGroup | None,
+        group: Callable[[], dist.ProcessGroup | None],
         waiting: Callable[[], AbstractContextManager[None]],
         where: Callable[[], str],
     ) -> None:
@@ -100,10 +100,12 @@ class FiniteSteps:
         self._spoilt |= not well  # to be restored when the backward pass needs them no more
         mine = torch.tensor([own, float(well)], dtype=torch.float64)
         rows = [mine]
-        if len(self._ranks) > 1:
+        with self._waiting():
+            group = self._group()
+        if group is not None:
             rows = [torch.empty_like(mine) for _ in self._ranks]
             with self._waiting(), deadline("learn which losses are finite"):
-                dist.all_gather(rows, mine, group=self._group)
+                dist.all_gather(rows, mine, group=group)
         table = torch.stack(rows)
         bad, total = table[:, 1] == 0, (table[:, 0] * table[:, 1]).sum().item()
         self._passes += 1
@@ -182,7 +184,9 @@ class FiniteSteps:
             return
         name = next((name for name, p in module.named_parameters() if broken([p.grad])), None)
         mine = bool(loss), bool(own), name
-        rows = gather(mine, "what is not finite", self._group) if len(self._ranks) > 1 else [(bool(loss), True, name)]
+        with self._waiting():
+            group = self._group()
+        rows = [(bool(loss), True, name)] if group is None else gather(mine, "what is not finite", group)
         losses, gradients, names = zip(*rows, strict=True)
         if any(losses):
             found = f"{self._subject('loss', losses)} not finite"

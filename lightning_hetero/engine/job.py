@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import check_equal
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline, of_communication
-from lightning_hetero.comm.groups import end_unused, new_group
+from lightning_hetero.comm.groups import Groups, end_unused
 from lightning_hetero.comm.topology import Place, Topology, discover
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CommunicationError
@@ -68,15 +70,19 @@ def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> N
 
 
 class Job:
-    """The job that this process takes part in.
+    """The job that this process takes part in (made by all ranks together).
 
     Args:
         view: who takes part.
         timeout: longest wait for another rank.
+
+    Attributes:
+        groups: makes process groups when they are first needed; they end with this object.
     """
 
     def __init__(self, view: View, timeout: timedelta) -> None:
         self.view, self.timeout = view, timeout
+        self.groups = Groups.open(timeout)
 
     @classmethod
     def join(
@@ -105,23 +111,18 @@ class Job:
         check_equal("the strategy's options", options)
         return cls(View.first(topology, replicas(topology)), timeout)
 
-    def group(self, ranks: Sequence[int] | None = None, backend: str = "gloo") -> Any:
-        """A process group for as long as this object lives (collective over all ranks).
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The group in which this rank's replica averages gradients; ``None`` for one rank (collective over it)."""
+        ranks = self.view.replica.ranks
+        return self.groups.get("gradients", ranks, self.view.topology.backend(ranks))
 
-        Args:
-            ranks: its members; ``None``: all.
-            backend: of its collectives.
-        """
-        return new_group(self, ranks, self.timeout, backend)
+    def small_group(self) -> dist.ProcessGroup | None:
+        """The group of this rank's replica for small CPU tensors; ``None`` for one rank (collective over it)."""
+        return self.groups.get("small tensors", self.view.replica.ranks)
 
-    def replica_groups(self) -> tuple[Any, Any]:
-        """The groups of this rank's replica, for gradients and for small CPU tensors (collective over all ranks)."""
-        topology, found = self.view.topology, []
-        for ranks in self.view.ranks:  # every process takes part in the making of every group
-            groups = self.group(ranks, topology.backend(ranks)), self.group(ranks)
-            if self.view.rank in ranks:
-                found.append(groups)
-        return found[0]
+    def report_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks for their reports; ``None`` for one rank (collective over all ranks)."""
+        return self.groups.get("reports", range(self.view.world))
 
 
 def tell_failure(exception: BaseException) -> None:

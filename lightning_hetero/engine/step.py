@@ -42,7 +42,7 @@ class Workshare:
         timer: this rank's stopwatch.
         loaders: where batches come from.
         replica: the ranks that average gradients with this one, itself among them.
-        group: their process group for small CPU tensors.
+        group: gives their process group for small CPU tensors; ``None``: this rank is alone.
         gathering: gathers the reports of all ranks.
         defers_reports: act on reports when the next ones are due, rather than at the next batch, for which all ranks
             would wait.
@@ -54,7 +54,7 @@ class Workshare:
         timer: StepTimer,
         loaders: Draws,
         replica: tuple[int, ...],
-        group: dist.ProcessGroup | None,
+        group: Callable[[], dist.ProcessGroup | None],
         gathering: AsyncAllGather,
         defers_reports: bool = False,
     ) -> None:
@@ -151,9 +151,12 @@ class Workshare:
         own = own.reshape(()) if own.numel() == 1 else torch.tensor(float("nan"), dtype=torch.float64)
         if not 0 <= own < math.inf:
             own = torch.tensor(float("nan"), dtype=torch.float64)  # reaches every rank through the sum
-        total = own.clone()
-        with deadline("sum the batch weights"):
-            work = dist.all_reduce(total, group=self._group, async_op=True)
+        total, work = own.clone(), None
+        with self.timer.waiting():
+            group = self._group()
+        if group is not None:
+            with deadline("sum the batch weights"):
+                work = dist.all_reduce(total, group=group, async_op=True)
         self._weighing = own, total, work
 
     @property

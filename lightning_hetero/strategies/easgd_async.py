@@ -8,7 +8,8 @@ from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.averaging.elastic import check_momentum
 from lightning_hetero.averaging.visits import VisitingAverager
 from lightning_hetero.checks import one_of
-from lightning_hetero.comm.centers import Center, Home, layout_of, open_center
+from lightning_hetero.comm.address import interface_towards
+from lightning_hetero.comm.centers import Center, CenterOptions, Home, layout_of, open_center
 from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.elastic import ElasticStrategy
@@ -45,7 +46,10 @@ class EASGDVisitsStrategy(ElasticStrategy):
         assert self.job is not None
         view = self.job.view
         layout = layout_of(view.rank, view.ranks, view.world, self.options.timeout)
-        center: Center = open_center(self.center, view.topology, layout, self.locked, self.in_turn, self.wire)
+        options = CenterOptions(self.center, self.locked, self.in_turn, self.wire)
+        assert self.cluster_environment is not None
+        interface = interface_towards(self.cluster_environment.main_address)
+        center: Center = open_center(options, view.topology, layout, self.job.groups, interface)
         return VisitingAverager(
             self.pull,
             self.tau,

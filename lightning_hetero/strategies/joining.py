@@ -1,5 +1,6 @@
 """How a strategy joins its job, and makes what depends on who takes part."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,14 @@ class Parts:
         loaders: the dataloaders.
         finite: looks for losses and gradients that are not finite.
         buckets: chooses the size of DDP's buckets.
-        data_group: averages gradients within the replica.
+        data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
     """
 
     share: Workshare
     loaders: Loaders
     finite: FiniteSteps
     buckets: BucketSize
-    data_group: dist.ProcessGroup
+    data_group: Callable[[], dist.ProcessGroup | None]
 
     def wrapped(self, model: torch.nn.Module, device: torch.device, options: dict[str, Any]) -> ReplicaDDP:
         """The model in a DDP over the ranks of this replica (collective over the replica).
@@ -79,7 +80,7 @@ class Parts:
             device: that device.
             options: of DDP.
         """
-        own = {**options, "process_group": self.data_group}  # a LightningCLI passes every option, the group too
+        own = {**options, "process_group": self.data_group()}  # a LightningCLI passes every option, the group too
         return ReplicaDDP(self.share.timer, module=model, **self.buckets.options(own, model, device))
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any) -> Any:
@@ -94,7 +95,7 @@ class Parts:
         """
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             self.share.planner.least = 2  # it cannot normalise one sample
-        return None if layer_sync is None else ReplicaSyncBatchNorm(self.data_group)
+        return None if layer_sync is None else ReplicaSyncBatchNorm(self.data_group())
 
 
 def make_parts(strategy: "HeteroStrategy", job: Job, timer: StepTimer) -> Parts:
@@ -106,7 +107,6 @@ def make_parts(strategy: "HeteroStrategy", job: Job, timer: StepTimer) -> Parts:
         timer: this rank's stopwatch.
     """
     view, options = job.view, strategy.options
-    data_group, small = job.replica_groups()
     # Replicas that differ look when they meet, so that all learn of it at once.
     mode = strategy.on_nan if view.count == 1 else "ignore"
     planner = options.planner(view.world)
@@ -123,7 +123,8 @@ def make_parts(strategy: "HeteroStrategy", job: Job, timer: StepTimer) -> Parts:
     def exchange(tally: Tally) -> Tally:
         row = torch.tensor(tally, dtype=torch.float64)
         with timer.waiting(), deadline("exchange batch sizes"):
-            dist.all_reduce(row, group=small)
+            if (group := job.small_group()) is not None:
+                dist.all_reduce(row, group=group)
         return Tally(*row.tolist())
 
     loaders = Loaders(
@@ -138,7 +139,7 @@ def make_parts(strategy: "HeteroStrategy", job: Job, timer: StepTimer) -> Parts:
         options.sizes,
         options.balance_iterable,
     )
-    gathering = AsyncAllGather(job.group())
-    share = Workshare(planner, timer, loaders, view.replica.ranks, small, gathering, defers_reports=view.count > 1)
-    finite = FiniteSteps(mode, view.replica.ranks, small, timer.waiting, lambda: describe(strategy.trainer))
-    return Parts(share, loaders, finite, BucketSize(data_group), data_group)
+    ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
+    share = Workshare(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
+    finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
+    return Parts(share, loaders, finite, BucketSize(), job.data_group)

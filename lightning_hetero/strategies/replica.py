@@ -98,7 +98,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def make_engine(self, job: Job) -> ReplicaEngine:
-        links = ReplicaLinks(job.view.rank, job.view.ranks, job.timeout, "skip" if self.on_nan == "skip" else "error")
+        links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, "skip" if self.on_nan == "skip" else "error")
         return ReplicaEngine(job.view, links, self.share, self.options.rebalance_every_n_steps)
 
     @override

@@ -49,23 +49,19 @@ class BucketSize:
     Not so where the user gives ``bucket_cap_mb``; for models that travel in two buckets at most whatever the link; nor
     with deterministic algorithms, since the size decides in which order the gradients of three or more ranks are
     summed, and with that how sums are rounded.
-
-    Args:
-        group: the replica's process group.
     """
 
     #: Bytes of gradients up to which there is nothing to choose.
     SMALL = 2 * buckets.MEBIBYTE
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._travel: buckets.Travel | None = None
 
     def options(self, given: Mapping[str, Any], model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
         """DDP's options with a bucket size that suits the link (collective over the replica).
 
         Args:
-            given: the options so far.
+            given: the options so far, with the replica's process group.
             model: to be wrapped.
             device: where its gradients are.
 
@@ -75,10 +71,11 @@ class BucketSize:
         size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         chosen = given.get("bucket_cap_mb") is not None or bool(given.get("bucket_cap_mb_list"))
         open_ = size > self.SMALL and not chosen and not torch.are_deterministic_algorithms_enabled()
-        if not buckets.all_agree(open_, self._group, device):
+        group = given["process_group"]
+        if not buckets.all_agree(open_, group, device):
             return dict(given)
         if self._travel is None:
-            self._travel = buckets.measure(self._group, device)
+            self._travel = buckets.measure(group, device)
         cap = self._travel.bucket_mib()
         _log.info("%s: gradients travel in buckets of %s MiB", self._travel, cap or buckets.DEFAULT)
         return dict(given) if cap is None else {**given, "bucket_cap_mb": cap}
@@ -88,13 +85,13 @@ class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
     """BatchNorm statistics over the samples of a replica.
 
     Args:
-        group: the replica's process group.
+        group: the replica's process group; ``None``: it is one rank, and its BatchNorm layers stay as they are.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self._group = group
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         """Convert the model's BatchNorm layers."""
-        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, self._group)
+        return model if self._group is None else torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, self._group)

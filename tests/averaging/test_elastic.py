@@ -16,7 +16,7 @@ from torch import nn
 from lightning_hetero.averaging import elastic
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.elastic import ElasticAverager, Pull, stability
-from lightning_hetero.comm.all_reduce import Average
+from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.links import Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import ConfigurationError
@@ -36,17 +36,17 @@ class TableLinks:
         self.table, self.index, self.count = table, index, len(table.slots)
         self.traffic = Traffic()
 
-    def average(self, flats: Any, weights: Any, reference: Any, *_: Any, payload: float = 0.0, **__: Any) -> Average:
-        self.table.slots[self.index] = (*(flat.clone() for flat in flats), payload)
+    def exchange(self, own: Contribution, *_: Any, **__: Any) -> Average:
+        self.table.slots[self.index] = (*(flat.clone() for flat in own.values), own.payload)
         self.table.barrier.wait()
         everyone = list(self.table.slots)
         self.table.barrier.wait()
-        total = sum(weights)
+        total = sum(own.weights)
         parts = [
-            sum(w / total * (other[i] - old) for w, other in zip(weights, everyone, strict=True))
-            for i, old in enumerate(reference)
+            sum(w / total * (other[i] - old) for w, other in zip(own.weights, everyone, strict=True))
+            for i, old in enumerate(own.reference)
         ]
-        return Average(parts, [], [True] * self.count, 0.0, 0.0, [other[-1] for other in everyone])
+        return Average([], parts, [], [True] * self.count, 0.0, 0.0, [other[-1] for other in everyone])
 
 
 class Course(NamedTuple):
@@ -106,7 +106,7 @@ class OwnAlpha(ElasticAverager):
         weights = [3.0, 1.0, 2.0]
         beta = self.pull.of_center(average.payloads[0], self.links.count)
         self.replica.add(own, -beta * weights[self.links.index] / sum(weights))
-        for c, mean in zip(self.center, average.mean, strict=True):
+        for c, mean in zip(self.center, average.difference, strict=True):
             c.add_(mean, alpha=beta)
 
 

@@ -117,7 +117,7 @@ def test_an_automatic_wait_is_the_smallest_that_hides_the_exchange() -> None:
 
 def mixed(rule: str, value: torch.Tensor, mean: torch.Tensor, snapshot: torch.Tensor, stale: int, count: int):
     module = torch.nn.ParameterList([torch.nn.Parameter(value.clone())])
-    mix(rule, Replica(module), Average([mean], [mean - snapshot], [True] * count, 0.0, 0.0, []), stale, count)
+    mix(rule, Replica(module), Average([mean], [], [mean - snapshot], [True] * count, 0.0, 0.0, []), stale, count)
     return module[0].detach()
 
 

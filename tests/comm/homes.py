@@ -31,19 +31,26 @@ from lightning_hetero.comm.centers.center import Center, CenterLayout  # noqa: E
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing  # noqa: E402
 from lightning_hetero.comm.centers.shared import SharedCenter  # noqa: E402
 from lightning_hetero.comm.centers.thread import ThreadCenter  # noqa: E402
+from lightning_hetero.comm.groups import Groups  # noqa: E402
 
 WORLD = 3
 LIMIT = timedelta(seconds=20)
+
+
+def _thread(layout: CenterLayout, **options: Any) -> ThreadCenter:
+    return ThreadCenter(layout, Groups.open(layout.timeout), "127.0.0.1", **options)
+
+
 HOMES: dict[str, Callable[[CenterLayout], Center]] = {
     "shared": lambda layout: SharedCenter(layout, locked=True),
     "hogwild": lambda layout: SharedCenter(layout, locked=False),
-    "thread": lambda layout: ThreadCenter(layout),
-    "bf16": lambda layout: ThreadCenter(layout, wire="bf16"),
-    "fp16": lambda layout: ThreadCenter(layout, wire="fp16"),
+    "thread": _thread,
+    "bf16": functools.partial(_thread, wire="bf16"),
+    "fp16": functools.partial(_thread, wire="fp16"),
     "mpi": lambda layout: MPICenter(layout, across=False),
     "mpi-across": lambda layout: MPICenter(layout, across=True),
-    "turns": lambda layout: ThreadCenter(layout, in_turn=True),
-    "turns-bf16": lambda layout: ThreadCenter(layout, in_turn=True, wire="bf16"),
+    "turns": functools.partial(_thread, in_turn=True),
+    "turns-bf16": functools.partial(_thread, in_turn=True, wire="bf16"),
 }
 FORKED = [home for home in HOMES if not home.startswith("mpi")]
 EACH = [[rank] for rank in range(WORLD)]  # replicas of one rank

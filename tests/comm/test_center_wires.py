@@ -13,6 +13,7 @@ from ranks import run
 from lightning_hetero.comm.centers.center import Center, CenterLayout
 from lightning_hetero.comm.centers.center_wire import CenterWire, NarrowCenterWire
 from lightning_hetero.comm.centers.client import CenterClient
+from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.wire import DTYPES
 
@@ -149,7 +150,7 @@ def test_a_difference_that_does_not_fit_leaves_the_center_alone() -> None:
 def _set(center: Center, layout: CenterLayout) -> list[torch.Tensor]:
     """As a resumed job does: opened with other values than those that are then loaded."""
     center.open([torch.zeros_like(value) for value in drawn(0)])
-    client = CenterClient(center, ReplicaLinks(layout.rank, EACH, LIMIT))
+    client = CenterClient(center, ReplicaLinks(layout.rank, EACH, Groups.open(LIMIT)))
     client.write([value + 100 for value in drawn(0)], [0, 0, 0])
     own = [value + 100 + 0.01 * x for value, x in zip(drawn(0), drawn(1), strict=True)]
     client.push_pull(own, 0.0)()

@@ -14,6 +14,7 @@ from homes import LIMIT, WORLD, Case, no_mpi, per_body
 
 from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull
 from lightning_hetero.comm.centers.client import CenterClient
+from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.links import ReplicaLinks
 
 SHAPES = [(70_001, torch.float32), (7, torch.float64), (1, torch.float32)]  # more than a chunk; odd; one
@@ -182,7 +183,7 @@ def while_host_sleeps(center: Center, layout: CenterLayout) -> int:
 def of_replicas(center: Center, layout: CenterLayout, replicas: list[list[int]]) -> list[Any]:
     """Visits of replicas of 2 ranks and 1, which begin together."""
     center.open(START)
-    client, found = CenterClient(center, ReplicaLinks(layout.rank, replicas, LIMIT)), []
+    client, found = CenterClient(center, ReplicaLinks(layout.rank, replicas, Groups.open(LIMIT))), []
     for step in range(5):
         own = drawn(10 * step + layout.replica)
         found.append((client.push_pull(own, 0.25)(), own))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.centers.center import CenterLayout
 from lightning_hetero.comm.centers.thread import ThreadCenter
 from lightning_hetero.comm.centers.wakeup import Wakeup, WakeupClient
+from lightning_hetero.comm.groups import Groups
 
 HERE = "127.0.0.1"
 
@@ -124,7 +125,8 @@ def test_it_is_heard_in_a_process_with_many_open_files() -> None:
 def test_a_host_without_visitors_leaves_no_socket_open() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        center = ThreadCenter(CenterLayout(0, 1, (0,), 0, timedelta(seconds=5)))
+        limit = timedelta(seconds=5)
+        center = ThreadCenter(CenterLayout(0, 1, (0,), 0, limit), Groups.open(limit), HERE)
         center.open([torch.ones(3)])
         center.close()
         del center

@@ -14,7 +14,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
+from lightning_hetero.comm.all_reduce import Contribution
 from lightning_hetero.comm.buffer_pool import BufferPool
+from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.wire import DTYPES, sum_over
 from lightning_hetero.errors import NotFiniteError
@@ -134,7 +136,7 @@ def in_numpy(weights: list[float], replicas: list[list[np.ndarray]]) -> tuple[li
 
 
 def links(on_nan: Any = "error", replicas: list[list[int]] = REPLICAS) -> ReplicaLinks:
-    return ReplicaLinks(dist.get_rank(), replicas, LIMIT, on_nan)
+    return ReplicaLinks(dist.get_rank(), replicas, Groups.open(LIMIT), on_nan)
 
 
 def _averages() -> list[Any]:
@@ -147,7 +149,8 @@ def _averages() -> list[Any]:
         for turn in range(wires.turns):
             out = [torch.empty_like(old) for old in reference()]
             payload = 10.0 + dist.get_rank()
-            found.append(wires.begin(copies(own), WEIGHTS, reference(), out, wire, turn, payload, "away").result())
+            mine = Contribution(copies(own), WEIGHTS, reference(), wire, payload)
+            found.append(wires.begin(mine, out, turn, "away").result())
     for average in found:
         for mean, away, mine in zip(average.mean, average.away, own, strict=False):  # none in the foreground
             torch.testing.assert_close(away, mean - mine)
@@ -192,7 +195,7 @@ def _skip() -> tuple[Any, Any, list[int]]:
     first = wires.average(copies(own), [3, 2, 1], reference())
     out = [torch.empty_like(old) for old in reference()]
     own = tensors(broken(wires.index, 0, float("inf")))
-    second = wires.begin(own, [3, 2, 1], reference(), out, "fp32", 1, 0.0, "away").result()
+    second = wires.begin(Contribution(own, [3, 2, 1], reference()), out, 1, "away").result()
     return first, second, wires.traffic.skipped
 
 
@@ -216,7 +219,7 @@ def _refuse(on_nan: str, bad: list[int], background: bool) -> list[int]:
     weights, old = [1, 1, 1], reference()
     with pytest.raises(NotFiniteError) as caught:
         _ = (
-            wires.begin(own, weights, old, out, "bf16", 1, 0.0).result()
+            wires.begin(Contribution(own, weights, old, "bf16"), out, 1).result()
             if background
             else wires.average(copies(own), weights, old, out)
         )
@@ -237,13 +240,14 @@ def test_broken_replicas_are_named_on_every_rank(on_nan: str, bad: list[int], ba
 
 def _at_once() -> tuple[bool, Any, Any, Any]:
     wires = links()
+    wires.prepare()  # or the first exchange would wait for the second replica, to make its groups
     many = [torch.full((100_003,), float(1 + wires.index)), torch.full((7,), float(1 + wires.index)).double()]
     old = [torch.zeros_like(part) for part in many]
     out = [torch.empty_like(part) for part in many]
     own = tensors(values(wires.index))
 
     def behind() -> Any:
-        return wires.begin(many, WEIGHTS, old, out, "bf16", 1, 0.0)
+        return wires.begin(Contribution(many, WEIGHTS, old, "bf16"), out, 1)
 
     # The second replica joins in the background only after the foreground is done, which must not wait for it.
     late = wires.index == 1

@@ -122,7 +122,7 @@ def test_positional_arguments_are_those_of_lightnings_strategy() -> None:
         assert strategy.parallel_devices == devices
     with pytest.raises(TypeError, match="'accelerator'"):
         HeteroDDPStrategy(accelerator, accelerator=accelerator)
-    with pytest.raises(TypeError, match="positional|multiple values"):
+    with pytest.raises(TypeError, match=r"positional|multiple values"):
         HeteroDDPStrategy(*[None] * 20)
     for balance in ("off", [3.0, 1.0]):
         with pytest.raises(ConfigurationError, match="by name: balance="):

@@ -1,6 +1,7 @@
 """Defects of other implementations of DASO, none of which `hetero_daso` has."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ class RoundsWeights(DASOStrategy):
 
     def make_averager(self) -> Any:
         begin = self.engine.links.begin
-        self.engine.links.begin = lambda flats, weights, reference, *rest: begin(
-            flats, weights, [torch.zeros_like(old) for old in reference], *rest
+        self.engine.links.begin = lambda own, *rest: begin(
+            replace(own, reference=[torch.zeros_like(old) for old in own.reference]), *rest
         )
         return super().make_averager()
 
@@ -306,7 +307,7 @@ class Watching(DASOStrategy):
             exchange = begin(*args)
             result = exchange.result
             self.diary.append("begun")
-            self.turns.append(args[5])
+            self.turns.append(args[2])
             exchange.result = lambda: self.diary.append("mixed") or result()
             return exchange
 

@@ -37,7 +37,7 @@ class OwnAlpha(EASGDStrategy):
         def move(self, own: Any, average: Any) -> None:
             weights = SHARES[self.links.count]
             self.replica.add(own, -0.7 * weights[self.links.index] / sum(weights))
-            self.center[0].add_(average.mean[0], alpha=0.7)
+            self.center[0].add_(average.difference[0], alpha=0.7)
 
 
 def test_without_gradients_a_sum_is_conserved() -> None:

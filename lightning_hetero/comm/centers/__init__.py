@@ -1,5 +1,6 @@
 """A center that replicas visit one by one, and its three homes: shared memory, a thread of one rank, an MPI window."""
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -8,36 +9,59 @@ from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
+from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import UnsupportedError
 
-__all__ = ["Center", "CenterLayout", "Home", "MPICenter", "PushPull", "SharedCenter", "ThreadCenter", "open_center"]
+__all__ = [
+    "Center",
+    "CenterLayout",
+    "CenterOptions",
+    "Home",
+    "MPICenter",
+    "PushPull",
+    "SharedCenter",
+    "ThreadCenter",
+    "open_center",
+]
 
 Home = Literal["auto", "shared_memory", "thread", "mpi"]
 
 
+@dataclass(frozen=True)
+class CenterOptions:
+    """What a strategy asks of a center.
+
+    Attributes:
+        home: where it lives. ``"auto"``: in shared memory if all leaders are on one host, else in a thread.
+        locked: whether clients wait for each other. Only a center in shared memory works without.
+        in_turn: whether replicas are served in their order, over and over. Only a thread can do this.
+        wire: number format of what clients send and get. Only a thread has a choice.
+    """
+
+    home: Home = "auto"
+    locked: bool = True
+    in_turn: bool = False
+    wire: Wire = "fp32"
+
+
 def open_center(
-    home: Home,
-    topology: Topology,
-    layout: CenterLayout,
-    locked: bool = True,
-    in_turn: bool = False,
-    wire: Wire = "fp32",
+    options: CenterOptions, topology: Topology, layout: CenterLayout, groups: Groups, interface: str
 ) -> Center:
-    """Make the center that a strategy asks for (collective over all ranks).
+    """Make a center (collective over all ranks).
 
     Args:
-        home: ``"auto"``: shared memory if all leaders live on one host, else a thread.
+        options: what is asked for.
         topology: where ranks live.
-        layout: who visits it.
-        locked: whether visits wait for each other; else only shared memory will do.
-        in_turn: whether replicas are served in their order, over and over; only a thread can do this.
-        wire: number format of what visitors send and get; only a thread has a wire of its own.
+        layout: which ranks use it.
+        groups: makes process groups.
+        interface: this process's address on the network between the replicas.
 
     Raises:
-        UnsupportedError: on every rank: what is asked for does not go together, or cannot be had here.
+        UnsupportedError: on every rank: the options do not go together, or cannot be had here.
     """
+    home, locked, in_turn, wire = options.home, options.locked, options.in_turn, options.wire
     hosts = {topology.places[rank].host for rank in layout.leaders}
     if home == "auto" and not locked:
         home = "shared_memory"
@@ -58,7 +82,7 @@ def open_center(
         return MPICenter(layout, across=len(hosts) > 1)
     if home == "shared_memory":
         return SharedCenter(layout, locked)
-    return ThreadCenter(layout, in_turn, wire)
+    return ThreadCenter(layout, groups, interface, in_turn, wire)
 
 
 def layout_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> CenterLayout:

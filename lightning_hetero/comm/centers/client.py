@@ -1,4 +1,4 @@
-"""A replica's way to a center: its first rank goes, and tells the others what it has learned."""
+"""How a replica uses a center: its leader does, and shares what it learns with the other ranks of the replica."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,51 +13,52 @@ from lightning_hetero.comm.links import ReplicaLinks
 
 
 class CenterClient:
-    """Visits a center in the background, one visit at a time.
+    """Exchanges with a center in the background, one push-pull at a time (made by all ranks of the replica together).
 
     Args:
         center: open to this replica's leader.
-        links: the wires of this replica.
+        links: of this replica.
     """
 
     def __init__(self, center: Center, links: ReplicaLinks) -> None:
         self.center, self._links = center, links
+        self._broadcast = links.broadcaster("the center")
 
     def push_pull(self, values: Sequence[Tensor], push: float) -> Callable[[], PushPull]:
-        """Begin a visit (collective over the replica).
+        """Begin a push-pull (collective over the replica).
 
         Args:
-            values: as for :meth:`~lightning_hetero.comm.centers.center.Center.visit`; overwritten with the difference,
-                on every rank of the replica.
+            values: this replica's, of the center's sizes and dtypes. On every rank of the replica they are overwritten
+                with their difference from the center.
             push: how much of the difference the center moves by.
 
         Returns:
-            Waits for what the visit brings; to be called once, before the next visit.
+            A function that waits for the result. Call it once, before the next push-pull.
         """
 
         def work() -> PushPull:
             table = torch.zeros(2 + len(self.center.layout.leaders), dtype=torch.float64)
             if self.center.layout.is_client:
-                visit = self.center.push_pull(values, push)
-                table = torch.tensor([visit.square, visit.sent, *visit.counts], dtype=torch.float64)
-            with deadline("tell its replica of the center"):
+                learned = self.center.push_pull(values, push)
+                table = torch.tensor([learned.square, learned.sent, *learned.counts], dtype=torch.float64)
+            with deadline("share what the center has answered with the other ranks of its replica"):
                 for tensor in (table, *values):
-                    self._links.broadcast(tensor)
+                    self._broadcast(tensor)
             square, sent, *counts = table.tolist()
             return PushPull(square, [int(count) for count in counts], int(sent))
 
         background = Background(work)
 
         def result() -> PushPull:
-            visit = background.result()
-            self._links.traffic.add(visit.sent, background.seconds, background.waited)
-            return visit
+            learned = background.result()
+            self._links.traffic.add(learned.sent, background.seconds, background.waited)
+            return learned
 
         return result
 
     def read(self, out: Sequence[Tensor]) -> list[int]:
         """Write the center into vectors, and return the counts: the same on every rank (collective over all ranks)."""
-        self._links.gather(None)  # nobody visits any more
+        self._links.gather(None)  # no push-pull is under way any more
         layout = self.center.layout
         counts = torch.zeros(len(layout.leaders), dtype=torch.int64)
         if layout.rank == layout.host:

@@ -1,22 +1,21 @@
 """A center that a thread of one rank keeps; the others send it their values and get back how far they are."""
 
 import math
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, copied, differ, push_by
 from lightning_hetero.comm.centers.center_wire import CenterWire, NarrowCenterWire
 from lightning_hetero.comm.centers.wakeup import Wakeup, WakeupClient
 from lightning_hetero.comm.deadline import cause, deadline
-from lightning_hetero.comm.groups import new_group
+from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.leaving import close_at_exit
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import CommunicationError
@@ -28,15 +27,18 @@ class ThreadCenter(Center):
     """Whoever comes first is served first. A visit is a few numbers and the values, each way.
 
     Args:
-        layout: who visits. Its other ranks take part in making the process group.
+        layout: who uses it.
+        groups: makes the process group of its clients.
+        interface: address to listen on, of the network between the replicas.
         in_turn: serve replicas in their order, over and over, instead (round robin).
         wire: number format of the values.
     """
 
-    def __init__(self, layout: CenterLayout, in_turn: bool = False, wire: Wire = "fp32") -> None:
+    def __init__(
+        self, layout: CenterLayout, groups: Groups, interface: str, in_turn: bool = False, wire: Wire = "fp32"
+    ) -> None:
         super().__init__(layout)
-        self._in_turn, self._wire = in_turn, wire
-        self._group = new_group(self, layout.leaders, layout.timeout)
+        self._groups, self._interface, self._in_turn, self._wire = groups, interface, in_turn, wire
         self._wakeup: Wakeup | None = None  # the host's
         self._wakeup_client: WakeupClient | None = None  # a visitor's
         self._changed = threading.Condition()  # guards all that follows
@@ -52,17 +54,19 @@ class ThreadCenter(Center):
     def open(self, values: Sequence[Tensor]) -> None:
         layout, seconds = self.layout, self.layout.timeout.total_seconds()
         if layout.rank == layout.host:
-            self._wakeup = Wakeup(interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+            self._wakeup = Wakeup(self._interface)
         address = gather(self._wakeup and self._wakeup.address, "the center's address")[layout.host]
         if not layout.is_client:
             return
+        group = self._groups.get("the center", layout.leaders)
         with self._in_time("reach"):
             if self._wakeup is None:
                 self._wakeup_client = WakeupClient(address, layout.rank, seconds)
             else:
                 self._wakeup.welcome(layout.leaders[1:], seconds)
         self._wires = {
-            rank: self._wire_to(rank) for rank in (layout.leaders[1:] if layout.rank == layout.host else [layout.host])
+            rank: self._wire_to(rank, group)
+            for rank in (layout.leaders[1:] if layout.rank == layout.host else [layout.host])
         }
         self._values = [value.clone() for value in values] if layout.rank == layout.host else []
         self.write(values, self._counts)
@@ -71,9 +75,10 @@ class ThreadCenter(Center):
             self._server = threading.Thread(target=self._serve, name="hetero-center", daemon=True)
             self._server.start()
 
-    def _wire_to(self, other: int) -> CenterWire:
+    def _wire_to(self, other: int, group: dist.ProcessGroup | None) -> CenterWire:
+        assert group is not None
         dtype = DTYPES[self._wire]
-        return CenterWire(self._group, other) if dtype is None else NarrowCenterWire(self._group, other, dtype)
+        return CenterWire(group, other) if dtype is None else NarrowCenterWire(group, other, dtype)
 
     @override
     def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
