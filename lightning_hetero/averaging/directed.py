@@ -46,6 +46,6 @@ class DirectedAverager(PushAverager):
         for peer in targets:
             self.send(peer, turn, 1.0)
         with self.receiving(turn, sources) as pushes:
-            fresh = [push for push in pushes if push.turn >= turn]  # others' values have long moved on
+            fresh = [push for push in pushes if push.round_number >= turn]  # others' values have long moved on
             for push in fresh:
                 self.replica.add(self.apart(push.vectors, self._outgoing), 1 / (len(fresh) + 1))

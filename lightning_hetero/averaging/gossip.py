@@ -16,9 +16,10 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager, StepContext
 from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.gossip.introduction import Endpoint, introduce
-from lightning_hetero.comm.gossip.pairing import Pairing, Swap
+from lightning_hetero.comm.gossip.pairing import Pairing
 from lightning_hetero.comm.gossip.peers import Peers
 from lightning_hetero.comm.gossip.pushing import Push, Pushing
+from lightning_hetero.comm.gossip.swapping import Swap
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica, finite
 from lightning_hetero.comm.wire import DTYPES, Wire
@@ -180,10 +181,10 @@ class PushAverager(GossipAverager[Pushing]):
         taken = []
         for i in range(int(self.broadcast([len(pushes)], ())[0])):
             push = pushes[i] if pushes else Push(0, 0, 0.0, [torch.empty_like(sent) for sent in self._outgoing])
-            weight, peer, then = self.broadcast([push.weight, push.peer, push.turn], push.vectors)
+            weight, peer, then = self.broadcast([push.weight, push.peer, push.round_number], push.vectors)
             taken.append(Push(int(peer), int(then), weight, push.vectors if weight else []))
         self._waited(began)
-        for peer in set(sources) - {push.peer for push in taken if push.turn == turn}:
+        for peer in set(sources) - {push.peer for push in taken if push.round_number == turn}:
             self.miss(peer)
         yield taken
         if self._transport is not None:

@@ -11,7 +11,7 @@ from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.gossip import PairAverager
 from lightning_hetero.averaging.mixing import Rule, sends
 from lightning_hetero.comm.gossip.introduction import Endpoint
-from lightning_hetero.comm.gossip.pairing import ANY
+from lightning_hetero.comm.gossip.peer_selector import ANY
 from lightning_hetero.comm.wire import Wire
 
 

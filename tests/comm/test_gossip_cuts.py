@@ -12,7 +12,8 @@ import torch
 from test_gossip_pairing import Judge, Member, Proxy, hang_up, meet, read, team, total
 
 from lightning_hetero.comm.gossip.message import Channel, Kind, nowhere
-from lightning_hetero.comm.gossip.pairing import ANY, Pairing, Swap
+from lightning_hetero.comm.gossip.peer_selector import ANY
+from lightning_hetero.comm.gossip.swapping import Swap, Swapping
 from lightning_hetero.errors import DisagreementError
 
 LIMIT = 0.5
@@ -73,19 +74,20 @@ def test_the_connection_breaks(name: str) -> None:
     assert not off.any()
 
 
-def _hasty(self: Pairing, peer: int, turn: float, weight: float) -> Swap:
-    """As the one who asks, but counting at COMMIT."""
-    channel, numbers = self.peers.channel(peer), (turn, weight, 1.0)
-    channel.send(Kind.ASK, numbers, (), self.peers.soon())
-    assert channel.receive(nowhere, self.peers.soon()).kind is Kind.YES
-    channel.send(Kind.SWAP, numbers, self.outbox.vectors, self.peers.soon())
-    answer = channel.receive(lambda _: self._inbox, self.peers.soon())
-    channel.send(Kind.COMMIT, (), (), self.peers.soon())
-    return Swap(peer, answer.numbers[1], self._inbox, 0)
+def _hasty(self: Swapping, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> Swap:
+    """Counts the exchange that it has asked for already at COMMIT."""
+    channel, numbers, peers = self._peers.channel(peer), (turn, weight, 1.0), self._peers
+    channel.send(Kind.ASK, numbers, (), peers.soon())
+    assert channel.receive(nowhere, peers.soon()).kind is Kind.YES
+    assert agreed()
+    channel.send(Kind.SWAP, numbers, self._outbox.vectors, peers.soon())
+    answer = channel.receive(lambda _: self.inbox, peers.soon())
+    channel.send(Kind.COMMIT, (), (), peers.soon())
+    return Swap(peer, answer.numbers[1], self.inbox, 0)
 
 
 def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pairing, "_exchange_with", _hasty)
+    monkeypatch.setattr(Swapping, "ask", _hasty)
     counted, off, _ = duel(Once("COMMIT", cut), again=False)
     assert counted == (True, False)
     assert off.any()

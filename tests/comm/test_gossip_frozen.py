@@ -12,7 +12,7 @@ import torch
 from test_gossip_cuts import LIMIT, Once
 from test_gossip_pairing import Member, Proxy, team
 
-from lightning_hetero.comm.gossip.pairing import ANY
+from lightning_hetero.comm.gossip.peer_selector import ANY
 
 pytestmark = pytest.mark.clock
 

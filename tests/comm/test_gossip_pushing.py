@@ -47,7 +47,7 @@ class Giver:
         for push in pushes:
             self.x, self.w = self.x + push.vectors[0], self.w + push.weight
         self.pushing.recycle(pushes)
-        return [(push.peer, push.turn) for push in pushes]
+        return [(push.peer, push.round_number) for push in pushes]
 
 
 @contextmanager

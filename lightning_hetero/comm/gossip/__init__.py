@@ -1,1 +1,1 @@
-"""How gossiping replicas reach each other: messages with a deadline, between two at a time."""
+"""Messages with deadlines between gossiping replicas, two at a time."""

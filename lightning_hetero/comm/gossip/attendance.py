@@ -1,34 +1,34 @@
-"""Which peers are there: they have neither ended nor fallen silent."""
+"""Which peers can be reached: they have neither ended nor fallen silent."""
 
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
-_DYING = (0.01, 0.05, 0.2, 0.5, 1.0)  # seconds between knocks: a process that dies may accept, and then break off
-_AWAY = 4  # deadlines for which a peer that is late again and again is left alone
+_DYING = (0.01, 0.05, 0.2, 0.5, 1.0)  # seconds between knocks: a dying process may still accept a connection
+_AWAY = 4  # deadlines for which a peer that is late again and again is not asked
 
 
 class Attendance:
-    """Tells whether a peer is worth a wait.
+    """Keeps track of which peers can be reached.
 
-    A peer has *ended* once its port refuses a connection: that is known at once, and for good. A peer is *silent* from
-    when it did not answer in time until it says something itself or answers a knock, which a thread in the background
-    repeats. So a frozen peer costs one deadline, however long it stays frozen. A peer that is late again before an
-    exchange with it has succeeded answers knocks, but is too slow: it is left alone for four deadlines first.
+    A peer has *ended* once its port refuses a connection. This is known at once, and for good. A peer is *silent* from
+    the moment when it did not answer in time until it sends something itself, or answers a knock: a background thread
+    knocks again and again. So a frozen peer costs one deadline, however long it stays frozen. A peer that is late twice
+    without a successful exchange in between does answer knocks, but is too slow. It is not asked for four deadlines.
 
     Args:
-        knock: connects to a peer and waits for its greeting; raises an ``OSError`` if none comes within the deadline.
+        knock: connects to a peer and waits for its greeting. Raises an ``OSError`` if none comes within the deadline.
         deadline: seconds within which a peer must answer.
-        changed: called when a peer has come or gone.
+        changed: called when the answer for a peer has changed.
     """
 
     def __init__(self, knock: Callable[[int], None], deadline: float, changed: Callable[[], None]) -> None:
         self._knock, self._deadline, self._changed = knock, deadline, changed
         self._lock = threading.Lock()
         self._ended: set[int] = set()
-        self._silent: dict[int, threading.Event] = {}  # set once nobody needs to knock any more
-        self._slow: set[int] = set()  # late since the latest exchange with them
+        self._silent: dict[int, threading.Event] = {}  # set to stop the thread that knocks
+        self._slow: set[int] = set()  # late since the latest successful exchange with them
 
     def __contains__(self, peer: object) -> bool:
         with self._lock:
@@ -60,7 +60,7 @@ class Attendance:
         self._changed()
 
     def heard(self, peer: int) -> None:
-        """A peer has said something."""
+        """A peer has sent something."""
         if self._stop_knocking(peer):
             self._changed()
 
@@ -70,7 +70,7 @@ class Attendance:
             self._slow.discard(peer)
 
     def doubt(self, peer: int) -> None:
-        """A peer has hung up: find out whether it has ended; blocks."""
+        """A peer has closed its connection: find out whether it has ended. Blocks."""
         for pause in _DYING:
             with suppress(OSError):
                 return self._knock(peer)

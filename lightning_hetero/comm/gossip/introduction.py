@@ -1,4 +1,4 @@
-"""How peers come to know each other."""
+"""Tells peers where they can reach each other."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class Endpoint(NamedTuple):
 
     Attributes:
         interface: address to listen on, of the network between the peers.
-        host: machine whose memory its ranks share.
+        host: name of the machine. Peers with the same one can share memory.
         deadline: seconds within which a message must be answered.
     """
 
@@ -36,19 +36,19 @@ def introduce(
     links: ReplicaLinks,
     like: Sequence[Tensor],
 ) -> T | None:
-    """Let the leaders of all replicas know where the others are (collective over all ranks).
+    """Let the leaders of all replicas know where to reach each other (collective over all ranks).
 
     Args:
-        kind: of transport.
+        kind: class of the transport.
         endpoint: this rank's.
-        links: of this replica; its number is the peer's.
+        links: of this replica. The number of the replica is that of the peer.
         like: vectors of the sizes and dtypes to come, on the CPU.
 
     Returns:
-        The transport, on leaders.
+        The transport on leaders, ``None`` elsewhere.
 
     Raises:
-        HeteroError: on every rank: some cannot be reached, or have another model.
+        HeteroError: on every rank: some peers cannot be reached, or have another model.
     """
     token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
     mine = kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.leads else None
@@ -74,7 +74,7 @@ def introduce(
 
 
 def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:
-    """Why peers of several hosts could not reach each other, if it can be seen."""
+    """Why peers of several hosts could not reach each other; ``None``: no reason is known."""
     inner = [f"{host} ({address[0]})" for host, address in places if address[0].startswith("127.")]
     if len({host for host, _ in places}) == 1 or not inner:
         return None

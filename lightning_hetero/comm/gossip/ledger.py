@@ -1,13 +1,13 @@
-"""What has counted, so that who is in doubt about an exchange can find out."""
+"""Which exchanges have counted, for peers that are in doubt about one."""
 
 import threading
 
 
 class Ledger:
-    """Of each peer, the latest of its exchanges with this one that has counted here.
+    """Remembers, for each peer, the latest of its exchanges that has counted here.
 
-    Peers number the exchanges for which they ask. If the last word of one is lost, they ask again whether it has
-    counted; once they have been told that it has not, it never will.
+    Peers number the exchanges that they ask for. If the last message of one is lost, the peer asks whether it has
+    counted. If the answer is no, the exchange never counts afterwards.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Ledger:
         self._void: dict[int, float] = {}
 
     def count(self, peer: int, number: float) -> bool:
-        """Let an exchange count, unless the peer has been told that it does not."""
+        """Count an exchange, unless the peer was told that it has not counted. Returns whether it counts."""
         with self._lock:
             if number <= self._void.get(peer, -1.0):
                 return False
@@ -24,7 +24,7 @@ class Ledger:
             return True
 
     def settle(self, peer: int, number: float) -> bool:
-        """Whether an exchange has counted; if not, it never will."""
+        """Whether an exchange has counted. If not, it never will."""
         with self._lock:
             if number <= self._counted.get(peer, -1.0):
                 return True

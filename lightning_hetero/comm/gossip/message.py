@@ -1,4 +1,4 @@
-"""What one peer tells another, on the wire: a checked header, a few numbers, and vectors."""
+"""Messages between peers: a header with a checksum, a few numbers, and vectors."""
 
 import hmac
 import socket
@@ -24,7 +24,7 @@ _MOST_NUMBERS = 64
 
 
 class Kind(IntEnum):
-    """What a message is about."""
+    """Kinds of messages."""
 
     ASK = 1  # will you exchange with me?
     YES = 2
@@ -40,10 +40,10 @@ class Message(NamedTuple):
     """A message.
 
     Attributes:
-        kind: what it is about.
-        sender: who sends it.
-        numbers: a few.
-        vectors: on the CPU.
+        kind: of the message.
+        sender: the peer that sends it.
+        numbers: a few numbers; what they mean depends on the kind.
+        vectors: vectors on the CPU.
     """
 
     kind: Kind
@@ -53,20 +53,20 @@ class Message(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A message that must not be believed; says why in one word."""
+    """A message must not be believed. Says why in one word."""
 
 
 class Channel:
-    """Messages over one connection, each of which arrives whole and in time, or not at all.
+    """Sends and receives messages over one connection. Each arrives complete and in time, or not at all.
 
     Args:
         connection: to the other end.
-        token: the job's secret; both ends must hold the same.
-        epoch: version of the list of members; both ends must hold the same.
-        me: who sends.
+        token: a secret that both ends must have.
+        epoch: version of the list of members; both ends must have the same.
+        me: this peer.
 
     Attributes:
-        caller: who is at the other end, once a message with the token has come.
+        caller: the peer at the other end, once a message with the token has come.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, epoch: int, me: int) -> None:
@@ -76,16 +76,19 @@ class Channel:
         self._sent = self._received = 0  # serial numbers: a message that comes twice is refused
 
     def send(self, kind: Kind, numbers: Sequence[float], vectors: Sequence[Tensor], deadline: float) -> int:
-        """Send a message; returns its bytes.
+        """Send a message.
 
         Args:
-            kind: what it is about.
-            numbers: a few.
-            vectors: contiguous, on the CPU.
-            deadline: of ``time.monotonic()``.
+            kind: of the message.
+            numbers: at most 64.
+            vectors: contiguous vectors on the CPU.
+            deadline: time at which it must be sent, by ``time.monotonic()``.
+
+        Returns:
+            The bytes sent.
 
         Raises:
-            OSError: it could not be sent in time; the connection is of no more use.
+            OSError: it could not be sent in time. The connection cannot be used any more.
         """
         parts: list[Any] = [struct.pack(f"!{len(numbers)}d", *numbers), *map(_bytes, vectors)]
         self._sent += 1
@@ -103,12 +106,12 @@ class Channel:
         """Receive a message.
 
         Args:
-            into: gives the place for the vectors of a kind of message, if it has any.
-            deadline: of ``time.monotonic()``; ``None``: wait for ever.
+            into: gives the vectors to fill, for a kind of message that comes with vectors.
+            deadline: time by which it must have come, by ``time.monotonic()``; ``None``: no limit.
 
         Raises:
             OSError: it did not come in time, or the connection has broken.
-            RefusedError: it is not from this job, not of this membership, damaged, or has come before.
+            RefusedError: it is from another job or another list of members, is damaged, or has come before.
         """
         head = memoryview(bytearray(_HEADER.size + _CHECKSUM.size))
         self._fill(head, deadline)
@@ -125,14 +128,14 @@ class Channel:
         if kind not in set(Kind):
             raise RefusedError("damaged")
         vectors = tuple(into(Kind(kind))) if size else ()
-        places = [_bytes(vector) for vector in vectors]
-        if count > _MOST_NUMBERS or size != sum(map(len, places)):
+        memories = [_bytes(vector) for vector in vectors]
+        if count > _MOST_NUMBERS or size != sum(map(len, memories)):
             raise RefusedError("size")
         numbers = memoryview(bytearray(8 * count))
         found = zlib.crc32(header)
-        for place in (numbers, *places):
-            self._fill(place, deadline)
-            found = zlib.crc32(place, found)
+        for memory in (numbers, *memories):
+            self._fill(memory, deadline)
+            found = zlib.crc32(memory, found)
         if found != checksum:
             raise RefusedError("damaged")
         self._received = serial
@@ -146,32 +149,39 @@ class Channel:
         into: Callable[[Kind], Sequence[Tensor]],
         deadline: float,
     ) -> tuple[Message, int]:
-        """Send a message and receive one at the same time, so that both ways of a link are busy.
+        """Send a message and receive one at the same time, so that both directions of a link are used.
+
+        Args:
+            kind: of the message to send.
+            numbers: at most 64.
+            vectors: contiguous vectors on the CPU.
+            into: gives the vectors to fill, for the kind of message that comes.
+            deadline: time by which both must be done, by ``time.monotonic()``.
 
         Returns:
             What has come, and the bytes sent.
 
         Raises:
-            OSError: as for :meth:`send` and :meth:`receive`; the connection has been broken.
-            RefusedError: what has come must not be believed; the connection has been broken.
+            OSError: one of them was too late, or the connection has broken. It is closed.
+            RefusedError: what has come must not be believed. The connection is closed.
         """
         sender = Background(lambda: self.send(kind, numbers, vectors, deadline))
         try:
             message = self.receive(into, deadline)
         except BaseException:
-            self.close()  # so that the sender ends, too
+            self.close()  # this also ends the sender
             with suppress(OSError):
                 sender.result()
             raise
         return message, sender.result()
 
-    def _fill(self, place: memoryview, deadline: float | None) -> None:
-        while len(place):
+    def _fill(self, memory: memoryview, deadline: float | None) -> None:
+        while len(memory):
             self._limit(deadline)
-            got = self._connection.recv_into(place)
+            got = self._connection.recv_into(memory)
             if not got:
                 raise ConnectionError("the other end has closed the connection")
-            place = place[got:]
+            memory = memory[got:]
 
     def _limit(self, deadline: float | None) -> None:
         left = None if deadline is None else deadline - time.monotonic()
@@ -180,14 +190,14 @@ class Channel:
         self._connection.settimeout(left)
 
     def close(self) -> None:
-        """Break the connection; also from another thread."""
+        """Break the connection. Another thread may call this."""
         with suppress(OSError):  # it is broken already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def nowhere(kind: Kind) -> Sequence[Tensor]:
-    """A place for vectors where none are expected."""
+    """Refuse vectors, where none are expected."""
     raise RefusedError("uninvited")
 
 

@@ -1,4 +1,4 @@
-"""Where a peer lays its values for others of the same host, who read them from there instead of the wire."""
+"""Shared memory into which peers of one host write their values, instead of sending them."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,10 @@ from lightning_hetero.errors import DisagreementError
 
 
 def others_boxes(own: Mapped, paths: Mapping[int, str]) -> dict[int, Mapped]:
-    """Those of other peers, of the same model.
+    """The outboxes of other peers of this host.
 
     Raises:
-        DisagreementError: one is not there, or of another model.
+        DisagreementError: one cannot be opened, or holds another model.
     """
     boxes = {}
     for peer, path in paths.items():

@@ -1,119 +1,92 @@
-"""Two peers exchange what they had when each offered it; both count it, or neither does."""
+"""A peer offers values, and exchanges them with one other peer."""
 
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError, nowhere
-from lightning_hetero.comm.gossip.outbox import others_boxes
+from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError
 from lightning_hetero.comm.gossip.peer_selector import ANY, PeerSelector
 from lightning_hetero.comm.gossip.peers import EXCHANGE, Peers, Session
+from lightning_hetero.comm.gossip.swapping import GoneOnError, Swap, Swapping
 from lightning_hetero.comm.leaving import close_at_exit
 from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError
 
-_PATIENCE = 0.1  # seconds for which one who asks waits until this peer's own question is answered
-
-
-class Swap(NamedTuple):
-    """What an exchange has brought.
-
-    Attributes:
-        peer: with whom.
-        weight: the peer's.
-        vectors: the peer's, as offered; to be used before the next offer.
-        sent: bytes sent over the network.
-    """
-
-    peer: int
-    weight: float
-    vectors: Sequence[Tensor]
-    sent: int
+_PATIENCE = 0.1  # seconds that a peer that asks waits for the answer to this peer's own question
 
 
 class _State(Enum):
-    CLOSED = 1  # nothing on offer, or it has been exchanged
+    CLOSED = 1  # nothing is offered, or it has been exchanged
     OPEN = 2
-    ENGAGED = 3  # with one peer: others are sent away
-
-
-class _GoneOnError(Exception):
-    """The other has passed the round."""
+    ENGAGED = 3  # with one peer: others are refused
 
 
 class Pairing:
-    """Offers values, and exchanges them with one peer at a time.
+    """Offers values, and exchanges them with one peer at a time; see :class:`Swapping` for the messages.
 
-    An exchange takes six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``, the two in the middle at once. The one who
-    was asked counts it at ``COMMIT``, if that comes in time; the one who asked at ``DONE``, and if that does not come,
-    it connects anew and asks whether it has counted. So both count it or neither does; only one that dies just then,
-    or is frozen for longer than that, may leave the other in the wrong.
-
-    Peers of one host lay their values in shared memory; the messages are the same, without vectors.
+    A thread asks other peers. Other threads, one per connection, answer the questions of others.
 
     Args:
         me: this peer.
-        session: what all share.
+        session: what all peers share.
         interface: address to listen on.
         like: vectors of the sizes and dtypes to come, on the CPU.
 
     Attributes:
-        misses: exchanges that were not completed, by peer: late, frozen, dead, unreachable.
-        outbox: where this peer lays what it offers.
+        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
+        outbox: where this peer writes what it offers.
+        peers: the connections to others.
     """
 
     def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
         self.me = me
         self.misses = Counter[int]()
         self.outbox = Mapped(like)
-        self._inbox = [torch.empty_like(value) for value in like]
-        self._boxes: dict[int, Mapped] = {}  # of the peers of this host
         self._changed = threading.Condition()  # guards all that follows
         self._state, self._with, self._asking = _State.CLOSED, -1, False
-        self._agreed = False  # the peer that is asked has said yes
+        self._agreed = False  # the peer that was asked has said yes
         self._offers = 0  # made so far
         self._failure: BaseException | None = None  # that has ended the thread that asks
-        self._number = float(time.time_ns() // 1000)  # of exchanges that this peer asks for
-        self._waiting = 0  # peers that have asked, for this one's own question to be answered
+        self._waiting = 0  # peers that have asked, and wait for the answer to this peer's own question
         self._paused = self._closed = False
         self._weight = 1.0
         self._swap: Swap | None = None
         self.peers = Peers(me, session, interface, self._attend, changed=self._wake)
+        self._swapping = Swapping(self.peers, self.outbox)
         self._selector = PeerSelector(me, session.deadline, self.peers.attendance)
         close_at_exit(self)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where peers of this host lay their values."""
-        self._boxes = others_boxes(self.outbox, paths)
+        """Learn where the peers of this host write their values."""
+        self._swapping.know_boxes(paths)
 
-    def offer(self, weight: float, whom: Sequence[int], turn: float = ANY) -> None:
-        """Offer what lies in the outbox, until it is exchanged or withdrawn; returns at once.
+    def offer(self, weight: float, candidates: Sequence[int], round_number: float = ANY) -> None:
+        """Offer what lies in the outbox, until it is exchanged or withdrawn. Returns at once.
 
         Args:
             weight: of this peer.
-            whom: peers to ask.
-            turn: only a peer that offers for the same round will do; the offer is closed if that one has gone on to a
-                later round or cannot be reached. Of such a pair, the first asks, and the second only if it has been
-                asked in vain, or is not asked for long. Who has ended or is silent is neither asked nor waited for.
+            candidates: peers to ask. Those that have ended or are silent are neither asked nor waited for.
+            round_number: only a peer that offers for the same round will do. The offer is closed if that peer has gone
+                on to a later round or cannot be reached. The first of such a pair asks. The second asks only if it was
+                asked without success, or is not asked for long.
         """
         with self._changed:
             assert self._state is _State.CLOSED
             self._weight, self._swap, self._offers = weight, None, self._offers + 1
-            self._selector.begin(whom, turn)
+            self._selector.begin(candidates, round_number)
             self._state = _State.OPEN
             self._changed.notify_all()
 
     def result(self, wait: float = 0.0) -> Swap | None:
-        """What the offer has brought, if it has within so many seconds.
+        """What the offer has brought, or ``None`` if it has brought nothing yet.
 
-        Does not wait for a peer that has ended or is silent.
+        Args:
+            wait: seconds to wait for it at most. A peer that has ended or is silent is not waited for.
 
         Raises:
             CommunicationError: the thread that asks has failed.
@@ -132,7 +105,7 @@ class Pairing:
         return not waits
 
     def withdraw(self) -> Swap | None:
-        """Close the offer; if an exchange is under way, after its end, with what it has brought."""
+        """Close the offer. If an exchange is under way, wait for its end, and return what it has brought."""
         with self._changed:
             self._wait_for_exchange()
             self._state = _State.CLOSED
@@ -142,7 +115,7 @@ class Pairing:
         self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.session.deadline)
 
     def pause(self) -> None:
-        """Exchange nothing more for now; waits for what is under way."""
+        """Exchange nothing more for now. Waits for an exchange that is under way."""
         with self._changed:
             self._paused = True
             self._wait_for_exchange()
@@ -155,22 +128,22 @@ class Pairing:
 
     @property
     def is_open(self) -> bool:
-        """Whether something is on offer that has not been exchanged."""
+        """Whether something is offered that has not been exchanged."""
         with self._changed:
             return self._state is not _State.CLOSED
 
     def close(self) -> None:
-        """Hang up; idempotent."""
+        """Close all connections; idempotent."""
         with self._changed:
             self._closed = True
             self._state = _State.CLOSED
             self._changed.notify_all()
         self.peers.close()
 
-    # -- who asks ----------------------------------------------------------------------------------
+    # -- the peer that asks ------------------------------------------------------------------------
 
     def _ask_until_closed(self) -> None:
-        """Ask for what is on offer; on a thread, whose failure :meth:`result` tells."""
+        """Ask for an exchange of what is offered; in a thread. :meth:`result` raises its failure."""
         try:
             self._ask_around()
         except BaseException as error:
@@ -187,29 +160,30 @@ class Pairing:
                 if (early := self._selector.early()) > 0:
                     self._changed.wait(early)
                     continue
-                peer, offer, turn, weight = self._selector.choose(), self._offers, self._selector.turn, self._weight
+                peer, offer, weight = self._selector.choose(), self._offers, self._weight
+                round_number = self._selector.round_number
                 if peer is None:
-                    continue  # it has gone just now
+                    continue  # it has gone in this moment
                 self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
-            swap, missed, in_vain, began = None, False, False, time.monotonic()
+            swap, missed, gone_on, began = None, False, False, time.monotonic()
             try:
-                swap = self._exchange_with(peer, turn, weight)
-            except _GoneOnError:
-                in_vain = True
+                swap = self._swapping.ask(peer, round_number, weight, self._peer_agrees)
+            except GoneOnError:
+                gone_on = True
             except (OSError, RefusedError) as error:
                 missed = True
                 self.peers.failed(peer, began, error)
             with self._changed:
-                if self._asking:  # or it has been asked itself meanwhile, and said yes
+                if self._asking:  # else it was asked itself meanwhile, and said yes
                     self._asking = False
                     self._end(swap)
                 if offer != self._offers:
-                    continue  # exchanged when the peer asked for it: the answer says nothing of the next offer
+                    continue  # exchanged when the peer asked for it: the answer says nothing about the next offer
                 if missed:
                     self.misses[peer] += 1
                 if swap is None:
                     self._selector.back_off(missed)
-                if self._state is _State.OPEN and turn != ANY and (missed or in_vain):
+                if self._state is _State.OPEN and round_number != ANY and (missed or gone_on):
                     self._state = _State.CLOSED
                     self._changed.notify_all()
 
@@ -217,45 +191,26 @@ class Pairing:
         able = self._state is _State.OPEN and bool(self._selector.asked) and not self._paused
         return self._closed or (able and not self._waiting)
 
-    def _exchange_with(self, peer: int, turn: float, weight: float) -> Swap | None:
-        """As the one who asks; ``None`` if the peer does not want to."""
-        self._number += 1
-        channel, numbers = self.peers.channel(peer), (turn, weight, self._number)
-        sent = channel.send(Kind.ASK, numbers, (), self.peers.soon())
-        reply = channel.receive(nowhere, self.peers.soon())
-        if reply.kind is not Kind.YES:
-            if reply.numbers and turn != ANY and reply.numbers[0] > turn:
-                raise _GoneOnError
-            return None
+    def _peer_agrees(self) -> bool:
+        """The peer that was asked has said yes; whether this one still wants to exchange with it."""
         with self._changed:
-            if not self._asking:
-                raise RefusedError("uninvited")
-            self._agreed = True
+            self._agreed |= self._asking
             self._changed.notify_all()
-        near = peer in self._boxes
-        vectors = () if near else self.outbox.vectors
-        answer, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self.peers.soon())
-        sent += more
-        if answer.kind is not Kind.SWAP or len(answer.numbers) != 2:
-            raise RefusedError("uninvited")
-        if near:
-            self._take(peer)
-        sent += self.peers.commit(channel, peer, self._number)
-        self.peers.attendance.met(peer)
-        return Swap(peer, answer.numbers[1], self._inbox, sent)
+            return self._asking
 
-    # -- who is asked ------------------------------------------------------------------------------
+    # -- the peer that is asked --------------------------------------------------------------------
 
     def _attend(self, channel: Channel, ask: Message) -> None:
-        """Exchange with a peer who asks for it, if something is on offer."""
+        """Exchange with a peer that asks for it, if something is offered."""
         if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
         if not self._engage(ask):
-            channel.send(Kind.NO, (self._selector.turn,), (), self.peers.soon())
+            channel.send(Kind.NO, (self._selector.round_number,), (), self.peers.soon())
             return
         swap = None
         try:
-            swap = self._answer(channel, ask.sender, ask.numbers[2])
+            offer = self._selector.round_number, self._weight
+            swap = self._swapping.answer(channel, ask.sender, ask.numbers[2], offer)
         finally:
             with self._changed:
                 self._end(swap)
@@ -264,46 +219,33 @@ class Pairing:
         channel.send(Kind.DONE, (), (), self.peers.soon())
 
     def _engage(self, ask: Message) -> bool:
-        turn = ask.numbers[0]
+        """Whether this peer exchanges with one that asks."""
+        asked_for = ask.numbers[0]
         with self._changed:
-            if turn >= self._selector.turn:  # not from one who lags behind: it would be waited for in vain
+            own = self._selector.round_number
+            if asked_for >= own:  # a peer that lags behind would be waited for without success
                 self.peers.attendance.heard(ask.sender)
-            if ask.sender < self.me and self._with != ask.sender and turn == self._selector.turn:
-                # It waits while this one asks another. If all who ask were sent away, those who ask each other in a
-                # circle could do so for ever; as only the first are let wait, they never wait in a circle.
+            if ask.sender < self.me and self._with != ask.sender and asked_for == own:
+                # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
+                # circle could do so for ever. Only peers with a lower number wait, so they never wait in a circle.
                 self._waiting += 1
                 self._changed.wait_for(lambda: not self._asking or self._agreed, _PATIENCE)
                 self._waiting -= 1
-            # Two who ask each other: the question of the first counts.
+                own = self._selector.round_number
+            # Of two peers that ask each other, the question of the first counts.
             crossing = self._asking and not self._agreed and self._with == ask.sender and ask.sender < self.me
             willing = (self._state is _State.OPEN or crossing) and not self._paused
-            if willing and turn == self._selector.turn:
+            if willing and asked_for == own:
                 self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
                 self._selector.met(ask.sender)
                 return True
-            self._selector.wants(ask.sender, turn)
-            if self._state is _State.OPEN and ANY != self._selector.turn < turn and ask.sender in self._selector.whom:
-                self._state = _State.CLOSED  # the other has passed the round
+            self._selector.wants(ask.sender, asked_for)
+            if self._state is _State.OPEN and ANY != own < asked_for and ask.sender in self._selector.candidates:
+                self._state = _State.CLOSED  # the other has gone on to a later round
             self._changed.notify_all()
             return False
 
-    def _answer(self, channel: Channel, peer: int, number: float) -> Swap:
-        near, sent = peer in self._boxes, channel.send(Kind.YES, (), (), self.peers.soon())
-        numbers, vectors = (self._selector.turn, self._weight), () if near else self.outbox.vectors
-        theirs, more = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self._inbox, self.peers.soon())
-        sent += more
-        if theirs.kind is not Kind.SWAP or len(theirs.numbers) != 3:
-            raise RefusedError("uninvited")
-        if near:
-            self._take(peer)
-        self.peers.await_commit(channel, peer, number)
-        return Swap(peer, theirs.numbers[1], self._inbox, sent)
-
     # -- both --------------------------------------------------------------------------------------
-
-    def _take(self, peer: int) -> None:
-        for own, value in zip(self._inbox, self._boxes[peer].vectors, strict=True):
-            own.copy_(value)
 
     def _end(self, swap: Swap | None) -> None:
         if swap is not None:

@@ -21,31 +21,31 @@ class PeerSelector:
         there: peers that can be reached.
 
     Attributes:
-        turn: round of the offer.
-        whom: peers of the offer, including those that cannot be reached.
+        round_number: of the offer.
+        candidates: peers of the offer, including those that cannot be reached.
     """
 
     def __init__(self, me: int, limit: float, there: Container[int]) -> None:
         self._me, self._limit, self._there = me, limit, there
-        self.turn, self.whom = ANY, list[int]()
+        self.round_number, self.candidates = ANY, list[int]()
         self._wanted: dict[int, float] = {}  # peers that asked without success, with their round
         self._pause, self._at = _FIRST_PAUSE, 0.0
 
-    def begin(self, whom: Sequence[int], turn: float) -> None:
+    def begin(self, candidates: Sequence[int], round_number: float) -> None:
         """Begin a new offer. In a round, the second peer of a pair first waits for the question of the first."""
-        self.whom, self.turn, self._pause = list(whom), turn, _FIRST_PAUSE
-        second = turn != ANY and self._me > max(whom, default=-1) and not self._wanting()
+        self.candidates, self.round_number, self._pause = list(candidates), round_number, _FIRST_PAUSE
+        second = round_number != ANY and self._me > max(candidates, default=-1) and not self._wanting()
         self._at = time.monotonic() + (min(self._limit / 2, _SECOND_ASKS) if second else 0.0)
 
     @property
     def asked(self) -> list[int]:
         """The peers of the offer that can be reached."""
-        return [peer for peer in self.whom if peer in self._there]
+        return [peer for peer in self.candidates if peer in self._there]
 
     @property
     def awaits(self) -> bool:
         """Whether the offer can still be taken: some of its peers can be reached, or any peer may take it."""
-        return not self.whom or bool(self.asked)
+        return not self.candidates or bool(self.asked)
 
     def early(self) -> float:
         """Seconds until the next question is due."""
@@ -69,13 +69,13 @@ class PeerSelector:
             self._pause = _LONGEST_PAUSE if missed else min(2 * self._pause, _LONGEST_PAUSE)
             self._at = max(self._at, time.monotonic() + random.uniform(0.5, 1.0) * self._pause)
 
-    def wants(self, peer: int, turn: float) -> None:
+    def wants(self, peer: int, round_number: float) -> None:
         """Remember that a peer asked for a round without success."""
-        self._wanted[peer] = turn
+        self._wanted[peer] = round_number
 
     def met(self, peer: int) -> None:
         """Forget that a peer asked without success."""
         self._wanted.pop(peer, None)
 
     def _wanting(self) -> list[int]:
-        return [peer for peer in self.whom if self._wanted.get(peer) == self.turn]
+        return [peer for peer in self.candidates if self._wanted.get(peer) == self.round_number]

@@ -20,15 +20,15 @@ from lightning_hetero.comm.leaving import close_at_exit
 
 HostPort = tuple[str, int]
 EXCHANGE = 9  # deadlines that all messages of an exchange may take together
-_MOST_STRANGERS = 32  # connections at a time on which nothing has come with the job's token
+_MOST_STRANGERS = 32  # connections at a time on which no message with the token has come yet
 
 
 class Session(NamedTuple):
-    """What peers of a job share.
+    """What all peers of a job share.
 
     Attributes:
-        token: a secret; messages without it are refused.
-        epoch: version of the list of members; messages with another are refused.
+        token: a secret. Messages without it are refused.
+        epoch: version of the list of members. Messages with another one are refused.
         deadline: seconds within which a message must be answered.
     """
 
@@ -38,23 +38,23 @@ class Session(NamedTuple):
 
 
 class Peers:
-    """Listens and connects.
+    """Listens for connections, and connects to other peers.
 
-    Each connection has a key of its own, made of the token and of what the listener drew for it, so that what has been
-    recorded of another connection is refused.
+    Each connection has its own key, made of the token and of random bytes from the listener. So messages that were
+    recorded from another connection are refused.
 
     Args:
         me: this peer.
-        session: what all share.
+        session: what all peers share.
         interface: address to listen on, of the network between the peers.
-        attend: goes on from a peer's first message to the end of an exchange; on a thread of its own.
-        into: gives the place for the vectors of a first message.
-        changed: called when a peer has come or gone.
+        attend: handles an exchange from its first message on; called in a thread of its own.
+        into: gives the vectors to fill, for a first message that comes with vectors.
+        changed: called when a peer can be reached now, or no longer.
 
     Attributes:
         address: where others reach this peer.
-        attendance: which peers are there.
-        refused: messages that were not believed, by reason.
+        attendance: which peers can be reached.
+        refused: number of messages that were refused, by reason.
         ledger: exchanges that have counted here.
     """
 
@@ -82,16 +82,16 @@ class Peers:
         threading.Thread(target=self._listen, name="hetero-gossip-listener", daemon=True).start()
 
     def know(self, addresses: Mapping[int, HostPort]) -> None:
-        """Learn where the others are."""
+        """Learn the addresses of all peers."""
         self._addresses = dict(addresses)
 
     @property
     def count(self) -> int:
-        """How many peers there are."""
+        """Number of peers."""
         return len(self._addresses)
 
     def channel(self, peer: int) -> Channel:
-        """A connection to a peer, of this call's or an earlier one's making.
+        """A connection to a peer: the one of an earlier call, if it is still open, or a new one.
 
         Raises:
             ConnectionRefusedError: the peer has ended.
@@ -107,7 +107,7 @@ class Peers:
         deadline = self.soon()
         try:
             connection = socket.create_connection(self._addresses[peer], self.session.deadline)
-        except ConnectionRefusedError:  # nobody listens there any more: that is no delay
+        except ConnectionRefusedError:  # the process has ended
             self.attendance.ended(peer)
             raise
         try:
@@ -124,22 +124,31 @@ class Peers:
         return self._channel(connection, drawn)
 
     def failed(self, peer: int, began: float, error: OSError | RefusedError) -> None:
-        """An exchange with a peer has failed, which began at some time by the monotonic clock."""
+        """Take note of an exchange that failed.
+
+        Args:
+            peer: with whom.
+            began: its start, by ``time.monotonic()``.
+            error: why it failed.
+        """
         self.drop(peer)
         if isinstance(error, RefusedError):
             self.refused[str(error)] += 1
-        if time.monotonic() - began > self.session.deadline / 2:  # whatever it was that broke at last
+        if time.monotonic() - began > self.session.deadline / 2:  # it was late, whatever broke in the end
             self.attendance.late(peer)
 
     def soon(self, times: float = 1.0) -> float:
-        """The end of some deadlines that begin now, by the monotonic clock."""
+        """The time in so many deadlines from now, by ``time.monotonic()``."""
         return time.monotonic() + times * self.session.deadline
 
     def commit(self, channel: Channel, peer: int, number: float) -> int:
-        """End an exchange that this peer has begun, when it has all of it; the bytes sent.
+        """End an exchange that this peer began, once it has received everything.
+
+        Returns:
+            The bytes sent.
 
         Raises:
-            TimeoutError: it has not counted with the other.
+            TimeoutError: the exchange does not count for the other peer.
         """
         sent, done = 0, False
         with suppress(OSError, RefusedError):
@@ -150,20 +159,20 @@ class Peers:
         return sent
 
     def await_commit(self, channel: Channel, peer: int, number: float) -> None:
-        """Count an exchange that another has begun, once it has all of it; then, it is to be told that it is done.
+        """Wait until the peer that began an exchange has received everything, then count it.
 
         Raises:
-            OSError: it came too late, or not at all.
-            RefusedError: something else came.
+            OSError: its message came too late, or not at all.
+            RefusedError: another message came.
         """
         until = self.soon()
         if channel.receive(nowhere, until).kind is not Kind.COMMIT:
             raise RefusedError("uninvited")
         if time.monotonic() > until or not self.ledger.count(peer, number):
-            raise TimeoutError("too late")  # this process was frozen, perhaps
+            raise TimeoutError("too late")  # perhaps this process was frozen
 
     def counted(self, peer: int, number: float) -> bool:
-        """Whether this peer's exchange of a number has counted with another; asks until it answers or seems dead."""
+        """Whether an exchange of this peer has counted for another one. Asks until it answers or seems dead."""
         until = self.soon(3)
         while time.monotonic() < until and not self._closed:
             self.drop(peer)
@@ -172,13 +181,13 @@ class Peers:
                 channel.send(Kind.COUNTED, (number,), (), self.soon())
                 return channel.receive(nowhere, self.soon()).kind is Kind.YES
             except ConnectionRefusedError:
-                return False  # nobody is there any more
+                return False  # it has ended
             except (OSError, RefusedError):
                 time.sleep(0.02)
         return False
 
     def drop(self, peer: int) -> None:
-        """Hang up on a peer; the next call connects anew."""
+        """Close the connection to a peer. The next call of :meth:`channel` makes a new one."""
         if channel := self._out.pop(peer, None):
             channel.close()
 
@@ -201,7 +210,7 @@ class Peers:
             with self._lock:
                 self._in[channel] = None
                 strangers = [other for other in self._in if other.caller is None]
-            # A peer says at once who it is: those who have been silent for longest go.
+            # A peer says at once who it is. If there are too many that have not, the oldest are closed.
             for other in [channel] if self._closed else strangers[:-_MOST_STRANGERS]:
                 other.close()
             threading.Thread(
@@ -214,7 +223,7 @@ class Peers:
             connection.sendall(drawn)
             self._converse(channel)
         except OSError:
-            pass  # it has hung up, or was too late
+            pass  # the other end has closed it, or was too late
         except RefusedError as error:
             self.refused[str(error)] += 1
         finally:
@@ -225,11 +234,11 @@ class Peers:
             self.attendance.doubt(channel.caller)
 
     def _converse(self, channel: Channel) -> None:
-        """Answer what a peer begins, until it hangs up."""
+        """Handle what a peer begins, until it closes the connection."""
         first: float | None = self.soon()
         while not self._closed:
             message = channel.receive(self._into, first)
-            first = None  # those who have said a word may be silent between two exchanges
+            first = None  # a known peer may be silent between two exchanges
             if message.kind is Kind.COUNTED and len(message.numbers) == 1:
                 counted = self.ledger.settle(message.sender, message.numbers[0])
                 channel.send(Kind.YES if counted else Kind.NO, (), (), self.soon())
@@ -237,7 +246,7 @@ class Peers:
                 self._attend(channel, message)
 
     def close(self) -> None:
-        """Hang up on everybody; idempotent."""
+        """Close all connections; idempotent."""
         with self._lock:
             self._closed = True
             channels = [*self._in, *self._out.values()]

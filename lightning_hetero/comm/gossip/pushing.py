@@ -1,4 +1,4 @@
-"""A peer gives part of its values away; they are the other's then, or they have never left."""
+"""A peer gives part of its values to another. Then they belong to the other, or they never left."""
 
 import threading
 import time
@@ -19,14 +19,14 @@ class Push(NamedTuple):
     """What has come from a peer.
 
     Attributes:
-        peer: from whom.
-        turn: round in which it was sent.
+        peer: the one that sent it.
+        round_number: round in which it was sent.
         weight: that came with the vectors.
-        vectors: to be given back with :meth:`Pushing.recycle`.
+        vectors: give them back with :meth:`Pushing.recycle`.
     """
 
     peer: int
-    turn: int
+    round_number: int
     weight: float
     vectors: list[Tensor]
 
@@ -34,23 +34,24 @@ class Push(NamedTuple):
 class Pushing:
     """Sends values to peers and collects what comes from them.
 
-    A push takes four messages: ``PUSH, YES; COMMIT, DONE``. The receiver counts it at ``COMMIT``, if that comes in
-    time; the sender counts it as gone at ``DONE``, and if that does not come, it connects anew and asks whether it has
-    counted. What has not gone remains the sender's. A push of weight 0 brings nothing, but tells that its sender has
-    come to the round.
+    A push takes four messages: ``PUSH, YES; COMMIT, DONE``. The receiver counts it when ``COMMIT`` comes, if that is in
+    time. The sender counts it as gone when ``DONE`` comes. If ``DONE`` does not come, it connects again and asks
+    whether the push has counted. What has not gone still belongs to the sender. A push of weight 0 has no vectors: it
+    only says that its sender has reached the round.
 
-    Of each peer, one push more than there are peers can wait to be taken. A receiver that is no longer at work takes no
-    others: ``PUSH, NO``.
+    From each peer, one push more than there are peers can wait to be collected. Further ones are refused
+    (``PUSH, NO``): this peer no longer collects them.
 
     Args:
         me: this peer.
-        session: what all share.
+        session: what all peers share.
         interface: address to listen on.
         like: vectors of the sizes and dtypes to come, on the CPU.
 
     Attributes:
-        misses: pushes that were not completed, by peer.
-        outbox: where this peer lays what it sends.
+        misses: of each peer, pushes to it that failed.
+        outbox: where this peer writes what it sends.
+        peers: the connections to others.
     """
 
     def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
@@ -67,25 +68,34 @@ class Pushing:
         self.peers = Peers(me, session, interface, self._attend, self._place, self._wake)
 
     def know_boxes(self, paths: Mapping[int, str]) -> None:
-        """Learn where peers of this host lay their values."""
+        """Learn where the peers of this host write their values."""
         self._boxes = others_boxes(self.outbox, paths)
 
-    def push(self, peer: int, turn: int, weight: float) -> int | None:
-        """Give a peer what lies in the outbox; blocks. The bytes sent over the network; ``None``: it has not gone."""
+    def push(self, peer: int, round_number: int, weight: float) -> int | None:
+        """Give a peer what lies in the outbox; blocks.
+
+        Args:
+            peer: the one to give it to.
+            round_number: of this peer.
+            weight: to send with the vectors; 0: nothing is sent but the round.
+
+        Returns:
+            The bytes sent over the network; ``None``: the vectors have not gone.
+        """
         sent, began = None, time.monotonic()
         if peer in self.peers.attendance:
             try:
-                sent = self._push(peer, turn, weight)
+                sent = self._push(peer, round_number, weight)
             except (OSError, RefusedError) as error:
                 self.peers.failed(peer, began, error)
         self.misses[peer] += sent is None
         return sent
 
-    def _push(self, peer: int, turn: int, weight: float) -> int | None:
+    def _push(self, peer: int, round_number: int, weight: float) -> int | None:
         channel = self.peers.channel(peer)
         vectors = self.outbox.vectors if weight and peer not in self._boxes else ()
         self._number += 1
-        sent = channel.send(Kind.PUSH, (turn, weight, self._number), vectors, self.peers.soon())
+        sent = channel.send(Kind.PUSH, (round_number, weight, self._number), vectors, self.peers.soon())
         answer = channel.receive(nowhere, self.peers.soon()).kind
         if answer is Kind.NO:
             return None
@@ -95,19 +105,22 @@ class Pushing:
         self.peers.attendance.met(peer)
         return sent
 
-    def collect(self, turn: int, sources: Sequence[int], wait: float) -> list[Push]:
+    def collect(self, round_number: int, sources: Sequence[int], wait: float) -> list[Push]:
         """Take all that has come, in the order of rounds and peers.
 
-        Waits for a round's pushes from some peers for at most so many seconds; not for who has ended or is silent, nor
-        for who lags behind since it was waited for in vain.
+        A fast peer may be some rounds ahead: by at most the number of peers, unless it no longer waits for this one,
+        which lags behind. What comes from up to so many rounds ahead stays for its round, so that sums do not depend on
+        which peer is fast. What comes from farther ahead is taken now.
 
-        A fast peer may be some rounds ahead, but not by more than there are peers, unless it no longer waits for this
-        one, who lags behind. What comes from nearer stays for its round, so that sums do not depend on who is fast;
-        what comes from farther ahead is taken now.
+        Args:
+            round_number: of this peer.
+            sources: peers to wait for; not those that have ended or are silent, nor those that have sent nothing since
+                they were waited for without success.
+            wait: seconds to wait at most.
         """
 
         def missing() -> list[int]:
-            return [peer for peer in sources if self._latest.get(peer, -1) < turn]
+            return [peer for peer in sources if self._latest.get(peer, -1) < round_number]
 
         def awaited() -> list[int]:
             there = self.peers.attendance
@@ -115,10 +128,10 @@ class Pushing:
 
         with self._changed:
             self._changed.wait_for(lambda: not awaited(), wait)
-            self._missed.update(dict.fromkeys(missing(), turn))
-            later = range(turn + 1, turn + self.peers.count + 1)
-            taken = sorted((p for p in self._arrived if p.turn not in later), key=lambda push: push[:2][::-1])
-            self._arrived = [push for push in self._arrived if push.turn in later]
+            self._missed.update(dict.fromkeys(missing(), round_number))
+            later = range(round_number + 1, round_number + self.peers.count + 1)
+            taken = sorted((p for p in self._arrived if p.round_number not in later), key=lambda push: push[:2][::-1])
+            self._arrived = [push for push in self._arrived if push.round_number in later]
             return taken
 
     def waiting(self) -> list[Push]:
@@ -127,29 +140,29 @@ class Pushing:
             return list(self._arrived)
 
     def put(self, pushes: Sequence[Push]) -> None:
-        """Let these have come, as a checkpoint says."""
+        """Let these have come, as in a checkpoint."""
         with self._changed:
             for push in pushes:
                 self._arrive(push)
 
     def _arrive(self, push: Push) -> None:
         self._arrived.append(push)
-        self._latest[push.peer] = max(push.turn, self._latest.get(push.peer, -1))
+        self._latest[push.peer] = max(push.round_number, self._latest.get(push.peer, -1))
 
     def recycle(self, pushes: Sequence[Push]) -> None:
-        """Give memory back."""
+        """Give back the memory of pushes that are not needed any more."""
         with self._changed:
             self._free += [push.vectors for push in pushes if push.vectors]
 
     def close(self) -> None:
-        """Hang up; idempotent."""
+        """Close all connections; idempotent."""
         self.peers.close()
 
     def _attend(self, channel: Channel, push: Message) -> None:
-        """Take what a peer sends."""
+        """Receive a push."""
         if push.kind is not Kind.PUSH or len(push.numbers) != 3:
             raise RefusedError("uninvited")
-        turn, weight, number = push.numbers
+        round_number, weight, number = push.numbers
         vectors = list(push.vectors)
         if bool(vectors) is not (bool(weight) and push.sender not in self._boxes):
             raise RefusedError("size")
@@ -157,7 +170,7 @@ class Pushing:
             vectors = self._memory()
             for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
                 own.copy_(value)
-        came = Push(push.sender, int(turn), weight, vectors)
+        came = Push(push.sender, int(round_number), weight, vectors)
         self.peers.attendance.heard(push.sender)
         if self._full(push.sender):
             self.recycle([came])
