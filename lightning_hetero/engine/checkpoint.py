@@ -1,10 +1,15 @@
-"""What this package adds to a checkpoint. Any strategy can load the checkpoint without it."""
+"""What this package adds to a checkpoint. Any strategy can load the checkpoint without it.
+
+Format 2: the checkpoint itself holds the consensus, the plan, and what is small of each rank. Where replicas differ,
+each one's own state is in a shard (:mod:`~lightning_hetero.engine.shards`). Format 1, of version 0.1, is one file with
+the states of all replicas.
+"""
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -12,11 +17,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.engine.losses import Losses
 from lightning_hetero.engine.step import Workshare
+from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.workload.shares import Cost
 
 KEY = "lightning_hetero"
-REPLICAS = "lightning_hetero_replicas"  # where replicas differ
+FORMAT = 2
+_REPLICAS_1 = "lightning_hetero_replicas"  # in format 1
 
 
 @contextmanager
@@ -38,19 +45,69 @@ def readable(path: Any) -> Iterator[None]:
         ) from error
 
 
+def part_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What this package has added, in the layout of format 2; empty if nothing, or if this version cannot read it."""
+    part = checkpoint.get(KEY, {})
+    if part.get("format", 1) > FORMAT:
+        return {}
+    if (saved := checkpoint.get(_REPLICAS_1)) is None:
+        return part
+    ranks = saved["ranks"]
+    replicas = {
+        "strategy": saved["strategy"],
+        "ids": list(range(len(saved["replicas"]))),
+        "losses": [rank["losses"] for rank in ranks],
+        "states": [_renamed(state) for state in saved["replicas"]],
+    }
+    random = [rank["random"] for rank in ranks if "random" in rank]
+    return {**({"random": random} if random else {}), **part, "replicas": replicas}
+
+
+def _renamed(state: dict[str, Any]) -> dict[str, Any]:
+    """A replica's state in format 1, with what has another name since."""
+    algorithm = state["algorithm"]
+    pending = algorithm.get("pending")  # DASO's exchange under way
+    if pending is None or "notes" not in pending["average"]:
+        return state
+    average = dict(pending["average"])
+    average["payloads"] = average.pop("notes")
+    return {**state, "algorithm": {**algorithm, "pending": {**pending, "average": average}}}
+
+
+def _too_new(checkpoint: Mapping[str, Any]) -> str | None:
+    """Why this version cannot read what a later one has added; ``None`` if it can."""
+    number = checkpoint.get(KEY, {}).get("format", 1)
+    if number <= FORMAT:
+        return None
+    return (
+        f"The checkpoint was written by a later version of lightning_hetero: its format is {number}, this version "
+        f"reads up to {FORMAT}."
+    )
+
+
+def warn_if_too_new(checkpoint: Mapping[str, Any]) -> None:
+    """Say that this version leaves out what a later one has added."""
+    if (problem := _too_new(checkpoint)) is not None:
+        rank_zero_warn(f"{problem} Only what Lightning itself has saved is restored.")
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
 def add_plan(checkpoint: dict[str, Any], share: Workshare) -> None:
     """Add the plan, and what it rests on, to a checkpoint; builtins only, for weights-only loading."""
     loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if not any(loops.get("combined_loader", [True])):
         del loops["combined_loader"]  # placeholders of the samplers, which other strategies would not expect
     fits = [[report.fixed, report.per_sample, max(report.samples, 1.0)] for report in share.reports]
-    checkpoint[KEY] = {"planner": share.planner.state_dict(), "fits": fits}
+    part = checkpoint.setdefault(KEY, {"format": FORMAT})
+    part.update(planner=share.planner.state_dict(), fits=fits)
 
 
 def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int) -> None:
     """Continue with the plan of a checkpoint, if it has one for as many ranks."""
-    state = checkpoint.get(KEY)
-    if state is None or not share.planner.auto:
+    state = part_of(checkpoint)
+    if "planner" not in state or not share.planner.auto:
         return
     saved = len(state["planner"]["costs"])
     if saved != share.planner.world:
@@ -64,46 +121,69 @@ def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int) -> 
         share.cost.assume(Cost(fixed, per_sample), int(samples))
 
 
-def add_replicas(checkpoint: dict[str, Any], strategy: str, replica: dict[str, Any] | None, losses: Losses) -> None:
-    """Add the states of all replicas and ranks to rank 0's checkpoint (collective).
+# -- replicas --------------------------------------------------------------------------------------
+
+
+class Identity(NamedTuple):
+    """Who saves, or wants to go on.
+
+    Attributes:
+        strategy: name of the strategy's class, for people.
+        algorithm: tells which states fit. It stays when a subclass of a strategy gets another name.
+        bases: names of the strategy's class and of those that it extends, for format 1, which knows nothing else.
+    """
+
+    strategy: str
+    algorithm: str
+    bases: Sequence[str] = ()
+
+
+def add_replicas(checkpoint: dict[str, Any], who: Identity, view: View, save: str, losses: Losses) -> None:
+    """Describe the replicas in rank 0's checkpoint (collective).
 
     Args:
         checkpoint: to add to.
-        strategy: name of the strategy's class.
-        replica: the replica's state, on its leader; else ``None``.
+        who: saves.
+        view: who takes part.
+        save: the name of this save, which its shards bear.
         losses: of this rank.
     """
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with deadline("gather the replicas' states to save"):
-        dist.gather_object((replica, {"losses": losses.state_dict()}), everyone)
+    everyone: list[Any] | None = [None] * view.world if view.rank == 0 else None
+    with deadline("gather the ranks' losses to save"):
+        dist.gather_object(losses.state_dict(), everyone)
     if everyone is not None:
-        checkpoint[REPLICAS] = {
-            "strategy": strategy,
-            "replicas": [state for state, _ in everyone if state is not None],
-            "ranks": [state for _, state in everyone],
-        }
+        ids = [member.id for member in view.replicas]
+        replicas = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids, "losses": everyone}
+        checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
 
 
-def find_replica(checkpoint: Mapping[str, Any], strategy: str, index: int, count: int) -> dict[str, Any] | str:
-    """This rank's state in a checkpoint; else, in words, why there is none. The same on every rank."""
-    saved = checkpoint.get(REPLICAS)
+def save_of(checkpoint: Mapping[str, Any]) -> str | None:
+    """The name of the save to which a checkpoint belongs, if it has shards."""
+    return part_of(checkpoint).get("replicas", {}).get("save")
+
+
+def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | None:
+    """In words, why the states of a checkpoint's replicas do not fit; ``None`` if they do."""
+    saved = part_of(checkpoint).get("replicas")
     if saved is None:
-        return (
+        return _too_new(checkpoint) or (
             "The checkpoint holds no state of replicas: it was saved by a strategy without them, after the end of a "
             "fit, or while a rank had failed."
         )
-    if saved["strategy"] != strategy:
-        return f"The checkpoint was saved by {saved['strategy']}, this is {strategy}."
-    here = dist.get_world_size()
-    if len(saved["replicas"]) != count or len(saved["ranks"]) != here:
-        then = f"{len(saved['replicas'])} replicas with {len(saved['ranks'])} ranks"
-        return f"The checkpoint was saved by {then}; this job has {count} with {here}."
-    return {**saved["replicas"][index], **saved["ranks"][dist.get_rank()]}
+    fits = saved["algorithm"] == who.algorithm if "algorithm" in saved else saved["strategy"] in who.bases
+    if not fits:
+        return f"The checkpoint was saved by {saved['strategy']}, this is {who.strategy}."
+    ids, ranks = saved["ids"], len(saved["losses"])
+    if len(ids) != view.count or ranks != view.world:
+        then = f"{len(ids)} replicas with {ranks} ranks"
+        return f"The checkpoint was saved by {then}; this job has {view.count} with {view.world}."
+    here = [member.id for member in view.replicas]
+    return None if ids == here else f"The checkpoint was saved by replicas {ids}; this job has {here}."
 
 
 def warn_of_replicas(checkpoint: Mapping[str, Any], strategy: str) -> None:
     """Say that a strategy with one replica leaves out what a checkpoint holds of several."""
-    if (saved := checkpoint.get(REPLICAS)) is not None:
+    if (saved := part_of(checkpoint).get("replicas")) is not None:
         rank_zero_warn(
             f"The checkpoint was saved by {saved['strategy']}, this is {strategy}. Training starts from the "
             "checkpoint's weights, the consensus of its replicas, with the optimizer state of the first one."

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.engine.checkpoint import KEY
+from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
 
 _NAME = "random"
 
@@ -20,12 +20,12 @@ def gather_into(checkpoint: dict[str, Any]) -> None:
     with deadline("gather random states to save"):
         dist.gather_object(_own(), everyone)
     if everyone is not None:
-        checkpoint[KEY][_NAME] = everyone
+        checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
 
 
 def find(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     """This rank's states; ``None``: the checkpoint holds none, or those of another number of ranks."""
-    everyone = checkpoint.get(KEY, {}).get(_NAME)
+    everyone = part_of(checkpoint).get(_NAME)
     return None if everyone is None or len(everyone) != dist.get_world_size() else everyone[dist.get_rank()]
 
 

@@ -255,7 +255,7 @@ class ReplicaEngine:
         return state if self.view.leads else None
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Continue from :meth:`state_dict`, and this rank's losses."""
+        """Continue from :meth:`state_dict`, and this rank's losses by that name."""
         assert self.averager is not None
         self.averager.replica.unpack(state["values"])
         self.averager.replica.keep(state["kept"])

@@ -22,10 +22,11 @@ from lightning_hetero.checks import one_of
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.engine import random_states
-from lightning_hetero.engine.checkpoint import add_plan, readable, restore_plan, warn_of_replicas
+from lightning_hetero.engine.checkpoint import add_plan, readable, restore_plan, warn_if_too_new, warn_of_replicas
 from lightning_hetero.engine.collectives import Collectives
 from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.engine.job import Job, tell_failure
+from lightning_hetero.engine.shards import Shards
 from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.launch.environment import check_variables, local_devices
@@ -107,6 +108,7 @@ class HeteroStrategy(DDPStrategy):
         super().__init__(  # type: ignore[misc]
             accelerator, *args, process_group_backend="gloo", timeout=limit, start_method=start_method, **kwargs
         )
+        self._shards = Shards()
         self._timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self._timer, self._alone, self._loss_counts)
 
@@ -374,6 +376,10 @@ class HeteroStrategy(DDPStrategy):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    #: Names the algorithm in checkpoints. A subclass goes by the name of the strategy that it extends, unless it sets
+    #: its own. Empty: the name of the averager's class.
+    saved_as: ClassVar[str] = ""
+
     @DDPStrategy.checkpoint_io.getter  # type: ignore[attr-defined]
     def checkpoint_io(self) -> CheckpointIO:
         """Writes and reads the files; the user's own plugin, if one was given."""
@@ -390,6 +396,12 @@ class HeteroStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         self._timer.restart()
 
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self._shards.removed(self.checkpoint_io, filepath)
+
     def _save_and_stop(self) -> None:
         saving.save_to_resume(self)
         self.share.listen()  # leave nothing in flight
@@ -404,9 +416,11 @@ class HeteroStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.job is not None
+        warn_if_too_new(checkpoint)
         restore_plan(checkpoint, self.share, self.job.view.rank)
         self._random_states = random_states.find(checkpoint)
         self._restore_replicas(checkpoint)
 
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore what replicas hold of their own; here there is one replica."""
         warn_of_replicas(checkpoint, type(self).__name__)

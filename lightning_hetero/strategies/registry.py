@@ -172,6 +172,7 @@ ENTRIES = (
 def register() -> None:
     """Make the strategy strings known to Lightning; importing ``lightning_hetero.strategies`` does it."""
     for entry in ENTRIES:
+        entry.strategy.saved_as = entry.name
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
             for unused in (None, True, False):
                 StrategyRegistry.register(

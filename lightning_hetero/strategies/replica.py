@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_hetero._lightning import WrappingCheckpointIO
 from lightning_hetero.averaging.averager import Averager
 from lightning_hetero.checks import one_of
-from lightning_hetero.comm.agreement import raise_on_all
+from lightning_hetero.comm.agreement import check_equal, raise_on_all
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica, flatten, unflatten
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.engine.checkpoint import add_replicas, find_replica
+from lightning_hetero.engine import shards
+from lightning_hetero.engine.checkpoint import Identity, add_replicas
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.replica_guards import averages_again, complex_parameters, unfreezing, unsupported
@@ -50,6 +53,8 @@ class ReplicaStrategy(HeteroStrategy):
     """
 
     engine: ReplicaEngine
+    of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_source")
+    _source = saving.Source()  # the checkpoint from which the fit goes on
 
     def __init__(self, on_nan: Literal["error", "skip"] = "error", **kwargs: Any) -> None:
         one_of("on_nan", on_nan, ("error", "skip"))
@@ -106,6 +111,8 @@ class ReplicaStrategy(HeteroStrategy):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         raise_on_all(unsupported(callbacks), "the Trainer's callbacks")
         fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            check_equal("the checkpoint to go on from", self._source.summary)
         if fits and not any(isinstance(callback, _FinishFirst) for callback in callbacks):
             callbacks.insert(0, _FinishFirst())  # so that others see the final weights
         super().setup(trainer)
@@ -147,16 +154,36 @@ class ReplicaStrategy(HeteroStrategy):
         with self.averager.replica.holding(self.engine.consensus(self.trainer.sanity_checking)):
             return deepcopy(dict(super().lightning_module_state_dict()))
 
+    def _identity(self) -> Identity:
+        """What this strategy goes by in checkpoints."""
+        bases = [base.__name__ for base in type(self).__mro__]
+        return Identity(type(self).__name__, self.saved_as or type(self.averager).__name__, bases)
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.averager is not None and not self._alone():
-            own = self.engine.state_dict(self.optimizers, self.precision_plugin.state_dict())
-            add_replicas(checkpoint, type(self).__name__, own, self.engine.losses)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.averager is None or self._alone():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        own, view = self.engine.state_dict(self.optimizers, self.precision_plugin.state_dict()), self.engine.view
+        background = isinstance(self.checkpoint_io, WrappingCheckpointIO)
+        with self._shards.saving(self.checkpoint_io, filepath, view.leads, background) as save:
+            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses)
+            with saving.told_to_all(alone=False):
+                if own is not None:
+                    shard = shards.shard_of(filepath, view.replica.id, save)
+                    shards.write(self.checkpoint_io, shard, own, storage_options)
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        load = super().load_checkpoint
+        self._source = saving.Source.of(checkpoint, checkpoint_path, lambda path: load(path, *args, **kwargs))
+        return checkpoint
 
     @override
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
-        mine = find_replica(checkpoint, type(self).__name__, self.engine.view.index, self.engine.view.count)
+        mine = self._source.replica(checkpoint, self._identity(), self.engine.view)
         if isinstance(mine, str):
             rank_zero_warn(f"{mine} All replicas start from the checkpoint's weights, with its optimizers' state.")
             assert self.lightning_module is not None
@@ -166,6 +193,16 @@ class ReplicaStrategy(HeteroStrategy):
             return
         self.engine.load_state_dict(mine, self.optimizers)
         self.precision_plugin.load_state_dict(mine["precision"])
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._shards.clean(self.checkpoint_io, self.engine.view.leads)
+
+    @override
+    def teardown(self) -> None:
+        self._source = saving.Source()
+        super().teardown()
 
 
 def share_values(module: torch.nn.Module) -> None:

@@ -1,14 +1,18 @@
-"""How a strategy's checkpoints are written, and an error of one rank reaches all."""
+"""How a strategy's checkpoints are written and read, and an error of one rank reaches all."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_hetero._lightning import WrappingCheckpointIO
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.engine import shards
+from lightning_hetero.engine.checkpoint import Identity, part_of, save_of, unusable
+from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 from lightning_hetero.strategies.preemption import path_to_save, requeue, say_where
@@ -47,6 +51,53 @@ def told_to_all(alone: bool) -> Iterator[None]:
     for rank, text in enumerate(everyone):
         if text is not None:
             raise CheckpointError(f"rank {rank} could not save: {text}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The file from which a fit goes on, if from one.
+
+    Attributes:
+        path: of the checkpoint.
+        load: reads another file in the same way.
+        summary: tells whether ranks have read the same checkpoint.
+    """
+
+    path: Any = None
+    load: Callable[[str], dict[str, Any]] | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any], path: Any, load: Callable[[str], dict[str, Any]]) -> "Source":
+        """The file that has just been read."""
+        return cls(path, load, {"step": checkpoint.get("global_step"), "save": save_of(checkpoint)})
+
+    def replica(self, checkpoint: Mapping[str, Any], who: Identity, view: View) -> dict[str, Any] | str:
+        """This replica's own state; else, in words, why no replica can have its own (collective).
+
+        Raises:
+            CheckpointError: on every rank, if a shard cannot be read.
+        """
+        saved = part_of(checkpoint).get("replicas", {})
+        problem, error, state = unusable(checkpoint, who, view), None, None
+        if problem is None and "states" in saved:  # format 1
+            state = saved["states"][view.index]
+        elif problem is None and self.load is not None:
+            try:
+                state = shards.read(self.load, self.path, view.replica.id, saved["save"])
+            except Exception as broken:
+                error = broken
+        if problem is None and error is None and state is None:
+            shard = shards.shard_of(self.path, view.replica.id, saved["save"])
+            problem = (
+                f"Rank {view.rank} does not find its replica's own state, which was saved next to the checkpoint as "
+                f"{shard}. Copy or rename a checkpoint together with its shards."
+            )
+        problem = shards.agree(problem, error)
+        if problem is not None:
+            return problem
+        assert state is not None
+        return {**state, "losses": saved["losses"][view.rank]}
 
 
 def save_to_resume(strategy: "HeteroStrategy") -> None:

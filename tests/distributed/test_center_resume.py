@@ -11,6 +11,7 @@ import torch
 from center_tasks import APART, SHARES, STRATEGIES, Recorder
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run
+from saved import replicas_of
 from tasks import FAST, dataset, parameters
 from test_node import Dropping
 from torch.utils.data import DataLoader
@@ -105,8 +106,7 @@ def test_resuming_is_as_if_never_stopped(resumed: tuple[Path, list[Any]]) -> Non
                 assert not torch.equal(first["final"], whole["final"])
     for i, ((name, _), steps) in enumerate(zip(EXACT, STOPS, strict=True)):
         for stop in steps:
-            saved = torch.load(folder / f"{i}-{stop}" / f"step={stop}.ckpt", weights_only=True)
-            replicas = saved["lightning_hetero_replicas"]["replicas"]
+            replicas = replicas_of(folder / f"{i}-{stop}" / f"step={stop}.ckpt")
             assert len(replicas) == 3
             alike = torch.equal(replicas[0]["values"][0], replicas[1]["values"][0])
             assert alike == (name == "diloco" and stop == 16)  # right after an outer step

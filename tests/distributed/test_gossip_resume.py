@@ -11,6 +11,7 @@ import torch
 from center_tasks import Line, Recorder, StartAt, fit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run
+from saved import replicas_of
 from tasks import FAST, dataset, parameters
 from test_daso_oracle import START, loader
 from test_gossip import Pause
@@ -64,8 +65,7 @@ def test_resuming_is_as_if_never_stopped(tmp_path: Path) -> None:
             assert torch.equal(second[0], whole[0][stop:]), case
             assert torch.equal(second[1], whole[1]), case
             assert not torch.equal(first[1], whole[1])
-    saved = torch.load(tmp_path / "0" / "step=11.ckpt", weights_only=True)["lightning_hetero_replicas"]
-    values = [replica["values"][0] for replica in saved["replicas"]]
+    values = [replica["values"][0] for replica in replicas_of(tmp_path / "0" / "step=11.ckpt")]
     assert not torch.equal(values[0], values[1])
 
 
@@ -136,7 +136,7 @@ def test_sums_are_kept_through_a_checkpoint(tmp_path: Path, kind: Any, options: 
     for first, again in run(_saved_and_resumed, 3, path, kind, options, nodes=APART):
         assert abs(first - GOAL).max() < 1e-9
         assert abs(again - GOAL).max() < 1e-9
-    saved = torch.load(path, weights_only=True)["lightning_hetero_replicas"]["replicas"]
+    saved = replicas_of(path)
     total, weight = torch.zeros(8, dtype=torch.float64), 0.0
     for replica, samples in zip(saved, (6, 2, 4), strict=True):
         state = replica["algorithm"]

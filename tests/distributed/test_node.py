@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from ranks import attempt, run
+from saved import replicas_of
 from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, oracle, parameters
 from test_data import Shard
 from torch import nn
@@ -250,7 +251,7 @@ def test_resuming_between_two_meetings_is_as_if_never_stopped(tmp_path: Path, wo
         assert torch.equal(second, whole)
         assert not torch.equal(first, whole)
     checkpoint = torch.load(tmp_path / "mid.ckpt", weights_only=True)
-    values = [replica["values"][0] for replica in checkpoint["lightning_hetero_replicas"]["replicas"]]
+    values = [replica["values"][0] for replica in replicas_of(tmp_path / "mid.ckpt")]
     assert len(values) == 2
     assert not torch.equal(*values)
     consensus = torch.cat([value.reshape(-1) for value in checkpoint["state_dict"].values()])

@@ -275,6 +275,7 @@ def test_looking_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
         plain = found[0][0]
         assert error(plain, parameters(Net())) > 1e-6
         assert all(torch.equal(end, plain) for ends in found for end in ends)
+    assert list(tmp_path.iterdir()) == []  # no shards of what the search has saved
 
 
 def _short(options: dict[str, Any]) -> torch.Tensor:

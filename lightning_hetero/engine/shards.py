@@ -1,0 +1,171 @@
+"""A shard is the file with a replica's own state, next to the checkpoint that all replicas share.
+
+The shards of ``NAME.ckpt`` are ``NAME.ckpt.shards/replica-ID-SAVE.pt``. ``SAVE`` is a random name that the checkpoint
+holds too: shards of another save under the same name are never taken for its own, and the old ones can stay until the
+new checkpoint is complete. Each replica's leader writes its shard beside its own path, so that hosts without a shared
+file system keep their own ones.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.engine.checkpoint import FORMAT
+from lightning_hetero.errors import CheckpointError
+
+
+class Files(Protocol):
+    """Writes and removes files, as Lightning's ``CheckpointIO`` does."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a file."""
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file."""
+
+
+def folder_of(path: Any) -> str:
+    """The folder with the shards of a checkpoint.
+
+    Lightning takes names with ``hpc_ckpt_`` in them for checkpoints, so that is left out.
+    """
+    name = os.path.basename(str(path))
+    return f"{str(path)[: -len(name)]}{name.replace('hpc_ckpt_', 'hpc-')}.shards"
+
+
+def shard_of(path: Any, replica: int, save: str) -> str:
+    """The file with a replica's own state.
+
+    Args:
+        path: of the checkpoint.
+        replica: its id.
+        save: the name of the save.
+    """
+    return f"{folder_of(path)}/replica-{replica}-{save}.pt"
+
+
+class Shards:
+    """Writes the shards of a strategy's checkpoints, and removes those that nothing refers to any more."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, str] = {}  # by the path of a checkpoint, the name of its latest save
+        self._removed: list[str] = []  # checkpoints that rank 0 has removed since it has last told the others
+
+    @contextmanager
+    def saving(self, files: Files, path: Any, leads: bool, background: bool) -> Iterator[str]:
+        """Save in the block, which succeeds or fails on all ranks alike (collective).
+
+        Args:
+            files: removes the shards that are not needed any more.
+            path: of the checkpoint.
+            leads: whether this rank writes a shard.
+            background: whether files may be written later than they are given. Then the checkpoint that is there may
+                still be that of the save before, so that one's shards stay.
+
+        Yields:
+            The name of the save.
+        """
+        save = self.clean(files, leads)
+        try:
+            yield save
+        except Exception:
+            if leads and not background:
+                _prune(files, path, lambda other: other != save)
+            raise
+        before, self._latest[str(path)] = self._latest.get(str(path)), save
+        if leads and not (background and before is None):
+            _prune(files, path, {save, before if background else save}.__contains__)
+
+    def clean(self, files: Files, leads: bool) -> str:
+        """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot (collective).
+
+        Returns:
+            A name for a save, the same on all ranks.
+        """
+        box = [(secrets.token_hex(6), self._removed)]
+        with deadline("agree on what to save"):
+            dist.broadcast_object_list(box, 0)
+        (save, removed), self._removed = box[0], []
+        for path in removed if leads else ():
+            _prune(files, path, save.__eq__)  # another leader may already write to the same folder
+        return save
+
+    def removed(self, files: Files, path: Any) -> None:
+        """Remove the shards of a checkpoint that has just been removed; on rank 0."""
+        self._latest.pop(str(path), None)
+        self._removed.append(str(path))
+        _prune(files, path, lambda _: False)
+
+
+def write(files: Files, path: str, state: dict[str, Any], storage_options: Any | None) -> None:
+    """Write a shard.
+
+    Args:
+        files: writes it.
+        path: of :func:`shard_of`.
+        state: the replica's own; tensors and builtins only.
+        storage_options: for ``files``.
+    """
+    files.save_checkpoint({"format": FORMAT, "state": state}, path, storage_options=storage_options)
+
+
+def read(load: Callable[[str], dict[str, Any]], path: Any, replica: int, save: str) -> dict[str, Any] | None:
+    """A replica's own state; ``None`` if its shard is not there.
+
+    Args:
+        load: reads a file; raises ``FileNotFoundError`` if there is none.
+        path: of the checkpoint, or a link to it.
+        replica: its id.
+        save: the name of the save.
+    """
+    local = isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+    for place in dict.fromkeys((str(path), os.path.realpath(path) if local else str(path))):
+        with suppress(FileNotFoundError):
+            return load(shard_of(place, replica, save))["state"]
+    return None
+
+
+def agree(problem: str | None, error: Exception | None) -> str | None:
+    """What keeps some rank from going on where its replica has stopped, the same on all ranks (collective).
+
+    Args:
+        problem: of this rank, for which all replicas start from the checkpoint's weights.
+        error: of this rank, for which nobody can go on.
+
+    Raises:
+        CheckpointError: another rank's error. This rank's own is raised as it is.
+    """
+    everyone = gather((problem, None if error is None else str(error)), "what replicas can resume from")
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(everyone):
+        if text is not None:
+            raise CheckpointError(f"rank {rank} could not resume: {text}")
+    return next((problem for problem, _ in everyone if problem is not None), None)
+
+
+def _prune(files: Files, path: Any, keeps: Callable[[str], bool]) -> None:
+    """Remove a checkpoint's shards, but for those of saves to keep. What cannot be removed stays, and does no harm."""
+    with suppress(OSError):
+        file_system, folder = url_to_fs(folder_of(path))
+        file_system.invalidate_cache()
+        names = [os.path.basename(name) for name in file_system.ls(folder, detail=False)]
+        gone = [name for name in names if name.startswith("replica-") and not keeps(_save_of(name))]
+        for name in gone:
+            with suppress(FileNotFoundError):  # another leader has been faster
+                files.remove_checkpoint(f"{folder_of(path)}/{name}")
+        if len(gone) == len(names):
+            file_system.rmdir(folder)
+
+
+def _save_of(name: str) -> str:
+    """The name of the save in that of a shard."""
+    return os.path.splitext(name)[0].rpartition("-")[2]
