@@ -1,34 +1,26 @@
-"""An averager of one's own: SlowMo, in about a hundred lines, of which docs/own_averager.md tells.
+"""An averager of one's own: SlowMo. docs/own_averager.md explains it line by line.
 
 python examples/own_averager.py --devices 2                 # trains on scikit-learn's digits, each rank a replica
-torchrun --nproc-per-node 4 examples/own_averager.py        # likewise where torchrun starts the ranks
+torchrun --nproc-per-node 4 examples/own_averager.py        # the same where torchrun starts the ranks
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import StrategyRegistry
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
-from typing_extensions import override
 
-from lightning_hetero import HeteroMonitor
-from lightning_hetero.averaging.averager import Averager, StepContext
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
-from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies import ReplicaStrategy
+from lightning_hetero import Averager, ConfigurationError, Facts, HeteroMonitor, StepContext, strategy_for
 
 
-# -- the algorithm ---------------------------------------------------------------------------------
-class SlowMoAverager(Averager):
-    """Every tau steps the replicas' mean moves on with momentum.
+# -- the algorithm, and its strategy ---------------------------------------------------------------
+@dataclass
+class SlowMo(Averager):
+    """Replicas train apart and meet every tau steps; their mean moves on with momentum.
 
     With ``x`` the values that all had in common, ``m`` their mean now, and ``eta`` the mean learning rate since then::
 
@@ -41,86 +33,45 @@ class SlowMoAverager(Averager):
 
     Args:
         tau: optimizer steps from one exchange to the next.
-        alpha: slow learning rate.
-        beta: slow momentum.
+        alpha: slow learning rate, above 0.
+        beta: slow momentum, at least 0 and below 1; with 0 and ``alpha=1`` this is plain averaging.
     """
 
-    needs_others = False  # one replica alone can have slow momentum, too
+    tau: int = 12
+    alpha: float = 1.0
+    beta: float = 0.7
+    rates: float = field(default=0.0, init=False)  # sum of the learning rates since the latest exchange
 
-    def __init__(self, tau: int, alpha: float, beta: float) -> None:
-        self.tau, self.alpha, self.beta = tau, alpha, beta
-        self._rates = 0.0  # sum of the learning rates since the latest exchange
+    facts = Facts(needs_others=False)  # one replica alone can have slow momentum, too
+    state = ("slow", "rates")  # what a checkpoint holds, beside self.reference, which is x
 
-    @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        super().setup(replica, links, optimizers)  # self.reference is x from here on
-        starts, _ = replica.views(self.reference)
-        self._slow = [torch.zeros_like(start) for start in starts]  # u, in the parameters' shapes
+    def __post_init__(self) -> None:
+        if self.tau < 1 or self.alpha <= 0 or not 0 <= self.beta < 1:
+            raise ConfigurationError(f"{self}: tau must be at least 1, alpha above 0, beta at least 0 and below 1.")
 
-    @override
+    def prepare(self) -> None:
+        parameters, _ = self.replica.views(self.reference)
+        self.slow = [torch.zeros_like(x) for x in parameters]  # u
+
     def due(self, context: StepContext) -> bool:
         return context.step % self.tau == 0
 
-    @override
     def after_step(self, context: StepContext) -> None:
-        self._rates += self.optimizers()[0].param_groups[0]["lr"]
-        if self.due(context):
-            self.slow_step(context.samples_per_replica)
+        self.rates += self.optimizers[0].param_groups[0]["lr"]
+        super().after_step(context)  # meets if it is due
 
-    def slow_step(self, samples_per_replica: Sequence[int]) -> None:
-        """Take the mean of all replicas, and from there a step with momentum (collective)."""
-        self._packed = self.replica.pack(self._packed)
-        average = self.links.average(self._packed, samples_per_replica, self.reference, payload=self._rates / self.tau)
-        eta = average.payloads[0]  # of replica 0, so that all reckon with the same number
-        (starts, _), (means, _) = self.replica.views(self.reference), self.replica.views(average.mean)
-        for u, start, mean in zip(self._slow, starts, means, strict=True):
-            u.mul_(self.beta).add_(start - mean, alpha=1 / eta if eta else 0.0)
-            torch.sub(start, u, alpha=self.alpha * eta, out=mean)
+    def meet(self, context: StepContext) -> None:
+        average = self.average(context, payload=self.rates / self.tau)
+        eta = average.payloads[0]  # of replica 0, so that all take the same number
+        (parameters, _), (means, _) = self.replica.views(self.reference), self.replica.views(average.mean)
+        for u, x, m in zip(self.slow, parameters, means, strict=True):
+            u.mul_(self.beta).add_(x - m, alpha=1 / eta if eta else 0.0)
+            torch.sub(x, u, alpha=self.alpha * eta, out=m)
         self.adopt(average)  # the model takes it over, and it is the next x
-        self._rates = 0.0
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "slow": self._slow, "rates": self._rates}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._slow, self._rates = state["slow"], state["rates"]
+        self.rates = 0.0
 
 
-# -- its strategy, and its name --------------------------------------------------------------------
-class SlowMoStrategy(ReplicaStrategy):
-    """Nodes train apart and meet every tau steps; their mean moves on with momentum.
-
-    Args:
-        tau: optimizer steps from one exchange to the next.
-        alpha: slow learning rate, above 0.
-        beta: slow momentum, at least 0 and below 1; with 0 and ``alpha=1`` it is plain averaging.
-        **kwargs: as for :class:`~lightning_hetero.strategies.replica.ReplicaStrategy`.
-
-    Raises:
-        ConfigurationError: a value that cannot work.
-    """
-
-    def __init__(self, tau: int = 12, alpha: float = 1.0, beta: float = 0.7, **kwargs: Any) -> None:
-        if tau < 1 or alpha <= 0 or not 0 <= beta < 1:
-            raise ConfigurationError(
-                f"tau={tau!r}, alpha={alpha!r}, beta={beta!r}: tau must be at least 1, alpha above 0, beta in [0, 1)."
-            )
-        self.tau, self.alpha, self.beta = tau, alpha, beta
-        super().__init__(**kwargs)
-
-    @override
-    def algorithm_options(self) -> dict[str, Any]:
-        return {**super().algorithm_options(), "tau": self.tau, "alpha": self.alpha, "beta": self.beta}
-
-    @override
-    def make_averager(self) -> Averager:
-        return SlowMoAverager(self.tau, self.alpha, self.beta)
-
-
-StrategyRegistry.register("hetero_slowmo", SlowMoStrategy, description="averages with slow momentum")
+SlowMoStrategy = strategy_for(SlowMo, name="hetero_slowmo", replica="rank")
 
 
 # -- a use of it -----------------------------------------------------------------------------------
@@ -166,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     train, test = random_split(TensorDataset(images, torch.tensor(digits.target)), [0.8, 0.2])
 
-    strategy = SlowMoStrategy(tau=options.tau, beta=options.beta, ranks_per_node=1)  # each rank passes for a node
+    strategy = SlowMoStrategy(tau=options.tau, beta=options.beta)
     monitor = HeteroMonitor()
     trainer = Trainer(
         strategy=strategy,

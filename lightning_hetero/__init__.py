@@ -15,8 +15,9 @@ from lightning_hetero.registration import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
-    from lightning_hetero.errors import HeteroError
+    from lightning_hetero.errors import ConfigurationError, HeteroError
     from lightning_hetero.strategies import (
+        Averager,
         DASOStrategy,
         DiLoCoStrategy,
         EAMSGDStrategy,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         EASGDOverlapStrategy,
         EASGDRoundRobinStrategy,
         EASGDStrategy,
+        Facts,
         GossipAsyncStrategy,
         GossipPushSumStrategy,
         GossipStrategy,
@@ -32,9 +34,16 @@ if TYPE_CHECKING:
         HeteroStrategy,
         MEASGDAsyncStrategy,
         NodeAverageStrategy,
+        Outcome,
+        ReplicaStrategy,
+        Run,
+        StepContext,
+        strategy_for,
     )
 
 __all__ = [
+    "Averager",
+    "ConfigurationError",
     "DASOStrategy",
     "DiLoCoStrategy",
     "EAMSGDStrategy",
@@ -44,6 +53,7 @@ __all__ = [
     "EASGDRoundRobinStrategy",
     "EASGDStrategy",
     "EmulatedSpeed",
+    "Facts",
     "GossipAsyncStrategy",
     "GossipPushSumStrategy",
     "GossipStrategy",
@@ -53,7 +63,12 @@ __all__ = [
     "HeteroStrategy",
     "MEASGDAsyncStrategy",
     "NodeAverageStrategy",
+    "Outcome",
+    "ReplicaStrategy",
+    "Run",
+    "StepContext",
     "__version__",
+    "strategy_for",
 ]
 __version__ = "0.1.0"
 _PARTS = ("strategies", "callbacks", "errors")

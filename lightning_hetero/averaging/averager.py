@@ -1,130 +1,263 @@
-"""What an algorithm between replicas is."""
+"""What an algorithm between replicas is, what it is given, and what it reports."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.all_reduce import Average
+from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica, wide
+from lightning_hetero.comm.topology import Topology
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is always true of an algorithm.
+
+    Attributes:
+        blocking: all ranks wait for each other after a step that is :meth:`~Averager.due`.
+        lockstep: all replicas exchange after the same steps.
+        needs_others: one replica alone has nothing to average, and the averager is not asked.
+        fresh_start: what a replica continues with after its own values were left out of an average because they were
+            not finite, in words.
+        between: what is validated and saved between two exchanges, in words, if that is worth a warning when it happens
+            more often than exchanges. Then :attr:`Outcome.exchanged` must be told.
+    """
+
+    blocking: bool = True
+    lockstep: bool = True
+    needs_others: bool = True
+    fresh_start: str = "the mean of the others"
+    between: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step, or the preparation or the end of a fit, has brought about.
+
+    Attributes:
+        exchanged: this replica has completed an exchange.
+        warning: what to warn the user of.
+        info: what to tell the user, without alarm. The strategy's name will stand before it.
+    """
+
+    exchanged: bool = False
+    warning: str | None = None
+    info: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of the job and of the fit that is about to begin.
+
+    Attributes:
+        topology: where the ranks live; ``None`` in tests that have no job.
+        replicas: the ranks of each replica.
+        groups: makes process groups; ``None`` in tests that have no job.
+        interface: this rank's address in the network between the ranks.
+        skip: whether a replica that holds values that are not finite is left out, instead of raising an error.
+        length: gives the number of optimizer steps of the fit (infinite if nobody knows), and of an epoch. It sets the
+            training data up, so ask only if you need to know.
+        fast_dev_run: whether this is the Trainer's trial of a few batches.
+    """
+
+    topology: Topology | None = None
+    replicas: tuple[tuple[int, ...], ...] = ()
+    groups: Groups | None = None
+    interface: str = "127.0.0.1"
+    skip: bool = False
+    length: Callable[[], tuple[float, int]] = lambda: (math.inf, 0)
+    fast_dev_run: bool = False
 
 
 class StepContext(NamedTuple):
-    """What all ranks know alike about the step that has just been taken.
+    """What all ranks know alike about the optimizer step that has just been taken.
+
+    A step takes in all batches over which gradients accumulate.
 
     Attributes:
-        step: optimizer steps (accumulation windows) since the start of the fit, this one included.
+        step: optimizer steps since the start of the fit, this one included.
         epoch_ends: whether it was the last of its epoch.
         samples_per_replica: samples of a full batch that each replica takes by the plan in force.
+        training_loss: gives the mean training loss over the samples of all ranks since it was last asked for
+            (collective).
+        metric: gives the mean over all ranks of the latest value of a logged metric, by its name; ``None`` if it has
+            not been logged since it was last asked for (collective).
     """
 
     step: int
     epoch_ends: bool
     samples_per_replica: Sequence[int]
+    training_loss: Callable[[], float] = lambda: math.nan
+    metric: Callable[[str], float | None] = lambda name: None
 
 
 class Averager(ABC):
-    """Brings the parameters of replicas together; touches neither Lightning nor the data.
+    """Brings the parameters of replicas together. It touches neither Lightning, nor the data, nor the network.
+
+    Write one as a dataclass. Its fields are its options: check them in ``__post_init__``. Fields with ``init=False``,
+    and attributes that :meth:`prepare` makes, are its state. A new instance serves each fit.
 
     Only :meth:`before_step` and :meth:`after_step` change parameters. :meth:`consensus` and :meth:`state_dict` may wait
     for other replicas, but never mix, cancel or advance, so that validating and saving do not change the training.
 
+    Decide by what all ranks know alike: the step, the samples. A local loss or a local clock would let one rank wait
+    for an exchange that the others do not make.
+
     Attributes:
+        facts: what is always true of the algorithm.
+        state: names of the attributes that a checkpoint holds beside the reference: tensors, lists of them, builtins.
         replica: this rank's values, since :meth:`setup`.
-        links: the wires to other replicas, since :meth:`setup`.
-        optimizers: gives the optimizers, since :meth:`setup`.
+        links: the network between replicas, since :meth:`setup`.
+        run: what is known of the job and the fit, since :meth:`setup`.
         reference: the last mean that all ranks know, on the CPU, in fp32 or wider. What travels is the difference from
             it, which is small, so that rounding it on the wire is harmless.
+        pairings: where replicas exchange one to one, at the end of the fit: of each replica, the number of its
+            completed exchanges with each.
     """
 
+    facts: ClassVar[Facts] = Facts()
+    state: ClassVar[tuple[str, ...]] = ()
+    replica: Replica
+    links: ReplicaLinks
+    run: Run
     reference: list[Tensor]
-    #: Whether all ranks wait for each other when they meet.
-    blocking = True
-    #: Whether one replica alone has nothing to average.
-    needs_others = True
-    #: Whether all replicas exchange after the same steps.
-    lockstep = True
-    #: What a replica continues with after its own values were left out because they were not finite, in words.
-    fresh_start = "the mean of the others"
-    #: What to tell the user, if anything.
-    warning: str | None = None
-    #: How many exchanges this replica has completed in this fit, if what it validates depends on that.
-    meetings: int | None = None
-    #: What is validated and saved between two exchanges, in words.
-    between = ""
-    #: Where replicas exchange one to one, at the end: of each, its completed exchanges with each.
     pairings: list[list[int]] | None = None
 
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        """Learn what to average and with whom. All replicas hold the same values now.
+    # -- options -----------------------------------------------------------------------------------
+
+    def options(self) -> dict[str, Any]:
+        """The options by name, as they are compared between ranks and shown in reports."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init}  # type: ignore[arg-type]
+
+    # -- the beginning of a fit --------------------------------------------------------------------
+
+    def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
+        """What replicas exchange of a model.
+
+        Args:
+            module: the model, on its device.
+            settle: makes the ranks of the replica alike in what only one of them keeps, such as buffers.
+        """
+        return Replica(module, settle)
+
+    def setup(
+        self,
+        replica: Replica,
+        links: ReplicaLinks,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        run: Run | None = None,
+    ) -> Outcome | None:
+        """Take what the fit gives, then :meth:`prepare`. All replicas hold the same values now.
 
         Args:
             replica: this rank's values.
-            links: the wires to other replicas.
-            optimizers: gives the optimizers, whose state appears with their first step.
+            links: the network between replicas.
+            optimizers: gives the optimizers.
+            run: what is known of the job and the fit. Default: nothing.
+
+        Returns:
+            What :meth:`prepare` returns.
         """
-        self.replica, self.links, self.optimizers = replica, links, optimizers
+        self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or Run()
         self._packed = replica.pack()
         self.reference = [flat.to("cpu", wide(flat), copy=True) for flat in self._packed]
         self._spare: list[Tensor] = []
+        return self.prepare()
 
-    def before_step(self, context: StepContext) -> None:  # noqa: B027 - not all algorithms need it
-        """Before a window's first forward pass; ``context.step`` counts the steps before it."""
+    def prepare(self) -> Outcome | None:
+        """Make what the fit needs; :attr:`replica`, :attr:`links` and :attr:`reference` are there."""
+        return None
 
-    @abstractmethod
-    def after_step(self, context: StepContext) -> None:
-        """After the optimizer's step."""
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers. Their state appears with their first step."""
+        return self._optimizers()
+
+    # -- steps -------------------------------------------------------------------------------------
 
     @abstractmethod
     def due(self, context: StepContext) -> bool:
-        """Whether all replicas meet after this step; on the same steps for all."""
+        """Whether all replicas meet after this step; the same on all ranks. It changes nothing.
 
-    def meet(self, samples_per_replica: Sequence[int]) -> None:
-        """Average all replicas, which then are equal (collective)."""
-        self._spare = self.adopt(self._average(samples_per_replica))
+        Where replicas meet anyway, ranks also tell each other how fast they are.
+        """
 
-    def _average(self, samples_per_replica: Sequence[int]) -> Average:
-        """The mean of all replicas (collective), in memory that the next one will overwrite."""
+    def before_step(self, context: StepContext) -> None:  # noqa: B027 - not all algorithms need it
+        """Before the first forward pass of a step; ``context.step`` counts the steps before it."""
+
+    def after_step(self, context: StepContext) -> Outcome | None:
+        """After the optimizer's step: :meth:`meet` if that is :meth:`due`."""
+        return self.meet(context) if self.due(context) else None
+
+    def meet(self, context: StepContext) -> Outcome | None:
+        """Bring all replicas together (collective): take the mean over."""
+        self.adopt(self.average(context))
+        return None
+
+    def average(self, context: StepContext, payload: float = math.nan) -> Average:
+        """The mean of all replicas, weighted by samples (collective).
+
+        Args:
+            context: of the step.
+            payload: a number of this replica for all.
+
+        Returns:
+            The mean, in memory that the next call will overwrite unless :meth:`adopt` has made it the reference.
+        """
         self._packed = self.replica.pack(self._packed)
         self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
-        return self.links.average(self._packed, samples_per_replica, self.reference, self._spare)
+        return self.links.average(
+            self._packed, context.samples_per_replica, self.reference, self._spare, payload=payload
+        )
 
-    def adopt(self, average: Average) -> list[Tensor]:
-        """Take over the mean; returns memory that is free now."""
+    def adopt(self, average: Average) -> None:
+        """Let the model take over the mean of :meth:`average`, and let that be the new reference."""
+        self.take_over(average)
+        self._spare = self.refer_to(average)
+
+    def take_over(self, average: Average) -> None:
+        """Let the model take over a mean."""
         self.replica.unpack(average.mean)
         if not average.healthy[self.links.index]:
-            clear_broken(self.optimizers())
-        return self.refer_to(average)
+            clear_broken(self.optimizers)
 
     def refer_to(self, average: Average) -> list[Tensor]:
         """Let the mean be the new reference; returns memory that is free now: the old one."""
         free, self.reference = self.reference, average.mean
         return free
 
-    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
-        """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
-        return self._average(samples_per_replica).mean
+    # -- what others see ---------------------------------------------------------------------------
 
-    def finish(self, samples_per_replica: Sequence[int]) -> None:
-        """End of the fit: complete what is in flight and make all replicas equal (collective)."""
-        self.meet(samples_per_replica)
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
+        return self.average(context).mean
+
+    def finish(self, context: StepContext) -> Outcome | None:
+        """End of the fit: complete what is in flight and make all replicas equal (collective); here the mean."""
+        self.adopt(self.average(context))
+        return None
 
     def status(self, step: int) -> dict[str, float | str]:
         """What people may want to see of the algorithm's course, by name."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """This replica's own state; tensors and builtins only."""
-        return {"reference": self.reference}
+        """This replica's own state: the reference, and the attributes that :attr:`state` names."""
+        return {"reference": self.reference, **{name: getattr(self, name) for name in self.state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
-        self.reference = state["reference"]
+        for name in ("reference", *self.state):
+            setattr(self, name, state[name])
 
     def close(self) -> None:  # noqa: B027 - not all algorithms hold resources
         """Let go of all resources; local, idempotent, also after an error."""

@@ -3,18 +3,18 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
 from lightning_hetero.averaging.moments import clear_broken
+from lightning_hetero.checks import one_of
 from lightning_hetero.comm.all_reduce import Average, Contribution
-from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import ConfigurationError
@@ -22,6 +22,7 @@ from lightning_hetero.errors import ConfigurationError
 Order = Literal["jacobi", "gauss_seidel"]
 
 
+@dataclass
 class CenteredAverager(Averager):
     """What is validated, saved and left at the end is a center; values that take no part have their mean beside it.
 
@@ -29,23 +30,51 @@ class CenteredAverager(Averager):
 
     Args:
         tau: optimizer steps from one exchange of a replica to the next.
+        exclude: names of parameters and buffers that do not take part, such as norms or embeddings; with patterns:
+            ``"*norm*"``. Each replica keeps its own; where the center is looked at, their mean stands for them.
+        packed: ``False`` sends a message for each parameter instead of one for all; to see what that costs.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
 
     Attributes:
         reference: the center, as all know it; then, for values that stay excluded, their last mean that all know.
     """
 
-    needs_others = False
-    fresh_start = "the center"
-    between = (
-        "the mean of all replicas before the first exchange, and then the same center as at the latest exchange, so "
-        "that early stopping and the choice of a best checkpoint may go by looks at which nothing has changed"
-    )
-    meetings: int = 0
+    tau: int
+    exclude: Sequence[str] = field(default=(), kw_only=True)
+    packed: bool = field(default=True, kw_only=True)
 
-    def __init__(self, tau: int) -> None:
-        self.tau = tau
+    facts = Facts(
+        needs_others=False,
+        fresh_start="the center",
+        between=(
+            "the mean of all replicas before the first exchange, and then the same center as at the latest exchange, "
+            "so that early stopping and the choice of a best checkpoint may go by looks at which nothing has changed"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if type(self.tau) is not int or self.tau < 1:
+            raise ConfigurationError(f"tau={self.tau!r} must be a whole number of optimizer steps, at least 1.")
+        if not isinstance(self.exclude, (list, tuple)) or not all(isinstance(name, str) for name in self.exclude):
+            raise ConfigurationError(
+                f"exclude={self.exclude!r}: give a list of names, such as ['embedding.weight', '*norm*']."
+            )
+        one_of("packed", self.packed, (True, False))
+        self.exclude = tuple(self.exclude)
+
+    @override
+    def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
+        replica = Replica(module, settle, self.exclude, self.packed)
+        check_patterns(self.exclude, replica.names)
+        return replica
+
+    @override
+    def prepare(self) -> Outcome | None:
         self._distance = math.nan  # from the center, at the latest exchange
         self._moved = False  # whether a replica has met the center, in an earlier part of a resumed fit too
+        return None
 
     @property
     def known(self) -> list[Tensor]:
@@ -56,7 +85,7 @@ class CenteredAverager(Averager):
         """Let this replica, which is not finite, go on from the center."""
         self.replica.unpack(center)
         self.replica.mend(self.reference)  # what takes no part
-        clear_broken(self.optimizers())
+        clear_broken(self.optimizers)
 
     @property
     def leads(self) -> bool:
@@ -64,24 +93,26 @@ class CenteredAverager(Averager):
         return self._moved
 
     @override
-    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
+    def consensus(self, context: StepContext) -> list[Tensor]:
         if not self.leads:
-            return super().consensus(samples_per_replica)
+            return super().consensus(context)
         first = self.replica.included
         if first == len(self.reference):  # nothing stays excluded
             return self.known
         excluded = self.replica.pack()[first:]
-        return [*self.known, *self.links.average(excluded, samples_per_replica, self.reference[first:]).mean]
+        mean = self.links.average(excluded, context.samples_per_replica, self.reference[first:]).mean
+        return [*self.known, *mean]
 
     @override
-    def finish(self, samples_per_replica: Sequence[int]) -> None:
-        self.replica.unpack(self.consensus(samples_per_replica))
-        if math.isnan(self._distance):
-            left = "the center as it was" if self.leads else "the mean of all replicas"
-            self.warning = (
-                f"No replica has met the center in this fit: tau={self.tau} steps are more than there were, or alpha "
-                f"is 0. What is left is {left}. Lower tau, or train for longer."
-            )
+    def finish(self, context: StepContext) -> Outcome | None:
+        self.replica.unpack(self.consensus(context))
+        if not math.isnan(self._distance):
+            return None
+        left = "the center as it was" if self.leads else "the mean of all replicas"
+        return Outcome(
+            warning=f"No replica has met the center in this fit: tau={self.tau} steps are more than there were, or "
+            f"alpha is 0. What is left is {left}. Lower tau, or train for longer."
+        )
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
@@ -108,25 +139,25 @@ class CenterAverager(CenteredAverager):
 
     and each algorithm is a setting of ``a`` and ``Outer``. Every rank keeps the center, bitwise the same.
 
-    Args:
-        tau: optimizer steps from one exchange to the next.
+    Attributes:
         order: when ``D_i`` is taken: before the replica's own step, or after it.
         wire: number format of the differences.
         overlap: exchange in the background of the step; needs differences from before it.
     """
 
-    def __init__(self, tau: int, order: Order, wire: Wire, overlap: bool) -> None:
-        super().__init__(tau)
-        self.order, self.wire, self.overlap = order, wire, overlap
-        self._exchange: Callable[[], Average] | None = None
+    order: Order
+    wire: Wire
+    overlap: ClassVar[bool] = False
 
     @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        super().setup(replica, links, optimizers)
-        self._snapshot = [torch.empty_like(flat) for flat in self._packed[: replica.included]]
+    def prepare(self) -> Outcome | None:
+        super().prepare()
+        self._exchange: Callable[[], Average] | None = None
+        self._snapshot = [torch.empty_like(flat) for flat in self._packed[: self.replica.included]]
         self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
         if self.overlap:
-            links.prepare()
+            self.links.prepare()
+        return None
 
     @property
     def center(self) -> list[Tensor]:
@@ -140,31 +171,26 @@ class CenterAverager(CenteredAverager):
     @override
     def before_step(self, context: StepContext) -> None:
         if self.order == "jacobi" and self.due(context._replace(step=context.step + 1)):
-            self._begin(context.samples_per_replica)
+            self._begin(context)
 
     @override
-    def after_step(self, context: StepContext) -> None:
-        if self.due(context):
-            self.exchange(context.samples_per_replica)
-
-    def exchange(self, samples_per_replica: Sequence[int]) -> None:
-        """Move replica and center (collective)."""
+    def meet(self, context: StepContext) -> Outcome | None:
         if self._exchange is None:
-            self._begin(samples_per_replica)
+            self._begin(context)
         assert self._exchange is not None
         average, self._exchange = self._exchange(), None
         self._distance = average.displacement  # RMS over the replicas
         self._moved = True
-        self.meetings += 1
         own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
-        self.move(own, average)
+        warning = self.move(own, average)
         if not average.healthy[self.links.index]:
             self.begin_again(self.center)
+        return Outcome(exchanged=True, warning=warning)
 
-    def _begin(self, samples_per_replica: Sequence[int]) -> None:
+    def _begin(self, context: StepContext) -> None:
         """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
         self._snapshot = self.position(self._snapshot)
-        own = Contribution(self._snapshot, samples_per_replica, self.center, self.wire, self.payload())
+        own = Contribution(self._snapshot, context.samples_per_replica, self.center, self.wire, self.payload())
         if self.overlap:
             self._exchange = self.links.begin(own, self._mean, want="difference").result
         else:
@@ -179,12 +205,15 @@ class CenterAverager(CenteredAverager):
         return 0.0
 
     @abstractmethod
-    def move(self, own: list[Tensor], average: Average) -> None:
-        """The kernel.
+    def move(self, own: list[Tensor], average: Average) -> str | None:
+        """Move replica and center: the kernel.
 
         Args:
             own: ``D_i``: vectors like the center.
             average: with ``sum_i w_i D_i`` as its ``difference``.
+
+        Returns:
+            What to warn the user of, if anything.
         """
 
 

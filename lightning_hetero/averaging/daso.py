@@ -1,20 +1,22 @@
 """DASO: rotating, asynchronous, stale mixing of nodes at an adaptive rate."""
 
-from collections.abc import Callable, Sequence
+import math
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
 from lightning_hetero.averaging.pace import Pace
 from lightning_hetero.averaging.schedule import RateSchedule, phase
+from lightning_hetero.checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import Average, Contribution, Want
-from lightning_hetero.comm.links import Exchange, ReplicaLinks
+from lightning_hetero.comm.links import Exchange
 from lightning_hetero.comm.replica import Replica
-from lightning_hetero.comm.wire import Wire
+from lightning_hetero.comm.wire import DTYPES, Wire
+from lightning_hetero.errors import ConfigurationError
 
 Mixing = Literal["daso", "delta"]
 WANT: dict[Mixing, Want] = {"daso": "mean", "delta": "away"}  # of an exchange
@@ -34,6 +36,7 @@ class Pending(NamedTuple):
     average: Exchange | Average
 
 
+@dataclass
 class DASOAverager(Averager):
     """Nodes average at every step of the warm-up and the cool-down, and exchange in the background between.
 
@@ -44,42 +47,83 @@ class DASOAverager(Averager):
         daso:   x <- (2 S x + P mean) / (2 S + P)
         delta:  x <- x + P / (2 S + P) (mean - snapshot)
 
-    The paper's form (``daso``) takes the nodes' own steps since the snapshot partly back; the other keeps them.
+    The paper's form (``daso``) takes the nodes' own steps since the snapshot partly back; the other keeps them. B and W
+    are halved whenever the training loss stalls, and start over from the rarest exchange.
 
     Source: DASO, Coquelin et al. 2021.
 
     Args:
+        warmup: length of the warm-up: a fraction of the run (float), optimizer steps (int), or ``"4 epochs"``.
+        cooldown: length of the cool-down: a fraction, optimizer steps, or epochs, as for ``warmup``.
+        global_every: first B, in optimizer steps.
+        wait: first W, in optimizer steps; 0 is blocking; at most B. ``"auto"``: always the smallest that hides an
+            exchange as measured, at most B.
+        max_global_every: largest B.
+        patience: looks at the loss without progress that make a plateau.
+        threshold: relative fall of the loss that counts as progress.
+        schedule_every_n_steps: optimizer steps between two looks at the loss. Default: an epoch.
+        monitor: a logged metric to watch instead of the training loss; smaller is better.
+        mixing: ``"daso"``, the paper's rule, or ``"delta"``, which keeps the nodes' progress since the exchange began.
+        wire: number format of background exchanges: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+
+    Attributes:
         schedule: gives B and W.
-        total: optimizer steps of the run.
-        warmup: steps of the warm-up.
-        cooldown: steps of the cool-down.
-        mixing: the rule.
-        wire: number format of background exchanges.
     """
 
-    blocking = False
+    facts = Facts(blocking=False)
 
-    def __init__(
-        self, schedule: RateSchedule, total: int, warmup: int, cooldown: int, mixing: Mixing, wire: Wire
-    ) -> None:
-        self.schedule, self.total, self.warmup, self.cooldown = schedule, total, warmup, cooldown
-        self.mixing, self.wire = mixing, wire
+    warmup: float | int | str = 0.1
+    cooldown: float | int | str = 0.1
+    global_every: int = 4
+    wait: int | Literal["auto"] = 1
+    max_global_every: int = 8
+    patience: int = 2
+    threshold: float = 0.05
+    schedule_every_n_steps: int | None = None
+    monitor: str | None = None
+    mixing: Mixing = "daso"
+    wire: Wire = "fp32"
+    schedule: RateSchedule = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.schedule = RateSchedule(self.global_every, self.wait, self.max_global_every, self.patience, self.threshold)
+        one_of("mixing", self.mixing, ("daso", "delta"))
+        one_of("wire", self.wire, tuple(DTYPES))
+        for name in ("warmup", "cooldown"):
+            steps_of(name, getattr(self, name), 100, 10)  # raises now
+        if self.schedule_every_n_steps is not None:
+            at_least_one("schedule_every_n_steps", self.schedule_every_n_steps, ", or None")
+
+    @override
+    def prepare(self) -> Outcome | None:
+        self.links.prepare()
+        self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
         self._pending: Pending | None = None
         self._turn = 0
         self._since = 0  # steps of the cycling phase since the last exchange began
-        self._step = 0  # the latest step
         self._pace = Pace()
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
-        self._mean: list[Tensor] = []  # likewise
-
-    @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        super().setup(replica, links, optimizers)
-        links.prepare()
+        self._mean: list[Tensor] = []  # memory for the next exchange
+        self._epoch_ended = False  # with the latest step
+        if self.links.count == 1:
+            return Outcome(info="there is one node, so no global network: it trains as hetero_ddp would.")
+        total, per_epoch = self.run.length()
+        lengths = {name: steps_of(name, getattr(self, name), total, per_epoch) for name in ("warmup", "cooldown")}
+        if self.run.fast_dev_run:
+            lengths = dict.fromkeys(lengths, 0)
+        if sum(lengths.values()) > total:
+            raise ConfigurationError(
+                f"warmup and cooldown take {lengths} of {total} optimizer steps: leave some between."
+            )
+        self._phases = total, lengths["warmup"], lengths["cooldown"]
+        return None
 
     def phase(self, step: int) -> str:
         """The phase of an optimizer step."""
-        return phase(step, self.total, self.warmup, self.cooldown)
+        return phase(step, *self._phases)
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -90,20 +134,40 @@ class DASOAverager(Averager):
         return context.step - self._pending.step >= self._pending.wait
 
     @override
+    def before_step(self, context: StepContext) -> None:
+        if self._epoch_ended:  # only now is all known that the epoch has logged
+            self._epoch_ended = False
+            if self.monitor is not None and self.schedule_every_n_steps is None:
+                self._look(context)
+
+    @override
     def after_step(self, context: StepContext) -> None:
-        self._step = context.step
         self._pace.pause()
         cycling = self.phase(context.step) == "cycling"
         if self._pending is not None and (not cycling or context.step - self._pending.step >= self._pending.wait):
             self._mix(context.step)
         if not cycling:
-            self.meet(context.samples_per_replica)
+            self.adopt(self.average(context))
         else:
             self._since += 1
             # When B has just been halved, an exchange may still be under way for longer than the new B.
             if self._since >= self.schedule.every and self._pending is None:
                 self._begin(context)
         self._pace.resume()
+        self._epoch_ended, steps = context.epoch_ends, self.schedule_every_n_steps
+        by_epoch = context.epoch_ends and self.monitor is None
+        if by_epoch if steps is None else context.step % steps == 0:
+            self._look(context)
+
+    def _look(self, context: StepContext) -> None:
+        """Show the schedule the loss, or the metric to monitor, of all ranks (collective)."""
+        cycling = self.phase(context.step) == "cycling"
+        if self.monitor is None:
+            loss: float | None = context.training_loss()  # also where it does not count: the next look begins here
+        else:
+            loss = context.metric(self.monitor) if cycling else None
+        if cycling and loss is not None:
+            self.schedule.tick(loss)
 
     def _begin(self, context: StepContext) -> None:
         self._snapshot = self.replica.pack(self._snapshot)
@@ -123,9 +187,9 @@ class DASOAverager(Averager):
         self.schedule.measured(average.payloads)
         if average.healthy[self.links.index]:
             mix(self.mixing, self.replica, average, stale, self.links.count)
-            self._mean = self.refer_to(average)
         else:
-            self._mean = self.adopt(average)
+            self.take_over(average)
+        self._mean = self.refer_to(average)
 
     def _arrived(self) -> Average:
         """Wait for the wire, but do not mix."""
@@ -139,10 +203,10 @@ class DASOAverager(Averager):
         return exchange
 
     @override
-    def finish(self, samples_per_replica: Sequence[int]) -> None:
+    def finish(self, context: StepContext) -> Outcome | None:
         if self._pending is not None:
-            self._mix(self._step)
-        super().finish(samples_per_replica)
+            self._mix(context.step)
+        return super().finish(context)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
@@ -154,14 +218,14 @@ class DASOAverager(Averager):
         if self._pending is not None:
             average = self._arrived()._asdict()
             pending = {**self._pending._asdict(), "average": average}
-        counts = {"turn": self._turn, "since": self._since, "step": self._step}
+        counts = {"turn": self._turn, "since": self._since}
         return {**super().state_dict(), "schedule": self.schedule.state_dict(), **counts, "pending": pending}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
-        self._turn, self._since, self._step = state["turn"], state["since"], state["step"]
+        self._turn, self._since = state["turn"], state["since"]
         pending = state["pending"]
         self._pending = None if pending is None else Pending(**{**pending, "average": _loaded(pending["average"])})
 
@@ -188,3 +252,28 @@ def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int
         replica.approach(average.mean, part)
     else:
         replica.add(average.away, part)
+
+
+def steps_of(name: str, length: float | int | str, total: float, per_epoch: int) -> int:
+    """The length of a phase in optimizer steps.
+
+    Args:
+        name: of the option, for the message.
+        length: a part of the run (float), steps (int), or epochs (``"4 epochs"``).
+        total: steps of the run; infinite if nobody knows.
+        per_epoch: steps of an epoch.
+
+    Raises:
+        ConfigurationError: none of these, or a part of a run without a known length.
+    """
+    if isinstance(length, str):
+        number, _, unit = length.partition(" ")
+        if unit.strip() in ("epoch", "epochs") and number.isdigit():
+            return int(number) * per_epoch
+    elif isinstance(length, int) and length >= 0:
+        return length
+    elif isinstance(length, float) and 0 <= length < 1:
+        if math.isinf(total):
+            raise ConfigurationError(f"{name}={length} is a part of the run, whose length is unknown: give steps.")
+        return round(length * total)
+    raise ConfigurationError(f"{name}={length!r}: give a part of the run (0.1), optimizer steps (500) or '4 epochs'.")

@@ -1,8 +1,8 @@
 """Elastic averaging: replicas and a center pull at each other."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import StepContext
-from lightning_hetero.averaging.center import CenterAverager, Order
-from lightning_hetero.checks import is_number
+from lightning_hetero.averaging.averager import Outcome, StepContext
+from lightning_hetero.averaging.center import CenterAverager, CenteredAverager, Order
+from lightning_hetero.checks import is_number, one_of
 from lightning_hetero.comm.all_reduce import Average
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
-from lightning_hetero.comm.wire import Wire
+from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 
@@ -77,34 +75,68 @@ class Pull:
         return not (self.moving_rate or self.rho or self.beta)
 
 
-class ElasticAverager(CenterAverager):
-    """EASGD: ``x_i -= alpha D_i;  c += beta sum_i w_i D_i``, both from the old values.
+@dataclass
+class Elastic(CenteredAverager):
+    """What all forms of EASGD have in common: replicas are tied to a center by an elastic force.
 
-    Without gradients ``alpha c + beta sum_i w_i x_i`` is conserved.
+    With ``D_i = x_i - c``, weights ``w_i`` (the part of the samples that replica ``i`` takes) and p replicas::
 
-    Source: EASGD, Zhang et al. 2015, eq. 5 and 6; Sync EASGD, You et al. 2017.
+        x_i <- x_i - alpha D_i;  c <- c + beta sum_i w_i D_i
+
+    Source: EASGD, Zhang et al. 2015.
 
     Args:
-        pull: gives alpha, of the first replica for all, and beta.
-        tau: optimizer steps from one exchange to the next.
-        order: when ``D_i`` is taken: before the replica's own step, or after it.
-        wire: number format of the differences.
-        overlap: exchange in the background of the step; needs differences from before it.
+        tau: optimizer steps from one exchange of a replica to the next.
+        moving_rate: alpha; ``"auto"``: beta / p, with beta = 0.9 if it is not given.
+        rho: instead: alpha = learning rate * rho, of the first parameter group of the first optimizer, of replica 0.
+        beta: how fast the center moves. Default: p alpha.
+        order: ``"jacobi"``: differences from before the replica's own step, as in the paper; ``"gauss_seidel"``: from
+            after it.
+        wire: number format of what travels: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
+
+    Raises:
+        ConfigurationError: a value that cannot work; when training starts: an unstable one.
+
+    Attributes:
+        pull: alpha and beta.
     """
 
-    def __init__(
-        self, pull: Pull, tau: int, order: Order = "jacobi", wire: Wire = "fp32", overlap: bool = False
-    ) -> None:
-        super().__init__(tau, order, wire, overlap)
-        self.pull = pull
-        self._alpha = math.nan  # of the latest exchange
+    tau: int = 10
+    moving_rate: float | Literal["auto"] | None = None
+    rho: float | None = None
+    beta: float | None = None
+    order: Order = "jacobi"
+    wire: Wire = "fp32"
+    pull: Pull = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pull = Pull(self.moving_rate, self.rho, self.beta)
+        one_of("order", self.order, ("jacobi", "gauss_seidel"))
+        one_of("wire", self.wire, tuple(DTYPES))
 
     @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        super().setup(replica, links, optimizers)
+    def prepare(self) -> Outcome | None:
+        super().prepare()
         self._moved = self.pull.nothing  # the center never will: nothing is sent, for the mean neither
-        alpha = self.pull.alpha(optimizers(), links.count)
-        self.warning = stability(alpha, self.pull.of_center(alpha, links.count))
+        return Outcome(warning=stability(*self.strength()))
+
+    def strength(self) -> tuple[float, float]:
+        """Alpha and beta, of the step that is to come, or has just been taken."""
+        alpha = self.pull.alpha(self.optimizers, self.links.count)
+        return alpha, self.pull.of_center(alpha, self.links.count)
+
+
+@dataclass
+class ElasticAverager(Elastic, CenterAverager):
+    """EASGD: ``x_i -= alpha D_i;  c += beta sum_i w_i D_i``, both from the old values, all replicas at once.
+
+    Alpha is that of the first replica, for all. Without gradients ``alpha c + beta sum_i w_i x_i`` is conserved.
+
+    Source: EASGD, Zhang et al. 2015, eq. 5 and 6; Sync EASGD, You et al. 2017.
+    """
+
+    _alpha: float = field(default=math.nan, init=False, repr=False)  # of the latest exchange
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -112,19 +144,42 @@ class ElasticAverager(CenterAverager):
 
     @override
     def payload(self) -> float:
-        return self.pull.alpha(self.optimizers(), self.links.count)
+        return self.strength()[0]
 
     @override
-    def move(self, own: list[Tensor], average: Average) -> None:
+    def move(self, own: list[Tensor], average: Average) -> str | None:
         alpha = average.payloads[0]
         beta = self.pull.of_center(alpha, self.links.count)
-        if alpha != self._alpha:
-            self.warning, self._alpha = stability(alpha, beta) if self._alpha < alpha else None, alpha
+        warning = stability(alpha, beta) if self._alpha < alpha else None
+        self._alpha = alpha
         self.replica.add(own, -alpha)
         for c, mean in zip(self.center, average.difference, strict=True):
             c.add_(mean, alpha=beta)
+        return warning
 
 
+@dataclass
+class OverlappedElasticAverager(ElasticAverager):
+    """The same numbers as :class:`ElasticAverager`, bit for bit; exchanges pass in the background of steps.
+
+    Source: Sync EASGD3, You, Buluc and Demmel 2017.
+
+    Args:
+        order: ``"jacobi"`` only: differences from after the step are not there before it.
+    """
+
+    overlap = True
+
+    def __post_init__(self) -> None:
+        if self.order != "jacobi":
+            raise ConfigurationError(
+                f"order={self.order!r}: hetero_easgd_overlap exchanges differences from before the step while it runs; "
+                "use order='jacobi', or hetero_easgd."
+            )
+        super().__post_init__()
+
+
+@dataclass
 class EAMSGDAverager(ElasticAverager):
     """EAMSGD: ``v <- delta v - eta g(x + delta v);  x <- x + v - alpha (x - c)``.
 
@@ -132,18 +187,21 @@ class EAMSGDAverager(ElasticAverager):
     ``D_i`` is taken at ``x = y + delta eta buffer``, and ``y`` moves as ``x`` does.
 
     Source: EAMSGD, Zhang et al. 2015, section 3.2.
+
+    Raises:
+        UnsupportedError: when training starts: another optimizer.
     """
 
     @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        check_momentum(optimizers(), nesterov=True)
-        super().setup(replica, links, optimizers)
+    def prepare(self) -> Outcome | None:
+        check_momentum(self.optimizers, nesterov=True)
+        return super().prepare()
 
     @override
     @torch.no_grad()
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
         y = self._packed = self.replica.pack(self._packed)
-        pairs = [(optimizer, group) for optimizer in self.optimizers() for group in optimizer.param_groups]
+        pairs = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
         for optimizer, group in pairs:
             for p in group["params"]:
                 buffer = optimizer.state.get(p, {}).get("momentum_buffer")

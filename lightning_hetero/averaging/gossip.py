@@ -4,66 +4,92 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
 from lightning_hetero.averaging.moments import clear_broken
+from lightning_hetero.checks import at_least_one, is_number, one_of
 from lightning_hetero.comm.gossip.introduction import Endpoint, introduce
 from lightning_hetero.comm.gossip.pairing import Pairing
-from lightning_hetero.comm.gossip.peers import Peers
+from lightning_hetero.comm.gossip.peers import EXCHANGE, Peers
 from lightning_hetero.comm.gossip.pushing import Push, Pushing
 from lightning_hetero.comm.gossip.swapping import Swap
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica, finite
+from lightning_hetero.comm.replica import finite
 from lightning_hetero.comm.wire import DTYPES, Wire
-from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.errors import ConfigurationError, NotFiniteError
 
 T = TypeVar("T", Pairing, Pushing)
 log = logging.getLogger("lightning_hetero")
 
 
+@dataclass
 class GossipAverager(Averager, Generic[T]):
     """What all forms of gossip have in common: replicas wait for each other at the ends of epochs only.
 
     An exact average precedes validation and checkpoints, and ends the run.
 
     Args:
-        every: optimizer steps from one exchange to the next.
-        wire: number format; in 16 bits differences from where all began travel.
-        endpoint: where this rank can be reached.
-        skip: whether a replica that is not finite begins again where all began, instead of raising an error.
+        every_n_steps: optimizer steps from one exchange to the next.
+        wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
+            travel.
+        deadline: seconds within which a peer must answer and a message arrive; otherwise the exchange is missed,
+            counted and logged, and training goes on. At most a ninth of ``timeout`` counts, since an exchange in which
+            all goes wrong takes as long as nine messages may take.
+        seed: of what is drawn at random.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
 
     Attributes:
+        kind: ``T``, of transport, which leaders have.
         met: completed exchanges with each peer.
         missed: those that were not, by peer: late, frozen, dead, unreachable.
     """
 
-    kind: type[T]  # of transport, which leaders have
-    _transport: T | None = None
-    lockstep = False
-    fresh_start = "the values with which all have begun"
+    facts = Facts(lockstep=False, fresh_start="the values with which all have begun")
+    kind: ClassVar[Any]
 
-    def __init__(self, every: int, wire: Wire, endpoint: Endpoint, skip: bool) -> None:
-        self.every, self.wire, self._endpoint, self._skip = every, wire, endpoint, skip
-        self.met, self.missed = Counter[int](), Counter[int]()
-        self._distance = 0.0
+    every_n_steps: int = 1
+    wire: Wire = field(default="fp32", kw_only=True)
+    deadline: float = field(default=30.0, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    met: Counter[int] = field(default_factory=Counter, init=False, repr=False)
+    missed: Counter[int] = field(default_factory=Counter, init=False, repr=False)
+    _transport: T | None = field(default=None, init=False, repr=False)
+    _distance: float = field(default=0.0, init=False, repr=False)  # from the latest peer
+
+    def __post_init__(self) -> None:
+        at_least_one("every_n_steps", self.every_n_steps)
+        if not is_number(self.deadline) or self.deadline <= 0:
+            raise ConfigurationError(f"deadline={self.deadline!r} must be a number of seconds above 0.")
+        if type(self.seed) is not int:
+            raise ConfigurationError(f"seed={self.seed!r} must be a whole number.")
+        one_of("wire", self.wire, tuple(DTYPES))
+        self.deadline = float(self.deadline)
 
     @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        super().setup(replica, links, optimizers)
+    def prepare(self) -> Outcome | None:
+        topology, groups = self.run.topology, self.run.groups
+        assert topology is not None
+        assert groups is not None
+        limit = groups.timeout.total_seconds() / EXCHANGE
+        self._endpoint = Endpoint(self.run.interface, topology.places[topology.rank].host, min(self.deadline, limit))
         narrow = DTYPES[self.wire]
         like = [old if narrow is None else torch.empty(old.numel(), dtype=narrow) for old in self.reference]
         self._transport = introduce(self.kind, self._endpoint, self.links, like)
         # What this replica lays out to be sent; its leader, who sends it, does so straight into the outbox.
         own = None if self._transport is None else self._transport.outbox.vectors
         self._outgoing = own or [torch.empty_like(value) for value in like]
+        if self.links.count == 1:
+            return Outcome(info="there is one replica, so nobody to gossip with: it trains alone.")
+        return None
 
     @property
     def peers(self) -> Peers | None:
@@ -102,10 +128,10 @@ class GossipAverager(Averager, Generic[T]):
         """
         self._packed = self.replica.pack(self._packed)
         if not finite(self._packed):
-            if not self._skip:
+            if not self.run.skip:
                 raise NotFiniteError([self.links.index])
             self.replica.unpack(self.reference)
-            clear_broken(self.optimizers())
+            clear_broken(self.optimizers)
             self.links.traffic.skipped.append(self.links.index)
             self._packed = self.replica.pack(self._packed)
         return self._packed
@@ -138,9 +164,10 @@ class GossipAverager(Averager, Generic[T]):
             raise NotFiniteError([self.links.index])
 
     @override
-    def finish(self, samples_per_replica: Sequence[int]) -> None:
-        super().finish(samples_per_replica)
+    def finish(self, context: StepContext) -> Outcome | None:
+        super().finish(context)
         self.report()
+        return None
 
     def report(self) -> None:
         """Tell all who has met whom (collective)."""
@@ -153,6 +180,7 @@ class GossipAverager(Averager, Generic[T]):
         return {"peer_distance": self._distance, "missed": sum(self.missed.values()), **met}
 
 
+@dataclass
 class PushAverager(GossipAverager[Pushing]):
     """Sends to some peers in each round, and takes what has come from others."""
 
@@ -196,6 +224,7 @@ class PushAverager(GossipAverager[Pushing]):
         self.links.traffic.exposed += seconds
 
 
+@dataclass
 class PairAverager(GossipAverager[Pairing]):
     """A pair meets halfway, by weight: ``x_i += s_j / (s_i + s_j) (x_j' - x_i')``.
 
@@ -204,17 +233,18 @@ class PairAverager(GossipAverager[Pairing]):
     """
 
     kind = Pairing
-    _offered = False  # something that has not been exchanged, as far as all ranks of the replica know
+    _offered: bool = field(default=False, init=False, repr=False)  # and not exchanged, as far as the replica knows
 
     @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        super().setup(replica, links, optimizers)
+    def prepare(self) -> Outcome | None:
+        outcome = super().prepare()
         self._theirs = [torch.empty_like(own) for own in self._outgoing]  # where other ranks than the leader get it
+        return outcome
 
-    def offer(self, samples_per_replica: Sequence[int], whom: Sequence[int], turn: float) -> None:
+    def offer(self, context: StepContext, whom: Sequence[int], turn: float) -> None:
         """Offer this replica's values to some peers."""
         self.lay_out(self._outgoing)
-        self._weight, self._whom, self._offered = samples_per_replica[self.links.index], whom, True
+        self._weight, self._whom, self._offered = context.samples_per_replica[self.links.index], whom, True
         self._began = time.perf_counter()
         if self._transport is not None:
             self._transport.offer(self._weight, whom, turn)

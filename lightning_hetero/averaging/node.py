@@ -1,50 +1,59 @@
 """Periodic averaging: replicas train apart and meet every K steps (eDNNcomm)."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.averager import Averager, Outcome, StepContext
 from lightning_hetero.averaging.moments import Moments
+from lightning_hetero.checks import at_least_one
 from lightning_hetero.comm.replica import wide
 
 
+@dataclass
 class PeriodicAverager(Averager):
     """Every K steps ``x_i <- sum_j w_j x_j``, with ``w_j`` the part of the samples that replica ``j`` takes.
 
     Source: eDNNcomm, Moreno-Alvarez et al. 2023, where the replicas are nodes.
 
     Args:
-        every_n_steps: K, in optimizer steps; ``None``: at the end of each epoch, as in the paper's experiments.
-        average_optimizer_state: also average the moments (momentum, Adam's), but never the step counts.
+        every_n_steps: K, in optimizer steps. Default: once per epoch, as in the paper's experiments.
+        average_optimizer_state: also average momentum and the like, but never step counts. With it and K = 1, plain SGD
+            is exactly flat data-parallel training.
+
+    Raises:
+        ConfigurationError: ``every_n_steps`` below 1.
     """
 
-    def __init__(self, every_n_steps: int | None = None, average_optimizer_state: bool = False) -> None:
-        self.every_n_steps, self.average_optimizer_state = every_n_steps, average_optimizer_state
-        self._moments: Moments | None = None
+    every_n_steps: int | None = None
+    average_optimizer_state: bool = False
+    _moments: Moments | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps is not None:
+            at_least_one("every_n_steps", self.every_n_steps, ", or None")
 
     @override
     def due(self, context: StepContext) -> bool:
         return context.epoch_ends if self.every_n_steps is None else context.step % self.every_n_steps == 0
 
     @override
-    def after_step(self, context: StepContext) -> None:
-        if self.due(context):
-            self.meet(context.samples_per_replica)
-
-    @override
-    def meet(self, samples_per_replica: Sequence[int]) -> None:
-        super().meet(samples_per_replica)
+    def meet(self, context: StepContext) -> Outcome | None:
+        self.adopt(self.average(context))
         if self.average_optimizer_state:
             moments = self._moments_of_all()
             flats = moments.pack()
             origin = [torch.zeros_like(f, device="cpu", dtype=wide(f)) for f in flats]
-            moments.unpack(self.links.average(flats, samples_per_replica, origin).mean)
+            moments.unpack(self.links.average(flats, context.samples_per_replica, origin).mean)
+        return None
+
+    @override
+    def finish(self, context: StepContext) -> Outcome | None:
+        return self.meet(context)
 
     def _moments_of_all(self) -> Moments:
         if self._moments is None:  # at the first meeting all replicas have taken a step, and so have their state
-            optimizers = self.optimizers()
-            names = {name for found in self.links.gather(Moments.names(optimizers)) for name in found}
-            self._moments = Moments(optimizers, sorted(names))
+            names = {name for found in self.links.gather(Moments.names(self.optimizers)) for name in found}
+            self._moments = Moments(self.optimizers, sorted(names))
         return self._moments

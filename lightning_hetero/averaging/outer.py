@@ -1,23 +1,25 @@
 """An outer optimizer on the average of what replicas have done: local SGD, DiLoCo, BMUF."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.center import CenterAverager
+from lightning_hetero.checks import is_number, one_of
 from lightning_hetero.comm.all_reduce import Average
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
-from lightning_hetero.comm.wire import Wire
+from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
 
-MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
-
+@dataclass
 class OuterAverager(CenterAverager):
     """``c <- Outer(c, grad = -sum_i w_i (x_i - c));  x_i <- c``: the kernel with ``a = 1``, the pull coming last.
 
@@ -30,50 +32,89 @@ class OuterAverager(CenterAverager):
     Source: DiLoCo, Douillard et al. 2023, algorithm 1.
 
     Args:
-        outer: makes the outer optimizer, of parameters in the model's shapes.
-        tau: optimizer steps from one outer step to the next.
-        wire: number format of the differences.
+        tau: optimizer steps from one outer step to the next (H in the paper, where it is 500).
+        outer_lr: learning rate of the outer optimizer, which is SGD with Nesterov's momentum. Default: 0.7.
+        outer_momentum: its momentum. Default: 0.9.
+        outer: instead of these two: makes any other outer optimizer, given parameters.
+        wire: number format of differences: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
     """
 
-    between = "the mean of all replicas, and each such look costs as much as an exchange"
+    facts = replace(
+        CenterAverager.facts, between="the mean of all replicas, and each such look costs as much as an exchange"
+    )
+    order = "gauss_seidel"
 
-    def __init__(self, outer: MakeOptimizer, tau: int, wire: Wire = "fp32") -> None:
-        super().__init__(tau, "gauss_seidel", wire, overlap=False)
-        self._make = outer
-        self._since = 0  # steps since the latest outer step
+    tau: int = 50
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    outer: Callable[[Iterable], Optimizer] | None = None
+    wire: Wire = "fp32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("wire", self.wire, tuple(DTYPES))
+        self._make = self._outer_optimizer()
+        self._described = described(self._make, self.outer)
+
+    def _outer_optimizer(self) -> Callable[[Iterable], Optimizer]:
+        if self.outer is not None:
+            if (self.outer_lr, self.outer_momentum) != (None, None):
+                raise ConfigurationError(
+                    f"outer={self.outer!r} brings options of its own: outer_lr={self.outer_lr!r}, outer_momentum="
+                    f"{self.outer_momentum!r} would have no effect. Leave them out, or outer."
+                )
+            return self.outer
+        lr = 0.7 if self.outer_lr is None else self.outer_lr
+        momentum = 0.9 if self.outer_momentum is None else self.outer_momentum
+        if not (is_number(lr) and is_number(momentum)) or lr <= 0 or not 0 <= momentum < 1:
+            raise ConfigurationError(
+                f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
+                "below 1."
+            )
+        return partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        super().setup(replica, links, optimizers)
-        views, self._buffers = replica.views(self.center)
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "outer": self._described}
+
+    @override
+    def prepare(self) -> Outcome | None:
+        super().prepare()
+        self._since = 0  # steps since the latest outer step
+        views, self._buffers = self.replica.views(self.center)
         self._parameters = [nn.Parameter(view) for view in views]  # in the center's own memory
         if not self._parameters:
             raise ConfigurationError("exclude leaves no parameter for the outer optimizer.")
-        self.outer = self._make(self._parameters)
-        taken = {id(p) for group in self.outer.param_groups for p in group["params"]}
+        self._optimizer = self._make(self._parameters)
+        taken = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         if left := [tuple(p.shape) for p in self._parameters if id(p) not in taken]:
             raise ConfigurationError(
-                f"outer: {type(self.outer).__name__} takes {len(taken)} of {len(self._parameters)} parameters, and "
-                f"leaves others as they were at first, such as one of shape {left[0]}. Let it take them all."
+                f"outer: {type(self._optimizer).__name__} takes {len(taken)} of {len(self._parameters)} parameters, "
+                f"and leaves others as they were at first, such as one of shape {left[0]}. Let it take them all."
             )
+        return None
 
     @override
-    def after_step(self, context: StepContext) -> None:
+    def after_step(self, context: StepContext) -> Outcome | None:
         self._since += 1
-        super().after_step(context)
+        return super().after_step(context)
 
     @override
-    def move(self, own: list[Tensor], average: Average) -> None:
+    def move(self, own: list[Tensor], average: Average) -> str | None:
         for mean in average.difference:
             mean.neg_()
         gradients, steps = self.replica.views(average.difference)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
-        self.outer.step()
+        self._optimizer.step()
         for buffer, step in zip(self._buffers, steps, strict=True):
             buffer.sub_(step)
         self.replica.unpack(self.center)
         self._since = 0
+        return None
 
     @property
     @override
@@ -82,10 +123,34 @@ class OuterAverager(CenterAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "outer": self.outer.state_dict(), "since": self._since}
+        return {**super().state_dict(), "outer": self._optimizer.state_dict(), "since": self._since}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.outer.load_state_dict(state["outer"])
+        self._optimizer.load_state_dict(state["outer"])
         self._since = state["since"]
+
+
+def described(make: Callable[[Iterable], Optimizer], given: object) -> tuple[str, dict[str, Any]]:
+    """What an outer optimizer is, in builtins: its class and its defaults.
+
+    Args:
+        make: makes it, of parameters.
+        given: the option, for messages.
+
+    Raises:
+        ConfigurationError: it cannot take an outer step.
+    """
+    try:
+        made = make([nn.Parameter(torch.zeros(2, 2))])
+    except Exception as error:
+        raise ConfigurationError(f"outer={given!r} does not make an optimizer of parameters: {error}") from error
+    if not isinstance(made, Optimizer):
+        raise ConfigurationError(f"outer={given!r} made a {type(made).__name__}, not a torch.optim.Optimizer.")
+    if signature(made.step).parameters["closure"].default is Parameter.empty:
+        raise ConfigurationError(
+            f"outer={given!r}: {type(made).__name__} must evaluate the loss anew, which an outer step cannot. Use "
+            "another optimizer."
+        )
+    return type(made).__name__, made.defaults

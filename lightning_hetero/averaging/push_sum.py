@@ -1,26 +1,23 @@
 """Push-sum gossip: each gives parts of what it has away, with as large a part of its weight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.gossip import PushAverager
-from lightning_hetero.averaging.mixing import Rule, sends
-from lightning_hetero.comm.gossip.introduction import Endpoint
+from lightning_hetero.averaging.mixing import DIRECTED, Rule, rule_of, sends
 from lightning_hetero.comm.gossip.pushing import Push
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica
-from lightning_hetero.comm.wire import Wire
 
 _LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
 _MOST = 4.0  # times max(s, 1) that a step counts, for one whose weight is low though it hears from others
 
 
+@dataclass
 class PushSumAverager(PushAverager):
     """Stochastic gradient push, with weights ``s`` by samples.
 
@@ -43,30 +40,34 @@ class PushSumAverager(PushAverager):
     Source: SGP, Assran et al. 2019, algorithm 1.
 
     Args:
-        every: optimizer steps from one exchange to the next.
-        rule: who sends to whom.
-        seed: of what is drawn at random.
-        wire: number format; in 16 bits differences from the initial values travel.
-        endpoint: where this rank can be reached.
-        skip: whether a replica that is not finite begins again at the initial values, instead of raising an error.
+        every_n_steps: optimizer steps from one round to the next.
+        topology: ``"one_peer_exponential"``, ``"exponential"``, ``"ring"``, ``"random"`` or ``"hypercube"``.
+
+    Attributes:
+        rule: the topology as a function.
     """
 
-    def __init__(self, every: int, rule: Rule, seed: int, wire: Wire, endpoint: Endpoint, skip: bool) -> None:
-        super().__init__(every, wire, endpoint, skip)
-        self.rule, self.seed = rule, seed
-        self._alone = False  # nothing came in the latest round in which something should have
-        self._weight = 0.0  # w; 0 before the first round, and where no samples were taken and nothing has come yet
+    topology: str = "one_peer_exponential"
+    rule: Rule = field(init=False, repr=False)
+    # Whether nothing came in the latest round in which something should have.
+    _alone: bool = field(default=False, init=False, repr=False)
+    # w; 0 before the first round, and where no samples were taken and nothing has come yet.
+    _weight: float = field(default=0.0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rule = rule_of(self.topology, DIRECTED, "push-sum")
 
     @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        super().setup(replica, links, optimizers)
+    def prepare(self) -> Outcome | None:
         self._x = [torch.zeros_like(origin) for origin in self.reference]
+        return super().prepare()
 
     @override
     def after_step(self, context: StepContext) -> None:
-        if context.step % self.every == 0:
+        if context.step % self.every_n_steps == 0:
             self._learn(self.pack(), context.samples_per_replica)
-            turn = context.step // self.every
+            turn = context.step // self.every_n_steps
             to = sends(self.rule, range(self.links.count), turn, self.seed)
             self._give(to[self.links.index], turn)
             sources = [peer for peer, targets in to.items() if self.links.index in targets]
@@ -112,11 +113,11 @@ class PushSumAverager(PushAverager):
         self._weight += sign * weight
 
     @override
-    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
+    def consensus(self, context: StepContext) -> list[Tensor]:
         self.links.gather(None)  # nothing is on its way any more
         kept = [x.clone() for x in self._x], self._weight
         self._packed = self.replica.pack(self._packed)  # as it is: who is not finite is left out below, or an error
-        self._learn(self._packed, samples_per_replica)
+        self._learn(self._packed, context.samples_per_replica)
         for push in [] if self._transport is None else self._transport.waiting():
             self._add(push.vectors, push.weight, 1)
         weights = [weight for weight, leads in self.links.gather((self._weight, self.links.leads)) if leads]
@@ -125,9 +126,10 @@ class PushSumAverager(PushAverager):
         return mean
 
     @override
-    def finish(self, samples_per_replica: Sequence[int]) -> None:
-        self.replica.unpack(self.consensus(samples_per_replica))
+    def finish(self, context: StepContext) -> Outcome | None:
+        self.replica.unpack(self.consensus(context))
         self.report()
+        return None
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

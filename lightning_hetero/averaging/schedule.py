@@ -92,7 +92,7 @@ class RateSchedule:
         self.best, self.stalled = state["best"], state["stalled"]
 
 
-def phase(step: int, total: int, warmup: int, cooldown: int) -> Phase:
+def phase(step: int, total: float, warmup: int, cooldown: int) -> Phase:
     """The phase of optimizer step ``step`` (from 1) of ``total``."""
     if step <= warmup:
         return "warm-up"

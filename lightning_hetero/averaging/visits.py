@@ -4,21 +4,22 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import StepContext
-from lightning_hetero.averaging.center import CenteredAverager, Order
-from lightning_hetero.averaging.elastic import Pull, stability
+from lightning_hetero.averaging.averager import Outcome, StepContext
+from lightning_hetero.averaging.center import CenteredAverager
+from lightning_hetero.averaging.elastic import Elastic, check_momentum, stability
+from lightning_hetero.checks import one_of
+from lightning_hetero.comm.centers import CenterOptions, Home, layout_of, open_center
 from lightning_hetero.comm.centers.center import Center, PushPull
 from lightning_hetero.comm.centers.client import CenterClient
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.replica import Replica, finite
-from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.comm.replica import finite
+from lightning_hetero.errors import ConfigurationError, NotFiniteError
 
 
 class VisitRates:
@@ -58,7 +59,7 @@ class VisitRates:
         return [b - a for a, b in zip(first, last, strict=True)]
 
 
-class VisitingAverager(CenteredAverager):
+class VisitingAverager(Elastic):
     """Asynchronous EASGD: every tau steps of its own, a replica visits the center.
 
     Of p replicas, each with a share ``w_i`` of the samples::
@@ -71,49 +72,53 @@ class VisitingAverager(CenteredAverager):
     al. 2017. The rates are this package's.
 
     Args:
-        pull: gives alpha and beta.
-        tau: optimizer steps from one visit to the next.
-        center: where all go; not open yet.
-        order: when ``D_i`` is taken: before the replica's own step (and the visit passes in its background), or after.
-        overlap: ``False``: a visit comes before the step rather than in its background.
+        wire: number format of what visitors send and get, where the center is a thread's: ``"fp32"``, ``"bf16"`` or
+            ``"fp16"``; sums are taken in fp32.
+
+    Attributes:
+        center: where the center lives.
         debias: whether what a replica adds is divided by how often it comes.
-        skip: whether a replica that is not finite takes over the center, instead of raising an error.
-        check: of the optimizers, before all begins.
+        overlap: ``False``: a visit comes before the step rather than in its background.
+        locked: whether visits wait for each other.
+        in_turn: whether replicas are served in their order, over and over.
     """
 
-    lockstep = False
+    facts = replace(CenteredAverager.facts, lockstep=False)
+    overlap, locked, in_turn = True, True, False
+    center: Home = "auto"
+    debias: bool = False
+    _center: Center | None = None
+    _visit: Callable[[], PushPull] | None = None
 
-    def __init__(
-        self,
-        pull: Pull,
-        tau: int,
-        center: Center,
-        order: Order = "jacobi",
-        overlap: bool = True,
-        debias: bool = True,
-        skip: bool = False,
-        check: Callable[[Sequence[Optimizer]], None] = lambda _: None,
-    ) -> None:
-        super().__init__(tau)
-        self.pull, self.order, self.overlap, self.debias = pull, order, overlap, debias
-        self._center, self._skip, self._check = center, skip, check
-        self._visit: Callable[[], PushPull] | None = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("center", self.center, ("auto", "shared_memory", "thread", "mpi"))
+        one_of("debias", self.debias, (True, False))
+        if self.wire != "fp32" and self.center not in ("auto", "thread"):
+            raise ConfigurationError(
+                f"wire={self.wire!r}: a center in {self.center} has no wire. Use wire='fp32', or hetero_easgd_async "
+                "with center='thread'."
+            )
+
+    def make_center(self) -> Center:
+        """The center that all visit, not open yet (collective)."""
+        topology, groups = self.run.topology, self.run.groups
+        assert topology is not None
+        assert groups is not None
+        layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
+        options = CenterOptions(self.center, self.locked, self.in_turn, self.wire)
+        return open_center(options, topology, layout, groups, self.run.interface)
 
     @override
-    def setup(self, replica: Replica, links: ReplicaLinks, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        self._check(optimizers())
-        super().setup(replica, links, optimizers)
-        self._rates = VisitRates(links.index)
-        self._client = CenterClient(self._center, links)
+    def prepare(self) -> Outcome | None:
+        outcome = super().prepare()
+        self._center = self.make_center()
+        self._rates = VisitRates(self.links.index)
+        self._client = CenterClient(self._center, self.links)
         self._difference = [torch.empty_like(c) for c in self.known]
-        self._snapshot = self._packed[: replica.included]
+        self._snapshot = self._packed[: self.replica.included]
         self._center.open(self.known)
-        self._moved = self.pull.nothing  # the center never will: nothing is sent, for the mean neither
-        self.warning = stability(*self._strength())
-
-    def _strength(self) -> tuple[float, float]:
-        alpha = self.pull.alpha(self.optimizers(), self.links.count)
-        return alpha, self.pull.of_center(alpha, self.links.count)
+        return outcome
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -128,15 +133,14 @@ class VisitingAverager(CenteredAverager):
             self._go(context.samples_per_replica)
 
     @override
-    def after_step(self, context: StepContext) -> None:
+    def after_step(self, context: StepContext) -> Outcome | None:
         if not self._visits(context.step):
-            return
+            return None
         if self.order == "gauss_seidel":
             self._go(context.samples_per_replica)
         assert self._visit is not None
         visit, self._visit = self._visit(), None
         self._rates.saw(visit.counts)
-        self.meetings += 1
         self._distance = math.sqrt(visit.square) if visit.square >= 0 else math.nan
         if not self._healthy:
             self._take_center()
@@ -144,9 +148,10 @@ class VisitingAverager(CenteredAverager):
             self.replica.add(self._difference, -self._alpha)
         else:
             raise NotFiniteError([self.links.index])  # for the wire
+        return Outcome(exchanged=True)
 
     def _go(self, samples_per_replica: Sequence[int]) -> None:
-        self._alpha, beta = self._strength()
+        self._alpha, beta = self.strength()
         stability(self._alpha, beta)  # raises if the learning rate has made it unstable
         self._snapshot = self.replica.pack(self._snapshot)
         for difference, value in zip(self._difference, self._snapshot, strict=True):
@@ -154,7 +159,7 @@ class VisitingAverager(CenteredAverager):
         share = samples_per_replica[self.links.index] / sum(samples_per_replica)
         self._healthy = finite(self._difference)
         if not self._healthy:
-            if not self._skip:
+            if not self.run.skip:
                 raise NotFiniteError([self.links.index])
             share = 0.0
             for difference in self._difference:
@@ -173,15 +178,17 @@ class VisitingAverager(CenteredAverager):
         self.links.traffic.skipped.append(self.links.index)
 
     @override
-    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
+    def consensus(self, context: StepContext) -> list[Tensor]:
         counts = self._client.read(self.known)
         self._moved |= any(counts)
-        return super().consensus(samples_per_replica)
+        return super().consensus(context)
 
     @override
-    def finish(self, samples_per_replica: Sequence[int]) -> None:
-        super().finish(samples_per_replica)
+    def finish(self, context: StepContext) -> Outcome | None:
+        outcome = super().finish(context)
+        assert self._center is not None
         self._center.leave()
+        return outcome
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
@@ -200,4 +207,69 @@ class VisitingAverager(CenteredAverager):
 
     @override
     def close(self) -> None:
-        self._center.close()
+        if self._center is not None:
+            self._center.close()
+
+
+@dataclass
+class RoundRobinAverager(VisitingAverager):
+    """The original EASGD: replicas visit the center strictly in their order, over and over, each waiting for its turn.
+
+    Source: "Original EASGD", You, Buluc and Demmel 2017, algorithm 1.
+    """
+
+    overlap, in_turn, center = False, True, "thread"
+
+
+@dataclass
+class AsyncAverager(VisitingAverager):
+    """Asynchronous EASGD: whoever comes first is served first.
+
+    Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; You, Buluc and Demmel 2017.
+
+    Args:
+        center: where it lives: ``"shared_memory"`` of one host, a ``"thread"`` of the first replica, which serves
+            any, or a window of ``"mpi"``. ``"auto"``: shared memory if it can.
+        debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
+            fast or slow (this package's own; otherwise the center leans to the fast ones).
+
+    Raises:
+        UnsupportedError: when the ranks have met: the center cannot live there.
+    """
+
+    center: Home = field(default="auto", kw_only=True)
+    debias: bool = field(default=True, kw_only=True)
+
+
+@dataclass
+class AsyncMomentumAverager(AsyncAverager):
+    """Asynchronous EASGD with heavy-ball momentum: ``v <- mu v - eta g;  x <- x + v - alpha (x - c)``.
+
+    Source: Momentum EASGD, You, Buluc and Demmel 2017, eq. 5 and 6.
+
+    Raises:
+        UnsupportedError: when training starts: another optimizer, or the center cannot live there.
+    """
+
+    @override
+    def prepare(self) -> Outcome | None:
+        check_momentum(self.optimizers, nesterov=False)
+        return super().prepare()
+
+
+@dataclass
+class HogwildAverager(VisitingAverager):
+    """Asynchronous EASGD without a lock, in the shared memory of one node: replicas read and add as they come.
+
+    Source: Hogwild EASGD, You, Buluc and Demmel 2017.
+
+    Args:
+        debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
+            fast or slow (this package's own; otherwise the center leans to the fast ones).
+
+    Raises:
+        UnsupportedError: when the ranks have met: they live on several nodes.
+    """
+
+    locked, center = False, "shared_memory"
+    debias: bool = field(default=True, kw_only=True)

@@ -57,7 +57,7 @@ def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str 
         views,
         replicas,
         [(place.host, place.device) for place in topology.places],
-        averager is None or averager.lockstep,
+        averager is None or averager.facts.lockstep,
         options.balance == "auto",
         facts,
         strategy.pairings if isinstance(strategy, ReplicaStrategy) else None,

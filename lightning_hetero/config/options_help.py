@@ -58,7 +58,8 @@ class _Parser(LightningArgumentParser):
             name = action.dest.removeprefix(f"{key}.").split(".")[0]
             if action.dest.startswith(f"{key}.") and name not in own:
                 action.help = SUPPRESS
-        path = f"{strategy.__module__.split('.')[0]}.{strategy.__name__}"
+        module = "lightning_hetero" if strategy.__module__.startswith("lightning_hetero.") else strategy.__module__
+        path = f"{module}.{strategy.__name__}"
         self.usage = f"lightning-hetero fit -c config.yaml --{key}={path} --{key}.OPTION=VALUE ..."
         self.epilog = (
             "Not shown: what the Trainer sets, and options of PyTorch's DistributedDataParallel, such as "

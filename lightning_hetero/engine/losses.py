@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_hetero.comm.deadline import deadline
 
 
 class Losses:
@@ -39,10 +42,12 @@ class Losses:
         step = int(self._broken)
         return None if step < 0 else step
 
-    def restart(self) -> Tensor:
-        """The sum over samples and the number of samples since the last look (float64, 2 elements, on the CPU)."""
+    def mean_over_ranks(self) -> float:
+        """The mean over the samples of all ranks since the last look (collective); NaN if there were none."""
         sums, self._sums = self._sums.cpu(), torch.zeros(2, dtype=torch.float64)
-        return sums
+        with deadline("average the loss"):
+            dist.all_reduce(sums)
+        return (sums[0] / sums[1]).item()
 
     def state_dict(self) -> list[float]:
         """Builtins only."""

@@ -9,12 +9,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.averager import Averager, Outcome, Run, StepContext
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.engine.losses import Losses
 from lightning_hetero.engine.not_finite import about
-from lightning_hetero.engine.single import Outcome
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import NotFiniteError, UnsupportedError
@@ -45,29 +44,43 @@ class ReplicaEngine:
         self._context: StepContext | None = None  # of the window that ends
         self._due = False  # whether replicas meet after it
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
+        self._exchanges = 0  # that this replica has completed in this fit
         self._looked: tuple[int, int] | None = None  # at the consensus: at which step, and after how many exchanges
         self._warned = False  # that looks come more often than exchanges
 
     # -- a fit -------------------------------------------------------------------------------------
 
-    def start(self, averager: Averager, replica: Replica, optimizers: Callable[[], Sequence[Optimizer]]) -> Outcome:
-        """Begin a fit, with the same values on all ranks (collective)."""
+    def start(
+        self,
+        averager: Averager,
+        replica: Replica,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        run: Run,
+        metric: Callable[[str], float | None],
+    ) -> Outcome | None:
+        """Begin a fit, with the same values on all ranks (collective).
+
+        Args:
+            averager: a new one.
+            replica: the values that replicas exchange.
+            optimizers: gives the optimizers.
+            run: what is known of the fit.
+            metric: gives the mean over all ranks of a logged metric; see :class:`StepContext`.
+        """
         self._open = False  # an earlier fit may have ended in a window
-        self._looked, self._warned = None, False
-        self.averager = averager
-        averager.setup(replica, self.links, optimizers)
-        return self._said()
+        self._exchanges, self._looked, self._warned = 0, None, False
+        self.averager, self._metric = averager, metric
+        return averager.setup(replica, self.links, optimizers, run)
 
     def resume(self, windows: int) -> None:
         """Go on after so many optimizer steps."""
         self.windows, self._looked = windows, None
 
-    def finish(self) -> Outcome:
+    def finish(self) -> Outcome | None:
         """Make all replicas equal, at the end of a fit (collective)."""
         assert self.averager is not None
         with self._meeting():
-            self.averager.finish(self.samples_per_replica())
-        return self._said()
+            return self.averager.finish(self.context(epoch_ends=False))
 
     def close(self) -> None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
@@ -82,7 +95,7 @@ class ReplicaEngine:
     @property
     def averages(self) -> bool:
         """Whether an averager is at work."""
-        return self.averager is not None and (self.view.count > 1 or not self.averager.needs_others)
+        return self.averager is not None and (self.view.count > 1 or not self.averager.facts.needs_others)
 
     @property
     def traffic(self) -> Traffic:
@@ -97,7 +110,8 @@ class ReplicaEngine:
 
     def context(self, epoch_ends: bool) -> StepContext:
         """What all ranks know alike about the latest optimizer step."""
-        return StepContext(self.windows, epoch_ends, self.samples_per_replica())
+        samples = self.samples_per_replica()
+        return StepContext(self.windows, epoch_ends, samples, self.losses.mean_over_ranks, self._metric)
 
     # -- a window ----------------------------------------------------------------------------------
 
@@ -137,48 +151,43 @@ class ReplicaEngine:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
         self.losses.take(loss, self._share.current().samples, self.windows)
 
-    def after_window(self) -> Outcome:
+    def after_window(self) -> Outcome | None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
         assert self.averager is not None
         assert self._context is not None
         self.windows += 1
         self._open = False
         if not self.averages:
-            return Outcome()
+            return None
         # A report that has just arrived may have changed the plan, with which replicas weigh each other.
         context = self._context._replace(samples_per_replica=self.samples_per_replica())
         with self._share.timer.waiting(exchange=True), self._meeting():
-            self.averager.after_step(context)
-        if self._due and self.averager.blocking:
+            outcome = self.averager.after_step(context)
+        if self._due and self.averager.facts.blocking:
             self._share.listen()  # all are here now
-        return self._said()
-
-    def _said(self) -> Outcome:
-        assert self.averager is not None
-        outcome = Outcome(self.averager.warning)
-        self.averager.warning = None
+        self._exchanges += outcome is not None and outcome.exchanged
         return outcome
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
         """Say more about replicas that are not finite than what they tell each other; on all ranks alike."""
         assert self.averager is not None
-        skipped = len(self.traffic.skipped)
+        skipped, facts = len(self.traffic.skipped), self.averager.facts
         try:
             yield
         except NotFiniteError as error:
             mine = self.averager.replica.broken(), self.losses.broken_at
-            if self.averager.lockstep:
+            if facts.lockstep:
                 seen = self.links.gather(mine)
             else:  # nobody else knows
                 seen = [mine if rank == self.view.rank else (None, None) for rank in range(self.view.world)]
-            message = about(error.replicas, self.view.ranks, self.windows, seen, self.averager.fresh_start)
+            message = about(error.replicas, self.view.ranks, self.windows, seen, facts.fresh_start)
             raise NotFiniteError(error.replicas, message) from None
         for index in self.traffic.skipped[skipped:]:
-            warn = rank_zero_warn if self.averager.lockstep else warnings.warn
+            warn = rank_zero_warn if facts.lockstep else warnings.warn
             warn(
                 f"Replica {index} (ranks {list(self.view.ranks[index])}) was left out of the average after step "
-                f"{self.windows}: its values were not finite. It goes on with {self.averager.fresh_start}."
+                f"{self.windows}: its values were not finite. It goes on with {facts.fresh_start}."
             )
 
     # -- the consensus -----------------------------------------------------------------------------
@@ -191,7 +200,7 @@ class ReplicaEngine:
         """
         assert self.averager is not None
         with self._meeting():
-            values = self.averager.consensus(self.samples_per_replica())
+            values = self.averager.consensus(self.context(epoch_ends=False))
         if not sanity_check:
             self._note_look()
         return values
@@ -222,18 +231,18 @@ class ReplicaEngine:
     def _note_look(self) -> None:
         """Warn, once, if validation or checkpoints come more often than exchanges."""
         assert self.averager is not None
-        before, meetings = self._looked, self.averager.meetings
-        if meetings is None:
+        before, between = self._looked, self.averager.facts.between
+        if not between:
             return
-        self._looked = self.windows, meetings
+        self._looked = self.windows, self._exchanges
         if before is None or self._warned:
             return
         step, exchanges = before
-        if meetings == exchanges and self.windows > step:
+        if self._exchanges == exchanges and self.windows > step:
             self._warned = True
             rank_zero_warn(
                 f"Replicas have not met between step {step} and step {self.windows}, at which validation or a "
-                f"checkpoint looks at them again. Between exchanges it sees {self.averager.between}. Look less often "
+                f"checkpoint looks at them again. Between exchanges it sees {between}. Look less often "
                 "(check_val_every_n_epoch, val_check_interval, every_n_train_steps), or lower tau."
             )
 

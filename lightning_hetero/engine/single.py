@@ -1,18 +1,10 @@
 """What a strategy asks about replicas, and the answers where there is one replica only."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-
-class Outcome(NamedTuple):
-    """What a window has brought about beside the training itself.
-
-    Attributes:
-        warning: what to tell the user, if anything.
-    """
-
-    warning: str | None = None
+from lightning_hetero.averaging.averager import Outcome
 
 
 class Engine(Protocol):
@@ -33,7 +25,7 @@ class Engine(Protocol):
     def take_loss(self, loss: Tensor) -> None:
         """Take in the loss of a batch, the mean over its samples."""
 
-    def after_window(self) -> Outcome:
+    def after_window(self) -> Outcome | None:
         """The optimizer has stepped; after :meth:`due`."""
 
     def hold(self, sanity_check: bool) -> None:
@@ -73,9 +65,9 @@ class SingleReplica:
     def take_loss(self, loss: Tensor) -> None:
         """See :class:`Engine`."""
 
-    def after_window(self) -> Outcome:
+    def after_window(self) -> Outcome | None:
         """See :class:`Engine`."""
-        return Outcome()
+        return None
 
     def hold(self, sanity_check: bool) -> None:
         """See :class:`Engine`."""

@@ -2,6 +2,7 @@
 
 import lightning.pytorch  # noqa: F401  before any part of this package, as it triggers the registration
 
+from lightning_hetero.averaging.averager import Averager, Facts, Outcome, Run, StepContext
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
@@ -15,10 +16,12 @@ from lightning_hetero.strategies.easgd_async import (
 )
 from lightning_hetero.strategies.gossip import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.strategies.node import NodeAverageStrategy
+from lightning_hetero.strategies.of_averager import strategy_for
 from lightning_hetero.strategies.registry import register
 from lightning_hetero.strategies.replica import ReplicaStrategy
 
 __all__ = [
+    "Averager",
     "DASOStrategy",
     "DiLoCoStrategy",
     "EAMSGDStrategy",
@@ -27,6 +30,7 @@ __all__ = [
     "EASGDOverlapStrategy",
     "EASGDRoundRobinStrategy",
     "EASGDStrategy",
+    "Facts",
     "GossipAsyncStrategy",
     "GossipPushSumStrategy",
     "GossipStrategy",
@@ -34,8 +38,12 @@ __all__ = [
     "HeteroStrategy",
     "MEASGDAsyncStrategy",
     "NodeAverageStrategy",
+    "Outcome",
     "ReplicaStrategy",
+    "Run",
+    "StepContext",
     "register",
+    "strategy_for",
 ]
 
 register()

@@ -2,8 +2,6 @@
 
 from typing import Any, Literal, NamedTuple
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
@@ -17,6 +15,7 @@ from lightning_hetero.strategies.easgd_async import (
 )
 from lightning_hetero.strategies.gossip import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.strategies.node import NodeAverageStrategy
+from lightning_hetero.strategies.of_averager import register_name
 
 
 class Entry(NamedTuple):
@@ -172,14 +171,4 @@ ENTRIES = (
 def register() -> None:
     """Make the strategy strings known to Lightning; importing ``lightning_hetero.strategies`` does it."""
     for entry in ENTRIES:
-        entry.strategy.saved_as = entry.name
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            for unused in (None, True, False):
-                StrategyRegistry.register(
-                    entry.name + suffix + ("" if unused is None else f"_find_unused_parameters_{unused}".lower()),
-                    entry.strategy,
-                    description=f"{entry.what} ({start_method})",
-                    start_method=start_method,
-                    **entry.options,
-                    **({} if unused is None else {"find_unused_parameters": unused}),
-                )
+        register_name(entry.name, entry.strategy, entry.what, **entry.options)

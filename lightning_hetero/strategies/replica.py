@@ -1,8 +1,9 @@
 """Strategies with replicas that train apart, and are brought together by an averager."""
 
-from abc import abstractmethod
+import math
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -13,20 +14,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import WrappingCheckpointIO
-from lightning_hetero.averaging.averager import Averager
+from lightning_hetero.averaging.averager import Averager, Run
 from lightning_hetero.checks import one_of
+from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
-from lightning_hetero.comm.replica import Replica, flatten, unflatten
-from lightning_hetero.comm.topology import Topology
+from lightning_hetero.comm.replica import flatten, unflatten
+from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.engine import shards
 from lightning_hetero.engine.checkpoint import Identity, add_replicas
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.metrics import LoggedMetrics
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.replica_guards import averages_again, complex_parameters, unfreezing, unsupported
 from lightning_hetero.strategies.training import apply
@@ -43,6 +46,8 @@ class ReplicaStrategy(HeteroStrategy):
     at the end of a fit is the consensus of all replicas.
 
     Args:
+        replica: what trains apart from the others: each ``"rank"``, or each ``"node"``, whose ranks then average
+            gradients at every step.
         on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
             rank before they spread; ``"skip"`` leaves the replica out and lets it go on with the mean of the others,
             or the center where there is one, or under gossip the values with which all began.
@@ -53,25 +58,40 @@ class ReplicaStrategy(HeteroStrategy):
     """
 
     engine: ReplicaEngine
-    of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_source")
+    of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source")
     _source = saving.Source()  # the checkpoint from which the fit goes on
+    algorithm: Averager | None = None  # with the options that were given; each fit has a new one like it
 
-    def __init__(self, on_nan: Literal["error", "skip"] = "error", **kwargs: Any) -> None:
+    def __init__(
+        self, replica: ReplicaKind = "node", on_nan: Literal["error", "skip"] = "error", **kwargs: Any
+    ) -> None:
+        one_of("replica", replica, ("rank", "node"))
         one_of("on_nan", on_nan, ("error", "skip"))
         averages_again(kwargs)
+        self.replica = replica
         super().__init__(on_nan=on_nan, **kwargs)
 
-    @abstractmethod
     def make_averager(self) -> Averager:
-        """The algorithm between replicas, of this strategy's options."""
+        """The algorithm between replicas, for a fit that begins: a new one, of this strategy's options.
+
+        Raises:
+            ConfigurationError: the class has no averager.
+        """
+        if self.algorithm is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no averager. Make its class with "
+                "lightning_hetero.strategy_for(averager, name)."
+            )
+        return replace(self.algorithm)  # type: ignore[type-var]
+
+    @override
+    def algorithm_options(self) -> dict[str, Any]:
+        own = {} if self.algorithm is None else self.algorithm.options()
+        return {**super().algorithm_options(), "replica": self.replica, **own}
 
     @override
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        return topology.nodes
-
-    def make_replica(self, module: torch.nn.Module) -> Replica:
-        """What replicas exchange."""
-        return Replica(module, self.settle)
+        return topology.replicas(self.replica)
 
     def settle(self) -> None:
         """Make the ranks of the replica alike: between two forward passes they hold different buffers (collective)."""
@@ -120,10 +140,39 @@ class ReplicaStrategy(HeteroStrategy):
             assert self.lightning_module is not None
             raise_on_all(complex_parameters(self.lightning_module), "the model")
             share_values(self.lightning_module)
-            averager, replica = self.make_averager(), self.make_replica(self.lightning_module)
-            apply(self.engine.start(averager, replica, lambda: self.optimizers))
+            averager, self._metrics = self.make_averager(), LoggedMetrics(trainer)
+            replica = averager.make_replica(self.lightning_module, self.settle)
+            metric = self._metrics.mean_over_ranks
+            outcome = self.engine.start(averager, replica, lambda: self.optimizers, self._run(), metric)
+            apply(outcome, type(self).__name__)
             if self.engine.averages:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
+
+    def _run(self) -> Run:
+        """What the averager may want to know of the job and the fit."""
+        assert self.job is not None
+        assert self.cluster_environment is not None
+        return Run(
+            self.job.view.topology,
+            self.job.view.ranks,
+            self.job.groups,
+            interface_towards(self.cluster_environment.main_address),
+            self.on_nan == "skip",
+            self._length,
+            bool(getattr(self.trainer, "fast_dev_run", False)),
+        )
+
+    def _length(self) -> tuple[float, int]:
+        trainer = self.trainer
+        total = trainer.estimated_stepping_batches
+        if math.isinf(trainer.num_training_batches):  # it has not asked for the data yet
+            trainer.fit_loop.setup_data()
+        return total, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._metrics.begin()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -138,7 +187,7 @@ class ReplicaStrategy(HeteroStrategy):
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.engine.averages:
-            apply(self.engine.finish())
+            apply(self.engine.finish(), type(self).__name__)
             assert self.lightning_module is not None
             share_values(self.lightning_module)  # also what does not travel
 

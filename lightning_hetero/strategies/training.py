@@ -4,16 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero import _lightning
+from lightning_hetero.averaging.averager import Outcome
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.engine.collectives import Collectives
 from lightning_hetero.engine.finite import FiniteSteps, StepLeftOutError
 from lightning_hetero.engine.padding import no_gradients
-from lightning_hetero.engine.single import Engine, Outcome
+from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies.logged import counting, counting_nothing
 
@@ -118,13 +119,20 @@ class TrainingStep:
     def window_ended(self, trainer: "pl.Trainer") -> None:
         """An optimizer has stepped (with manual optimization, however often); replicas may meet."""
         self.batch_ended(trainer, window=True)
-        apply(self._engine.after_window())
+        apply(self._engine.after_window(), type(trainer.strategy).__name__)
 
 
-def apply(outcome: Outcome) -> None:
-    """Act on what a step has brought about."""
-    if outcome.warning is not None:
+def apply(outcome: Outcome | None, strategy: str) -> None:
+    """Tell the user what a step has brought about.
+
+    Args:
+        outcome: of the step, if any.
+        strategy: its name.
+    """
+    if outcome is not None and outcome.warning is not None:
         rank_zero_warn(outcome.warning)
+    if outcome is not None and outcome.info is not None:
+        rank_zero_info(f"{strategy}: {outcome.info}")
 
 
 def explain_unused(exception: BaseException, strategy: str) -> None:

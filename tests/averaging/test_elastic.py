@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ def train(
         module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
         with torch.no_grad():
             module.weight.fill_(center)
-        averager = kind(pull, tau, order)
+        averager = kind(tau, order=order, **asdict(pull))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         averager.setup(Replica(module), TableLinks(table, index), lambda: [optimizer])  # type: ignore[arg-type]
         path = []

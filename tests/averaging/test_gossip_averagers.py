@@ -6,29 +6,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.averaging.averager import StepContext
-from lightning_hetero.averaging.directed import DirectedAverager
+from lightning_hetero.averaging.averager import Run, StepContext
+from lightning_hetero.averaging.first_come import FirstComeAverager
 from lightning_hetero.averaging.gossip import GossipAverager
-from lightning_hetero.averaging.mixing import one_peer_exponential, random_matching
-from lightning_hetero.averaging.pairwise import FirstComeAverager, MatchedAverager
 from lightning_hetero.averaging.push_sum import PushSumAverager
-from lightning_hetero.comm.gossip.introduction import Endpoint
+from lightning_hetero.averaging.rounds import DirectedAverager, MatchedAverager
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import NotFiniteError
-
-HERE = Endpoint("127.0.0.1", "here", 1.0)
 
 
 def push_sum(module: nn.Module) -> PushSumAverager:
     """The first of two replicas, of which nobody else is there."""
-    found = PushSumAverager(1, one_peer_exponential, 0, "fp32", HERE, skip=False)
+    found = PushSumAverager()
     alone(found, module)
     found._x = [torch.zeros_like(value) for value in found._packed]
     return found
 
 
-def alone(found: GossipAverager, module: nn.Module) -> None:
-    found.links = SimpleNamespace(index=0, count=2)
+def alone(found: GossipAverager, module: nn.Module, skip: bool = False) -> None:
+    found.links, found.run = SimpleNamespace(index=0, count=2), Run(skip=skip)
     found.replica = Replica(module)
     found._packed = found.replica.pack()
     found.reference = [torch.zeros_like(value) for value in found._packed]
@@ -65,20 +61,20 @@ def test_no_samples() -> None:
 
 
 def test_one_that_could_not_be_set_up_can_be_closed() -> None:
-    MatchedAverager(1, random_matching, 0, False, "fp32", HERE, False).close()
-    PushSumAverager(1, one_peer_exponential, 0, "fp32", HERE, False).close()
+    MatchedAverager().close()
+    PushSumAverager().close()
 
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("form", ["matched", "first_come", "push", "push_sum"])
 def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> None:
     module = nn.Linear(2, 1, bias=False)
-    matched = MatchedAverager(1, random_matching, 0, False, "fp16", HERE, skip)
-    first_come = FirstComeAverager(1, "fp16", HERE, skip)
-    push = DirectedAverager(1, one_peer_exponential, False, 0, "fp16", HERE, skip)
-    summed = PushSumAverager(1, one_peer_exponential, 0, "fp16", HERE, skip)
+    matched = MatchedAverager(overlap=False, wire="fp16")
+    first_come = FirstComeAverager(wire="fp16")
+    push = DirectedAverager(topology="one_peer_exponential", exchange="push", wire="fp16")
+    summed = PushSumAverager(wire="fp16")
     one = {"matched": matched, "first_come": first_come, "push": push, "push_sum": summed}[form]
-    alone(one, module)
+    alone(one, module, skip)
     laid_out: list[Tensor] = [torch.empty(2, dtype=torch.float16)]
     one._outgoing = laid_out
     one._x = [torch.zeros(2)]

@@ -30,14 +30,18 @@ SYNC: list[tuple[Any, dict[str, Any]]] = [
 # -- conservation --------------------------------------------------------------------------------------------
 
 
-class OwnAlpha(EASGDStrategy):
+class OwnAlphaAverager(ElasticAverager):
     """The mutant: alpha in proportion to the weight."""
 
-    class kind(ElasticAverager):  # noqa: N801
-        def move(self, own: Any, average: Any) -> None:
-            weights = SHARES[self.links.count]
-            self.replica.add(own, -0.7 * weights[self.links.index] / sum(weights))
-            self.center[0].add_(average.difference[0], alpha=0.7)
+    def move(self, own: Any, average: Any) -> None:
+        weights = SHARES[self.links.count]
+        self.replica.add(own, -0.7 * weights[self.links.index] / sum(weights))
+        self.center[0].add_(average.difference[0], alpha=0.7)
+
+
+class OwnAlpha(EASGDStrategy):
+    def make_averager(self) -> Any:
+        return OwnAlphaAverager(**self.algorithm.options())
 
 
 def test_without_gradients_a_sum_is_conserved() -> None:

@@ -26,9 +26,15 @@ def noting(kind: Any) -> Any:
 
         def make_averager(self) -> Any:
             averager = super().make_averager()
-            center, self.served = averager._center, []
-            receive = center._receive
-            center._receive = lambda index, *args: self.served.append(index) or receive(index, *args)
+            make, self.served = averager.make_center, []
+
+            def watched() -> Any:
+                center = make()
+                receive = center._receive
+                center._receive = lambda index, *args: self.served.append(index) or receive(index, *args)
+                return center
+
+            averager.make_center = watched
             return averager
 
     return Noting

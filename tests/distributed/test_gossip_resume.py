@@ -101,9 +101,9 @@ class Gap(GossipAsyncStrategy):
         averager = super().make_averager()
         state, consensus = averager.state_dict, averager.consensus
 
-        def hold(samples_per_replica: Any) -> Any:
+        def hold(context: Any) -> Any:
             averager._transport.resume = lambda: None
-            mean = consensus(samples_per_replica)
+            mean = consensus(context)
             del averager._transport.resume
             return mean
 

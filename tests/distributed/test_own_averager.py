@@ -104,5 +104,19 @@ def test_the_example_learns_and_ends_with_equal_replicas(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("wrong", [{"tau": 0}, {"alpha": 0.0}, {"beta": 1.0}])
 def test_what_cannot_work_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigurationError, match="tau must be at least 1"):
+    with pytest.raises(ConfigurationError, match=r"SlowMo\(tau=.*tau must be at least 1"):
         SlowMoStrategy(**wrong)
+
+
+def test_the_algorithm_and_its_strategy_take_45_lines() -> None:
+    """Of code: no docstrings, comments or blank lines. No private name of the package, and only its top level."""
+    source = Path(own_averager.__file__).read_text()
+    part = source.split("# -- the algorithm")[1].split("# -- a use of it")[0]
+    part = re.sub(r'^    """.*?"""$', "", part, flags=re.MULTILINE | re.DOTALL)
+    code = [line for line in part.splitlines()[1:] if line.strip() and not line.strip().startswith("#")]
+    assert code[0] == "@dataclass"
+    assert code[-1].startswith("SlowMoStrategy = strategy_for(")
+    assert 20 < len(code) <= 45
+    assert not re.search(r"\.(?!__post_init__)_\w", part)
+    imports = re.findall(r"^(?:from|import) (lightning_hetero[\w.]*)", source, re.MULTILINE)
+    assert imports == ["lightning_hetero"]

@@ -1,75 +1,30 @@
-"""Gossip in pairs: in rounds that all derive alike, or first come, first paired."""
+"""Gossip in pairs, first come, first paired."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.gossip import PairAverager
-from lightning_hetero.averaging.mixing import Rule, sends
-from lightning_hetero.comm.gossip.introduction import Endpoint
 from lightning_hetero.comm.gossip.peer_selector import ANY
-from lightning_hetero.comm.wire import Wire
 
 
-class MatchedAverager(PairAverager):
-    """Who meets whom in a round, all derive from the same list of members.
-
-    Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
-
-    Args:
-        every: optimizer steps from one round to the next.
-        rule: who meets whom.
-        seed: of what is drawn at random.
-        overlap: exchange what there is before a step in the background of it, rather than after it.
-        wire: number format.
-        endpoint: where this rank can be reached.
-        skip: whether a replica that is not finite begins again, instead of raising an error.
-    """
-
-    def __init__(
-        self, every: int, rule: Rule, seed: int, overlap: bool, wire: Wire, endpoint: Endpoint, skip: bool
-    ) -> None:
-        super().__init__(every, wire, endpoint, skip)
-        self.rule, self.seed, self.overlap = rule, seed, overlap
-
-    @override
-    def before_step(self, context: StepContext) -> None:
-        if self.overlap and (context.step + 1) % self.every == 0:
-            self._meet((context.step + 1) // self.every, context.samples_per_replica)
-
-    @override
-    def after_step(self, context: StepContext) -> None:
-        if context.step % self.every:
-            return
-        if not self.overlap:
-            self._meet(context.step // self.every, context.samples_per_replica)
-        if self._offered:
-            self._offered = False
-            if not self.take(self._endpoint.deadline):
-                self.miss(self._whom[0])
-
-    def _meet(self, turn: int, samples_per_replica: Sequence[int]) -> None:
-        if whom := sends(self.rule, range(self.links.count), turn, self.seed)[self.links.index]:
-            self.offer(samples_per_replica, whom, turn)
-
-
+@dataclass
 class FirstComeAverager(PairAverager):
     """Whoever offers is paired with whoever else does; nobody waits, and training goes on meanwhile.
 
     Source: AD-PSGD, Lian et al. 2018, but with both sides choosing.
 
     Args:
-        every: at least so many optimizer steps lie between two offers.
-        wire: number format.
-        endpoint: where this rank can be reached.
-        skip: whether a replica that is not finite begins again, instead of raising an error.
+        every_n_steps: at least so many optimizer steps lie between two offers.
     """
 
-    _late: tuple[list[Tensor], float] | None = None  # what an exchange has brought that is yet to be added
+    # What an exchange has brought that is yet to be added, and the part of the way to go.
+    _late: tuple[list[Tensor], float] | None = field(default=None, init=False, repr=False)
 
     @override
     def after_step(self, context: StepContext) -> None:
@@ -78,9 +33,9 @@ class FirstComeAverager(PairAverager):
             self._late = None
         if self._offered:
             self._offered = not self.take(0.0, withdraw=False)
-        if not self._offered and context.step % self.every == 0:
+        if not self._offered and context.step % self.every_n_steps == 0:
             others = [peer for peer in range(self.links.count) if peer != self.links.index]
-            self.offer(context.samples_per_replica, others, ANY)
+            self.offer(context, others, ANY)
         if self._transport is not None:
             for peer, count in self._transport.misses.items():
                 while self.missed[peer] < count:
@@ -106,21 +61,21 @@ class FirstComeAverager(PairAverager):
         return None if swap is None else self.difference(swap)
 
     @override
-    def consensus(self, samples_per_replica: Sequence[int]) -> list[Tensor]:
+    def consensus(self, context: StepContext) -> list[Tensor]:
         with self._quiet():
             self._packed = self.replica.pack(self._packed)
             if (late := self._brought()) is not None:
                 for value, difference in zip(self._packed, late[0], strict=True):
                     value.add_(difference.to(value.device, value.dtype), alpha=late[1])
-            return self.links.average(self._packed, samples_per_replica, self.reference).mean
+            return self.links.average(self._packed, context.samples_per_replica, self.reference).mean
 
     @override
-    def finish(self, samples_per_replica: Sequence[int]) -> None:
+    def finish(self, context: StepContext) -> Outcome | None:
         if self._offered:
             self.take(0.0)
             self._offered = False
         self.links.gather(None)  # nobody has anything on offer any more
-        super().finish(samples_per_replica)
+        return super().finish(context)
 
     @override
     def state_dict(self) -> dict[str, Any]:

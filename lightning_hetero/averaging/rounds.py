@@ -1,0 +1,97 @@
+"""Gossip in rounds: all replicas know alike who exchanges with whom in each."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from typing_extensions import override
+
+from lightning_hetero.averaging.averager import StepContext
+from lightning_hetero.averaging.gossip import GossipAverager, PairAverager, PushAverager
+from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, Rule, rule_of, sends
+from lightning_hetero.checks import one_of
+
+
+@dataclass
+class Rounds(GossipAverager):
+    """The options of gossip in rounds.
+
+    Args:
+        every_n_steps: optimizer steps from one round to the next.
+        topology: for ``"pairwise"``: ``"random"`` (a matching drawn anew in each round), ``"ring"`` or ``"hypercube"``;
+            for ``"push"`` and ``"pull"`` also ``"one_peer_exponential"`` and ``"exponential"``. Any number of replicas
+            will do.
+        exchange: ``"pairwise"``, ``"push"`` or ``"pull"``.
+        overlap: a pair exchanges in the background of a step what it had before it; ``False``: after the step.
+
+    Attributes:
+        rule: the topology as a function.
+    """
+
+    topology: str = "random"
+    exchange: Literal["pairwise", "push", "pull"] = "pairwise"
+    overlap: bool = True
+    rule: Rule = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("exchange", self.exchange, ("pairwise", "push", "pull"))
+        known = MATCHINGS if self.exchange == "pairwise" else DIRECTED
+        self.rule = rule_of(self.topology, known, f"exchange={self.exchange!r}")
+        one_of("overlap", self.overlap, (True, False))
+
+
+@dataclass
+class MatchedAverager(Rounds, PairAverager):
+    """Pairs meet in rounds, and halfway. Who meets whom in a round, all derive from the same list of members.
+
+    Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
+    """
+
+    @override
+    def before_step(self, context: StepContext) -> None:
+        if self.overlap and (context.step + 1) % self.every_n_steps == 0:
+            self._offer((context.step + 1) // self.every_n_steps, context)
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if context.step % self.every_n_steps:
+            return
+        if not self.overlap:
+            self._offer(context.step // self.every_n_steps, context)
+        if self._offered:
+            self._offered = False
+            if not self.take(self._endpoint.deadline):
+                self.miss(self._whom[0])
+
+    def _offer(self, turn: int, context: StepContext) -> None:
+        if whom := sends(self.rule, range(self.links.count), turn, self.seed)[self.links.index]:
+            self.offer(context, whom, turn)
+
+
+@dataclass
+class DirectedAverager(Rounds, PushAverager):
+    """One way: ``x_i += sum_j (x_j - x_i) / (d + 1)`` over the ``d`` peers from which something has come in a round.
+
+    With ``exchange="pull"`` the other way round: to whom would be sent, sends. The sum of all is kept if nothing is
+    lost, since everyone sends as much as it gets; unlike push-sum it knows no weights and does not make good what was
+    lost.
+
+    Source: GossipGraD, Daily et al. 2018.
+    """
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if context.step % self.every_n_steps:
+            return
+        turn, me = context.step // self.every_n_steps, self.links.index
+        to = sends(self.rule, range(self.links.count), turn, self.seed)
+        targets, sources = to[me], tuple(peer for peer, others in to.items() if me in others)
+        if self.exchange == "pull":
+            targets, sources = sources, targets
+        self.lay_out(self._outgoing)
+        for peer in targets:
+            self.send(peer, turn, 1.0)
+        with self.receiving(turn, sources) as pushes:
+            fresh = [push for push in pushes if push.round_number >= turn]  # others' values have long moved on
+            for push in fresh:
+                self.replica.add(self.apart(push.vectors, self._outgoing), 1 / (len(fresh) + 1))

@@ -1,0 +1,61 @@
+"""What the LightningModule logs, for algorithms that go by it."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class LoggedMetrics:
+    """The logged metrics of a fit, as means over all ranks.
+
+    Args:
+        trainer: of the fit.
+    """
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        self._trainer = trainer
+        self._seen: dict[str, Tensor | None] = {}  # the value at the last look
+        self.begin()
+
+    def begin(self) -> None:
+        """Training begins, at the epoch at which the Trainer stands."""
+        self._first_epoch = self._trainer.current_epoch
+
+    def mean_over_ranks(self, name: str) -> float | None:
+        """The mean over all ranks of a metric's latest value (collective).
+
+        Args:
+            name: under which it is logged.
+
+        Returns:
+            The mean; or ``None`` if it has not been logged since the last look, or there was no occasion yet.
+
+        Raises:
+            ConfigurationError: it is NaN, or has not been logged by all ranks.
+        """
+        value = self._trainer.callback_metrics.get(name)
+        epochs = self._trainer.current_epoch - self._first_epoch
+        occasions = epochs // (self._trainer.check_val_every_n_epoch or 1)
+        if value is self._seen.get(name) and (value is not None or occasions == 0):
+            return None
+        self._seen[name] = value
+        total = torch.tensor([math.nan if value is None else float(value), 1.0], dtype=torch.float64)
+        with deadline(f"average the metric {name!r}"):
+            dist.all_reduce(total)
+        mean = (total[0] / total[1]).item()
+        if math.isnan(mean):
+            raise ConfigurationError(
+                f"monitor={name!r} is NaN, or has not been logged by all ranks; this one has logged "
+                f"{sorted(self._trainer.callback_metrics)}. Log it with self.log, or watch the training loss with "
+                "monitor=None."
+            )
+        return mean
