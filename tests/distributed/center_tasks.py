@@ -66,7 +66,7 @@ class Recorder(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.weights.append(parameters(pl_module))
         center = getattr(trainer.strategy.averager, "center", None)
-        if isinstance(center, list):  # else where it lives
+        if center and isinstance(center, list):  # else where it lives
             self.centers.append(torch.cat([part.double() for part in center]))
 
 
