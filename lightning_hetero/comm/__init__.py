@@ -1,1 +1,1 @@
-"""How bytes move between ranks: topology, agreement, averages over replicas, parameter centers, gossip."""
+"""Communication between ranks: topology, checks of agreement, averages over replicas, parameter centers, gossip."""

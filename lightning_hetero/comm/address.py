@@ -1,10 +1,14 @@
-"""This machine's address on the job's network."""
+"""Finds the address of this machine on the network of the job."""
 
 import socket
 
 
 def interface_towards(address: str) -> str:
-    """This machine's own address on the network over which another is reached; asks the kernel, sends nothing."""
+    """The address from which this machine reaches another one. Asks the kernel, and sends nothing.
+
+    Args:
+        address: of the other machine, by name or number.
+    """
     family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

@@ -1,4 +1,4 @@
-"""Checks that the ranks of a job agree before they train together."""
+"""Checks that all ranks of a job have the same values, and raises errors on all of them together."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,7 +13,16 @@ _MISSING = "(missing)"
 
 
 def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """One value per rank, in the order of ranks (collective)."""
+    """One value per rank, in the order of ranks (collective).
+
+    Args:
+        value: this rank's; anything that can be pickled.
+        what: completes "rank 1 of 4 could not gather ..." in an error.
+        group: the ranks. Default: all.
+
+    Raises:
+        CommunicationError: another rank did not take part in time.
+    """
     values: list[Any] = [None] * dist.get_world_size(group)
     with deadline(f"gather {what}"):
         dist.all_gather_object(values, value, group=group)
@@ -21,15 +30,16 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
 
 
 def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Check that every rank holds the same named values (collective).
+    """Check that every rank has the same named values (collective).
 
     Args:
-        what: names the values in the error.
-        values: picklable, with a ``repr`` that tells them apart.
-        group: the ranks; default: all.
+        what: describes the values in the error.
+        values: can be pickled, and differ in their ``repr`` if they differ.
+        group: the ranks. Default: all.
 
     Raises:
-        DisagreementError: on every rank alike, with the names and each rank's value.
+        DisagreementError: on every rank, with the names and each rank's value.
+        CommunicationError: another rank did not take part in time.
     """
     digest = repr(sorted(values.items(), key=lambda item: item[0]))
     if len(set(gather(hash_of(digest), what, group))) == 1:
@@ -51,11 +61,17 @@ def hash_of(text: str) -> str:
 
 
 def raise_on_all(problem: HeteroError | None, what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank if any rank has a problem (collective); a rank's own error is raised as it is.
+    """Raise an error on every rank if any rank has a problem (collective).
+
+    Args:
+        problem: of this rank, if it has one.
+        what: describes what the ranks were about to do, in the error of the other ranks.
+        group: the ranks. Default: all.
 
     Raises:
-        HeteroError: this rank's problem.
-        DisagreementError: another rank's problem, with its rank.
+        HeteroError: this rank's own problem.
+        DisagreementError: the problem of another rank, with its number.
+        CommunicationError: another rank did not take part in time.
     """
     problems = gather(None if problem is None else str(problem), what, group)
     if problem is not None:

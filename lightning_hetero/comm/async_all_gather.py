@@ -1,4 +1,4 @@
-"""A small asynchronous all-gather that lets ranks act on the same numbers at the same step."""
+"""A small all-gather in the background, after which all ranks act on the same numbers at the same step."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ class AsyncAllGather:
     """Gathers one row of numbers from each rank in the background.
 
     Args:
-        group: a process group of its own, on CPU tensors: work of one group runs in order.
+        group: a process group for CPU tensors that nothing else uses, since collectives of one group run in order.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -26,14 +26,18 @@ class AsyncAllGather:
         return bool(self._rows)
 
     def launch(self, row: Sequence[float]) -> None:
-        """Send this rank's row, float64. All ranks launch at the same step."""
+        """Begin to gather. All ranks launch at the same step.
+
+        Args:
+            row: this rank's numbers, sent as float64.
+        """
         mine = torch.tensor(row, dtype=torch.float64)
         self._rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         with deadline("send its row to all ranks"):
             self._work = dist.all_gather(self._rows, mine, group=self._group, async_op=True)
 
     def collect(self) -> list[list[float]]:
-        """The rows of all ranks, in order. Waits for the slowest rank to have launched."""
+        """The rows of all ranks, in their order. Waits until all ranks have launched."""
         with deadline("receive the rows of all ranks"):
             if self._work is not None:
                 self._work.wait()

@@ -1,4 +1,4 @@
-"""Turns a broken or overdue collective into an error that says who waited for what, and which rank failed first."""
+"""Turns a collective that broke or took too long into an error that says what failed, and which rank failed first."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,19 +8,19 @@ import torch.distributed as dist
 from lightning_hetero.comm import failures
 from lightning_hetero.errors import CommunicationError
 
-_SOON = 5.0  # seconds within which all ranks hear of one that has ended; of one that is late there may be no news
+_SOON = 5.0  # seconds to wait for news of a rank that has ended; of a rank that is only late there may be none
 _LATE = 1.0
 
 
 @contextmanager
 def deadline(what: str) -> Iterator[None]:
-    """Run collectives, perhaps among other things; their process group carries the time limit.
+    """Run a block with collectives, and turn their errors into ours. The process group sets the time limit.
 
     Args:
         what: completes "rank 1 of 4 could not ...".
 
     Raises:
-        CommunicationError: another rank did not take part in time, or has gone. Other errors pass through.
+        CommunicationError: another rank did not take part in time, or has ended. Other errors are not changed.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def deadline(what: str) -> Iterator[None]:
 
 
 def cause(error: BaseException) -> str:
-    """Why another rank could not be met: the one that failed first, as soon as that is known; and what has broken."""
+    """Why a collective failed, in words: the rank that failed first, if that is known in time, and what broke here."""
     if (failure := failures.first(_LATE if "imed out" in str(error) else _SOON)) is not None:
         return f"{failure}. What has broken here: {error}"
     return (
@@ -42,7 +42,7 @@ def cause(error: BaseException) -> str:
 
 
 def of_communication(error: BaseException) -> bool:
-    """Whether an error means that another rank could not be met."""
+    """Whether an error means that another rank has ended or was too late."""
     # NCCL and the store have their own classes; gloo raises plain RuntimeErrors.
     signs = ("gloo", "pair closure", "Connection closed", "Connection reset", "Broken pipe")
     return isinstance(error, CommunicationError | dist.DistError) or (

@@ -1,4 +1,4 @@
-"""The tensors of all ranks on every rank, also where ranks have different numbers of samples, with gradients."""
+"""Gathers tensors with different numbers of samples from all ranks, with gradients."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,11 +23,11 @@ def gather_samples(
     """Gather a CPU tensor of every rank (collective).
 
     Args:
-        tensor: of the same dtype and number of dimensions on every rank; only the first dimension may differ.
-        group: the ranks; default: all.
+        tensor: of the same dtype and number of dimensions on every rank. Only the first dimension may differ.
+        group: the ranks. Default: all.
         sync_grads: let gradients flow back to each rank's tensor, summed over the losses of all ranks.
-        waiting: a context in which this rank waits for others.
-        counts: asked in the backward pass: whether this rank's loss counts. If not, its gradient is left out.
+        waiting: makes a context in which this rank waits for others.
+        counts: whether this rank's loss counts; called in the backward pass. If not, its gradient is left out.
 
     Returns:
         Shape ``(ranks, *tensor.shape)`` if all shapes are equal, else ``(1, all samples, *tensor.shape[1:])``.
@@ -66,7 +66,7 @@ def _gather_rows(
     group: dist.ProcessGroup | None,
     waiting: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:
-    """The rows of all ranks, one below the other; padded on the way, as gloo gathers equal shapes only."""
+    """The rows of all ranks, one below the other. They travel with padding, since gloo gathers equal shapes only."""
     padded = rows.new_zeros(max(lengths), *rows.shape[1:])
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in lengths]
@@ -90,7 +90,7 @@ class _GatherRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         lengths, group, waiting, counts = ctx.how
-        # What a filler's loss gives may not be finite, and would reach all ranks. Sums of 16-bit numbers are coarse.
+        # The gradient of a padding batch may not be finite, and would reach all ranks. Sums in 16 bits are coarse.
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
         if not counts():
             total.zero_()

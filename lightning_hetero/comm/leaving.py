@@ -1,7 +1,7 @@
-"""At the end of the process: ends threads in the background, which would break it off.
+"""Ends background threads when the process ends; otherwise they could crash it.
 
-A thread that wakes up in C++ code, such as gloo's or a tensor operation's, while Python shuts down aborts the process:
-its exit status is then that of a crash. A thread that waits in gloo cannot be told to end; its sockets can be closed.
+A thread that wakes up in C++ code (of gloo, or of a tensor operation) while Python shuts down aborts the process, with
+the exit status of a crash. A thread that waits in gloo cannot be asked to end, but its sockets can be closed.
 """
 
 import atexit
@@ -14,35 +14,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-THREADS = "hetero-"  # what their names begin with
-_PATIENCE = 3.0  # seconds until they have ended; what waits for something else than gloo sleeps on, and harms nobody
+THREADS = "hetero-"  # their names begin with this
+_PATIENCE = 3.0  # seconds to wait for their end; a thread that waits for something else than gloo does no harm
 
 _sockets: set[str] = set()  # of process groups
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 
 
 class Closable(Protocol):
-    """Something with threads that end when it is closed."""
+    """An object with threads that end when it is closed."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the threads; idempotent."""
 
 
 def close_at_exit(thing: Closable) -> None:
-    """Have something closed when the process ends, if it still exists then."""
+    """Close an object when the process ends, if it still exists then."""
     _open.add(thing)
 
 
 @contextmanager
 def noting_sockets() -> Iterator[None]:
-    """The sockets that are opened in this block are a process group's."""
+    """Remember the sockets that are opened in this block: they belong to a process group."""
     before = {name for _, name in _open_sockets()}
     yield
     _sockets.update(name for _, name in _open_sockets() if name not in before)
 
 
 def _open_sockets() -> list[tuple[int, str]]:
-    """Descriptors and the kernel's names of what they stand for; none where there is no ``/proc``."""
+    """File descriptors of sockets, with the kernel's names of these; none where there is no ``/proc``."""
     found = []
     with suppress(OSError):
         for descriptor in os.listdir("/proc/self/fd"):
@@ -54,11 +54,11 @@ def _open_sockets() -> list[tuple[int, str]]:
 
 
 def _cut() -> None:
-    """Break the connections of process groups: whoever waits for something on them gets an error, at once."""
+    """Break the connections of process groups: threads that wait on them get an error at once."""
     for descriptor, name in _open_sockets():
         if name in _sockets:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.getpeername()  # raises on one that listens, which gloo could not do without
+                connection.getpeername()  # raises for a listening socket, whose end gloo does not survive
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -68,7 +68,7 @@ def _running() -> list[threading.Thread]:
 
 @atexit.register
 def leave() -> None:
-    """End all threads of this package; when the process ends."""
+    """End all threads of this package. Runs when the process ends."""
     if not _running():
         return
     _cut()

@@ -1,4 +1,4 @@
-"""Vectors in memory that all processes of a host share."""
+"""Vectors in memory that the processes of one host share."""
 
 import os
 import tempfile
@@ -14,19 +14,19 @@ _ALIGNED = 64  # bytes; vectors begin at a cache line
 class Mapped:
     """Vectors in a mapped file, in ``/dev/shm`` where there is one.
 
-    The file has no name any more once all have opened it (:meth:`hide`), so that nothing is left of a job that dies.
+    The file loses its name once all processes have opened it (:meth:`hide`). So nothing is left of a job that dies.
 
     Args:
         like: vectors of the sizes and dtypes to come.
-        path: another process's, to open. Default: makes one, of zeros.
+        path: a file that another process has made. Default: make a file, full of zeros.
 
     Raises:
-        OSError: the other's cannot be found, or there is no room for one.
-        ValueError: the other's is of another size.
+        OSError: the file cannot be found, or there is no room for it.
+        ValueError: the file has another size.
 
     Attributes:
-        path: under which others can open it, until :meth:`hide`.
-        vectors: what lies in it.
+        path: of the file, until :meth:`hide`.
+        vectors: the vectors in it.
     """
 
     def __init__(self, like: Sequence[Tensor], path: str | None = None) -> None:
@@ -36,14 +36,14 @@ class Mapped:
             starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
         size = max(starts[-1], _ALIGNED)
         self.path = path or _make(size)
-        if (there := os.stat(self.path).st_size) != size:  # raises if there is none: mapping it would make it
+        if (there := os.stat(self.path).st_size) != size:  # raises if there is none; mapping would make one
             raise ValueError(f"{self.path} has {there} bytes, not {size}")
         memory = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
         parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         self.vectors = [part.view(value.dtype) for part, value in zip(parts, like, strict=True)]
 
     def hide(self) -> None:
-        """Nobody else will open it: from now on it goes when the last process does."""
+        """Remove the file's name, once all have opened it: the file then ends with the last process that uses it."""
         os.unlink(self.path)
 
 

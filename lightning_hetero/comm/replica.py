@@ -1,4 +1,4 @@
-"""A replica's values in few flat vectors: one message is far cheaper than one per layer."""
+"""Packs a replica's values into a few flat vectors: one message is far cheaper than one per layer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 
 class Replica:
-    """What replicas exchange: trainable floating parameters, and floating buffers such as BatchNorm's statistics.
+    """The values that replicas exchange: trainable floating parameters, and floating buffers such as BatchNorm's.
 
-    Frozen parameters do not travel, nor do buffers that are not finite at first: masks, which have no mean. Tied
-    parameters travel once.
+    Frozen parameters are not exchanged, nor are buffers that are not finite at first, such as masks, which have no
+    mean. Tied parameters are exchanged once.
 
     Args:
         module: the model, on its device.
-        settle: makes the ranks of the replica alike in what only one of them keeps, such as buffers (collective over
-            the replica); called before values are read.
-        excluded: names, or patterns of names such as ``"*.norm.*"``, of values that have vectors of their own, after
-            the others.
-        packed: ``False``: a vector for each parameter and buffer instead of one for all.
+        settle: makes buffers the same on all ranks of the replica (collective over the replica). It is called before
+            values are read.
+        excluded: names, or patterns of names such as ``"*.norm.*"``, of values that get vectors of their own, after the
+            others.
+        packed: ``False``: one vector for each parameter and buffer, instead of one for all of a dtype.
 
     Attributes:
-        included: how many vectors come before those of the values excluded.
+        included: number of the vectors that come before those of excluded values.
     """
 
     def __init__(
@@ -50,11 +50,15 @@ class Replica:
 
     @property
     def names(self) -> list[str]:
-        """Of what travels, parameters first, then buffers."""
+        """Names of the values, parameters first, then buffers."""
         return [self._names[id(value)] for group in self._groups for value in group]
 
     def views(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The parts of the first vectors that stand for parameters, and for buffers, in their shapes."""
+        """The parts of vectors that belong to parameters, and those that belong to buffers, in their shapes.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these.
+        """
         found: tuple[list[Tensor], list[Tensor]] = [], []
         for group, flat in zip(self._groups, flats, strict=False):
             for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
@@ -62,11 +66,11 @@ class Replica:
         return found
 
     def changed(self) -> list[str]:
-        """Names of parameters that have become trainable, or frozen, since."""
+        """Names of parameters that have become trainable, or frozen, since this object was made."""
         return [name for name, p, trainable in self._trainable if p.requires_grad != trainable]
 
     def kept(self) -> dict[str, Tensor]:
-        """Copies of the buffers that do not travel, by name: counters, masks."""
+        """Copies of the buffers that are not exchanged, such as counters and masks, by name."""
         travel = {id(value) for group in self._groups for value in group}
         return {name: b.detach().cpu().clone() for name, b in self._module.named_buffers() if id(b) not in travel}
 
@@ -78,7 +82,7 @@ class Replica:
             own[name].copy_(value)
 
     def broken(self) -> str | None:
-        """The first value that is not finite, by name."""
+        """The name of the first value that is not finite; ``None``: all are."""
         values = (value for group in self._groups for value in group)
         return next((self._names[id(value)] for value in values if not value.isfinite().all()), None)
 
@@ -86,7 +90,8 @@ class Replica:
         """A copy of the values: one vector per dtype, on the model's device.
 
         Args:
-            out: where to write them, as an earlier call has returned, or the first of these. Default: new memory.
+            out: where to write them: vectors that an earlier call has returned, or the first of these. Default: new
+                memory.
         """
         if self._settle is not None:
             self._settle()
@@ -96,32 +101,54 @@ class Replica:
 
     @torch.no_grad()
     def unpack(self, flats: Sequence[Tensor]) -> None:
-        """Write vectors as :meth:`pack` returns them, or the first of these, from any device and floating dtype."""
+        """Write vectors into the model.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these, on any device, of any floating dtype.
+        """
         for group, flat in zip(self._groups, flats, strict=False):
             unflatten(flat, group)
 
     @torch.no_grad()
     def mend(self, flats: Sequence[Tensor]) -> None:
-        """Replace the values of the model that are NaN or infinite by those of the vectors."""
+        """Replace the values of the model that are NaN or infinite.
+
+        Args:
+            flats: vectors with the new values, as :meth:`pack` returns them, or the first of these.
+        """
         for group, flat in zip(self._groups, flats, strict=False):
             for value, part in zip(group, parts(flat, group), strict=True):
                 value.copy_(torch.where(value.isfinite(), value, part))
 
     @torch.no_grad()
     def add(self, flats: Sequence[Tensor], factor: float) -> None:
-        """Add vectors, or the first of them, times a factor, to the values."""
+        """Add ``factor`` times vectors to the values of the model.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these.
+            factor: by which they are multiplied.
+        """
         for group, flat in zip(self._groups, flats, strict=False):
             torch._foreach_add_(group, parts(flat, group), alpha=factor)
 
     @torch.no_grad()
     def approach(self, flats: Sequence[Tensor], part: float) -> None:
-        """Move the values a part of the way to vectors."""
+        """Move the values of the model a part of the way to vectors.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these.
+            part: 0 leaves the values, 1 replaces them.
+        """
         for group, flat in zip(self._groups, flats, strict=False):
             torch._foreach_lerp_(group, parts(flat, group), part)
 
     @contextmanager
     def holding(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """Let the model hold other values for a while."""
+        """Let the model hold other values within a block.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them.
+        """
         own = self.pack()
         self.unpack(flats)
         try:
@@ -145,17 +172,17 @@ def finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def flatten(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """One vector of all elements, detached."""
+    """One vector of all elements, without gradients."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=out)
 
 
 def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A vector's parts in the shapes, dtype and device of tensors that have these in common."""
+    """The parts of a vector, in the shapes, dtype and device of tensors that all have the same dtype and device."""
     pieces = flat.to(tensors[0].device, tensors[0].dtype).split([tensor.numel() for tensor in tensors])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 @torch.no_grad()
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write a vector's parts into tensors."""
+    """Write the parts of a vector into tensors."""
     torch._foreach_copy_(list(tensors), parts(flat, tensors))

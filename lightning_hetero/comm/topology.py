@@ -31,12 +31,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The job's ranks and nodes.
+    """The ranks and nodes of a job.
 
     Attributes:
-        rank: this process's rank.
+        rank: this process.
         places: one per rank.
-        nodes: the ranks of each node, nodes ordered by their lowest rank. They may differ in size.
+        nodes: the ranks of each node, in the order of their lowest ranks. Nodes may differ in size.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Topology:
         return self.nodes[group_of(self.rank, self.nodes)]
 
     def replicas(self, kind: ReplicaKind) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica, where what trains apart is each rank, or each node."""
+        """The ranks of each replica, if each rank is a replica, or each node."""
         return self.nodes if kind == "node" else tuple((rank,) for rank in range(self.world))
 
     def backend(self, ranks: Sequence[int]) -> str:
@@ -77,8 +77,8 @@ def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None) ->
 
     Args:
         place: this rank's.
-        ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, whatever the hosts; so one
-            machine can be tried as several nodes.
+        ranks_per_node: make nodes of so many consecutive ranks, or of these numbers of ranks, whatever their hosts.
+            So one machine can be tried as several nodes.
 
     Raises:
         ConfigurationError: ``ranks_per_node`` does not fit the number of ranks.
@@ -93,6 +93,10 @@ def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None) ->
 
 def consecutive(world: int, ranks_per_node: int | Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Nodes of consecutive ranks.
+
+    Args:
+        world: number of ranks.
+        ranks_per_node: size of all nodes, or of each.
 
     Raises:
         ConfigurationError: the sizes do not add up to ``world``.
@@ -111,12 +115,12 @@ def consecutive(world: int, ranks_per_node: int | Sequence[int]) -> tuple[tuple[
 
 
 def group_of(rank: int, groups: Sequence[Sequence[int]]) -> int:
-    """The number of the node, or replica, to which a rank belongs."""
+    """The index of the group that contains a rank."""
     return next(i for i, ranks in enumerate(groups) if rank in ranks)
 
 
 def device_identity(device: torch.device, host: str) -> str:
-    """Names the physical device, so that two ranks on one card can be told."""
+    """A name of the physical device, by which two ranks on one card are recognised."""
     if device.type != "cuda":
         return device.type
     return f"cuda:{host}:{torch.cuda.get_device_properties(device).uuid}"

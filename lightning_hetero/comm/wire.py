@@ -1,4 +1,4 @@
-"""How numbers look on the wire between replicas. Parameters themselves are never rounded; sums are taken in fp32."""
+"""Number formats between replicas, and sums in them. Sums are taken in fp32; parameters are never rounded."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,22 +11,23 @@ from torch import Tensor
 from lightning_hetero.comm.buffer_pool import BufferPool
 
 Wire = Literal["fp32", "bf16", "fp16"]
-#: PyTorch 2.13 renames it. Unlike ``all_gather`` it needs no memory of its own.
+#: PyTorch 2.13 renames it. Unlike ``all_gather`` it allocates no memory.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-PIECE, AHEAD = 1 << 14, 4  # elements of a message; messages under way each way. On the link: 128 KiB
+PIECE, AHEAD = 1 << 14, 4  # elements of a message; messages under way in each direction: 128 KiB on the link
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def sum_over(group: dist.ProcessGroup | None, own: Tensor, pool: BufferPool) -> Tensor:
     """Sum a vector over a group (collective); blocks.
 
-    In 16 bits, where there are partial sums, every member sums one part of the vector in fp32 and tells the others: an
-    all-reduce would round each of them. Both ways send ``2 (P - 1) / P`` times the vector.
+    An all-reduce in 16 bits would round every partial sum. So with three or more members each one sums one part of the
+    vector in fp32, and sends the sum to the others. Each member sends ``2 (P - 1) / P`` times the vector, as in an
+    all-reduce.
 
     Args:
         group: of ``P`` members.
-        own: a vector on the CPU, in the format of the wire; overwritten.
-        pool: where the sum may lie, until the next one.
+        own: a vector on the CPU, in the format of the wire. It is overwritten.
+        pool: gives memory. The sum may lie in it, until the next sum.
 
     Returns:
         The sum, bitwise the same on every member, in the same format.
@@ -51,8 +52,8 @@ def sum_over(group: dist.ProcessGroup | None, own: Tensor, pool: BufferPool) -> 
 def _swap_parts(group: dist.ProcessGroup | None, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
     """Give each member its part, one member after the other and in pieces.
 
-    Flows that share a slow link, and long messages to a member not heard from lately, overrun its queue and lose
-    packets: all at once took half as long again on a link of 100 Mbit.
+    Several flows over one slow link, or long messages to a member after a pause, overrun its queue and lose packets:
+    sending all at once took 1.5 times as long on a link of 100 Mbit.
     """
     members, me = len(sent), dist.get_rank(group)
     ranks = dist.get_process_group_ranks(group)
@@ -71,12 +72,12 @@ def _swap_parts(group: dist.ProcessGroup | None, sent: Sequence[Tensor], receive
 
 
 def bytes_sent(elements: int, size: int, wire: Wire, members: int) -> int:
-    """Bytes that each member sends in :func:`sum_over`, without the network's own headers.
+    """Bytes that each member sends in :func:`sum_over`, without the headers of the network.
 
     Args:
-        elements: of the vector.
+        elements: length of the vector.
         size: bytes of an element in memory.
         wire: number format on the wire.
-        members: ``P``.
+        members: number of members.
     """
     return round(2 * (members - 1) / members * elements * (size if DTYPES[wire] is None else 2))

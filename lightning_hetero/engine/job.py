@@ -129,9 +129,9 @@ def tell_failure(exception: BaseException) -> None:
     """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""
     if not of_communication(exception):
         what = str(exception).strip().split("\n")[0]
-        failures.tell("failed", f"failed with {type(exception).__name__}{what and f': {what}'}")
+        failures.announce("failed", f"failed with {type(exception).__name__}{what and f': {what}'}")
         return
-    failures.tell("echo", "has lost another rank")
+    failures.announce("echo", "has lost another rank")
     first = failures.first(0.0)
     if first is not None and str(first) not in str(exception):  # of one of the user's own collectives
         exception.args = (f"{exception} The rank that failed first: {first}.",)

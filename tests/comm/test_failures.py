@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from lightning_hetero.comm import failures
-from lightning_hetero.comm.failures import Failure, Failures
+from lightning_hetero.comm.failure_watch import Failure, Failures
 
 LONG = 20.0  # seconds for what takes no time on a machine that is not busy
 
@@ -58,11 +58,11 @@ def test_a_rank_that_ends_without_a_word_is_known_to_all() -> None:
 
 def test_what_came_first_wins_over_its_echoes() -> None:
     with ranks() as everyone:
-        everyone[3].tell("echo", "has lost another rank")  # before anybody knows of which
+        everyone[3].announce("echo", "has lost another rank")  # before anybody knows of which
         die(everyone[3])
         assert everyone[1].first(0.3) is None
-        everyone[2].tell("failed", "failed with ValueError: no")
-        everyone[0].tell("echo", "has lost another rank")
+        everyone[2].announce("failed", "failed with ValueError: no")
+        everyone[0].announce("echo", "has lost another rank")
         assert named(everyone[1]) == (2, "failed")
         die(everyone[0])
         die(everyone[2])
@@ -79,12 +79,12 @@ def test_the_end_of_rank_0_is_seen_by_the_others() -> None:
 def test_an_error_is_of_its_own_run_only() -> None:
     with ranks(3) as everyone:
         for one in everyone:
-            one.tell("failed", "failed with ValueError: an option")
+            one.announce("failed", "failed with ValueError: an option")
         assert named(everyone[1]) is not None
         for one in everyone:
             one.run += 1
         assert [one.first(0.1) for one in everyone] == [None] * 3
-        everyone[1].tell("failed", "failed with ValueError: another")
+        everyone[1].announce("failed", "failed with ValueError: another")
         assert [str(everyone[rank].first(LONG)) for rank in (0, 2)] == ["rank 1 failed with ValueError: another"] * 2
         die(everyone[1])
         for one in everyone:
@@ -114,7 +114,7 @@ def test_strangers_change_nothing() -> None:
             stranger.close()
         assert first.first(0.3) is None
         assert len(first._others) == 1
-        other.tell("failed", "failed")
+        other.announce("failed", "failed")
         assert first.first(LONG) == Failure(1, "failed", 1, "failed")
         for stranger in strangers:
             stranger.close()

@@ -59,13 +59,13 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting(wakeup: Wakeup) -> None
     replaced.sendall(bytes(16) + (7).to_bytes(4, "big"))  # with another token
     clients = [WakeupClient(wakeup.address, rank, 5.0) for rank in (7, 1)]
     began = time.monotonic()
-    wakeup.welcome([1, 7], 5.0)
+    wakeup.accept_clients([1, 7], 5.0)
     assert time.monotonic() - began < 2
     for stranger in (short, guess, replaced):
         stranger.settimeout(5.0)
         assert stranger.recv(1) == b""
     for client, rank in zip(clients, (7, 1), strict=True):
-        client.press()
+        client.announce()
         assert wakeup.wait() == rank
     for connection in (*strangers, *clients):
         connection.close()
@@ -92,7 +92,7 @@ def test_a_visitor_may_speak_slowly_and_silent_strangers_keep_nobody_out(wakeup:
     clients: list[Any] = []
     caller = threading.Thread(target=come)
     caller.start()
-    wakeup.welcome([1, 7], 20.0)
+    wakeup.accept_clients([1, 7], 20.0)
     caller.join()
     assert wakeup.wait([1]) == 1
     assert held[0] < 121 + 50  # this end of all, and the other of a few
@@ -103,7 +103,7 @@ def test_a_visitor_may_speak_slowly_and_silent_strangers_keep_nobody_out(wakeup:
 def test_who_does_not_come_is_named(wakeup: Wakeup) -> None:
     client = WakeupClient(wakeup.address, 2, 5.0)
     with pytest.raises(TimeoutError, match=r"rank\(s\) \[1, 3\] did not come within 0\.2 s"):
-        wakeup.welcome([1, 2, 3], 0.2)
+        wakeup.accept_clients([1, 2, 3], 0.2)
     client.close()
 
 
@@ -111,8 +111,8 @@ def test_who_does_not_come_is_named(wakeup: Wakeup) -> None:
 def test_it_is_heard_in_a_process_with_many_open_files() -> None:
     wakeup = Wakeup(HERE)
     client = WakeupClient(wakeup.address, 1, 5.0)
-    wakeup.welcome([1], 5.0)
-    client.press()
+    wakeup.accept_clients([1], 5.0)
+    client.announce()
     assert wakeup.wait() == 1
     assert not client.host_ended
     wakeup.end()

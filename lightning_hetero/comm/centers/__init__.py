@@ -1,4 +1,4 @@
-"""A center that replicas visit one by one, and its three homes: shared memory, a thread of one rank, an MPI window."""
+"""A center that replicas use one by one, and its three homes: shared memory, a thread of one rank, a window of MPI."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,7 +74,7 @@ def open_center(
         )
     if not locked and home != "shared_memory":
         raise UnsupportedError(
-            f"locked=False with center={home!r}: only a center in shared memory can be visited without a lock. Use "
+            f"locked=False with center={home!r}: only a center in shared memory works without a lock. Use "
             "center='shared_memory', or leave locked=False out."
         )
     if home == "mpi":
@@ -86,5 +86,12 @@ def open_center(
 
 
 def layout_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> CenterLayout:
-    """The visitors of a center: the first rank of each replica."""
+    """The ranks that use a center: the first rank of each replica.
+
+    Args:
+        rank: this process.
+        replicas: the ranks of each replica.
+        world: number of ranks.
+        timeout: longest wait for the center.
+    """
     return CenterLayout(rank, world, tuple(ranks[0] for ranks in replicas), group_of(rank, replicas), timeout)

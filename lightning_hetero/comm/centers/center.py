@@ -1,4 +1,4 @@
-"""What a center is: vectors that replicas pull towards them, one visitor at a time, whenever each likes."""
+"""The interface of a center: vectors that replicas pull towards themselves, one after the other, in any order."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,13 +13,13 @@ from lightning_hetero.comm.all_reduce import CHUNK
 
 
 class CenterLayout(NamedTuple):
-    """Who visits a center.
+    """Which ranks use a center.
 
     Attributes:
-        rank: this process's.
+        rank: this process.
         world: number of ranks.
-        leaders: the rank of each replica that visits. The first is the host: the center lives with it.
-        replica: this process's, by number.
+        leaders: the rank of each replica that uses the center. The first is the host: the center lives with it.
+        replica: number of this process's replica.
         timeout: longest wait for the center.
     """
 
@@ -36,16 +36,16 @@ class CenterLayout(NamedTuple):
 
     @property
     def is_client(self) -> bool:
-        """Whether this rank is its replica's leader."""
+        """Whether this rank uses the center: it is the leader of its replica."""
         return self.rank == self.leaders[self.replica]
 
 
 class PushPull(NamedTuple):
-    """What a visitor learns.
+    """What a client learns from a push-pull.
 
     Attributes:
-        square: squared Euclidean distance to the center as it was. If it is not finite, the center was left alone.
-        counts: visits of each replica so far, this one included.
+        square: squared Euclidean distance from the center as it was. If it is not finite, the center did not change.
+        counts: push-pulls of each replica so far, this one included.
         sent: bytes that this rank has sent.
     """
 
@@ -55,12 +55,12 @@ class PushPull(NamedTuple):
 
 
 class Center(ABC):
-    """Vectors on the CPU, in fp32 or wider, and a count of visits of each replica.
+    """Vectors on the CPU, in fp32 or wider, and the number of push-pulls of each replica.
 
-    To be made by all ranks together; then only leaders use it, each one call at a time.
+    All ranks make it together. Then only leaders use it, each of them one call at a time.
 
     Args:
-        layout: who visits it.
+        layout: which ranks use it.
     """
 
     def __init__(self, layout: CenterLayout) -> None:
@@ -68,23 +68,27 @@ class Center(ABC):
 
     @abstractmethod
     def open(self, values: Sequence[Tensor]) -> None:
-        """Begin with these values, the same on all ranks (collective over all ranks)."""
+        """Begin (collective over all ranks).
+
+        Args:
+            values: of the center, the same on all ranks.
+        """
 
     @abstractmethod
     def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
         """``D = values - center;  center += push D``, if ``D`` is finite.
 
         Args:
-            values: of the center's sizes and dtypes; overwritten with ``D``.
-            push: coefficient.
+            values: vectors of the center's sizes and dtypes. They are overwritten with ``D``.
+            push: how much of the difference the center moves by.
 
         Raises:
-            CommunicationError: the center's host has died or does not answer within the deadline.
+            CommunicationError: the host of the center has ended, or does not answer in time.
         """
 
     @abstractmethod
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
-        """A copy of the center, and the counts; for the host, and meanwhile others may come.
+        """A copy of the center, and the counts; on the host. Other replicas may use the center meanwhile.
 
         Args:
             out: where to write the center. Default: new memory.
@@ -92,14 +96,19 @@ class Center(ABC):
 
     @abstractmethod
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
-        """Set the center, by every leader alike, while nobody visits."""
+        """Set the center and the counts. All leaders call it, while no push-pull is under way.
+
+        Args:
+            values: of the center.
+            counts: push-pulls of each replica.
+        """
 
     def leave(self) -> None:  # noqa: B027 - not all homes need it
-        """No rank will visit any more (collective over all ranks)."""
+        """End: no rank uses the center any more (collective over all ranks)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of all resources; local, idempotent, also after an error."""
+        """Free all resources; local, idempotent, also after an error."""
 
 
 def differ(values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
@@ -119,7 +128,7 @@ def push_by(difference: Sequence[Tensor], center: Sequence[Tensor], push: float,
 
 
 def copied(values: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
-    """A copy of vectors, where it is wanted, or in new memory."""
+    """A copy of vectors, in given memory or in new memory."""
     copies = [torch.empty_like(value) for value in values] if out is None else list(out)
     for copy, value in zip(copies, values, strict=True):
         copy.copy_(value)

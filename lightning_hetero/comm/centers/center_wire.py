@@ -1,4 +1,4 @@
-"""What travels between a center's host and one of its visitors."""
+"""What travels between the host of a center and one of its clients."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from lightning_hetero.comm.replica import finite
 
 
 class CenterWire:
-    """Values as they are: a visitor's there, its distance from the center back.
+    """Sends values as they are: those of the client to the host, and their difference from the center back.
 
     Args:
-        group: process group of host and visitors.
+        group: process group of the host and its clients.
         other: the rank at the other end.
     """
 
@@ -22,59 +22,63 @@ class CenterWire:
         self._group, self._other = group, other
 
     def bytes(self, values: list[Tensor]) -> int:
-        """That the values take in one direction."""
+        """Bytes of values in one direction."""
         return sum(value.nbytes for value in values)
 
     def send(self, tensor: Tensor) -> None:
-        """A tensor to the other end."""
+        """Send a tensor to the other end."""
         dist.send(tensor, self._other, group=self._group)
 
     def receive(self, tensor: Tensor) -> None:
-        """A tensor from the other end."""
+        """Receive a tensor from the other end."""
         dist.recv(tensor, self._other, group=self._group)
 
     def start(self, values: Sequence[Tensor]) -> None:
-        """By both: the visitor is at the center, which is here."""
+        """On both ends: begin, or begin again.
+
+        Args:
+            values: of the center, with which the client begins.
+        """
 
     def fits(self, values: Sequence[Tensor]) -> bool:
-        """By the visitor: whether this format can say where it is. If not, it will tell that it has not moved."""
+        """On the client: whether its values fit into this format. If not, zeros will be sent in their place."""
         return True
 
     def send_values(self, values: list[Tensor]) -> None:
-        """By the visitor: where it is, once it is known whether that fits."""
+        """On the client: send its values, after :meth:`fits`."""
         for value in values:
             self.send(value)
 
     def receive_values(self, values: list[Tensor]) -> None:
-        """By the host: where the visitor is."""
+        """On the host: receive the values of the client."""
         for value in values:
             self.receive(value)
 
     def round_difference(self, difference: list[Tensor]) -> bool:
-        """By the host: turn a difference into what the visitor will take it for; ``False``: 0, for it does not fit."""
+        """On the host: round a difference as the client will see it. ``False``: it does not fit, and becomes 0."""
         return True
 
     def send_difference(self, difference: list[Tensor]) -> None:
-        """By the host: how far the visitor is from the center."""
+        """On the host: send the difference from the center."""
         for value in difference:
             self.send(value)
 
     def receive_difference(self, difference: list[Tensor]) -> None:
-        """By the visitor: receive how far it is from the center."""
+        """On the client: receive the difference from the center."""
         for value in difference:
             self.receive(value)
 
 
 class NarrowCenterWire(CenterWire):
-    """Differences in 16 bits: from where both ends take the visitor to be, that is, from the center at its last visit.
+    """Sends differences in 16 bits: from the values that both ends know, those of the center at the last push-pull.
 
-    Both ends do the same arithmetic on what has travelled, so that they always agree on that; values themselves are
+    Both ends do the same arithmetic on what was sent, so they always know the same values. The values themselves are
     never rounded.
 
     Args:
-        group: process group of host and visitors.
+        group: process group of the host and its clients.
         other: the rank at the other end.
-        dtype: of 16 bits.
+        dtype: a dtype of 16 bits.
     """
 
     def __init__(self, group: dist.ProcessGroup, other: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""A center in a window of MPI: visitors read and add to it without its host."""
+"""A center in a window of MPI: clients read it and add to it without a thread of the host."""
 
 import math
 import threading
@@ -21,15 +21,15 @@ _PART = 1 << 24  # elements of one message
 
 
 class MPICenter(Center):
-    """Reads and adds are atomic for each number, so that no add is lost; a visit as a whole is not.
+    """A center in a window of MPI. Each number is read and added to atomically, so no addition is lost.
 
-    ``Win.Allocate``, one ``Lock_all`` for the whole life, and operations that are polled: locks for each access, or
-    windows over memory that was there before, wait for the host's own calls.
+    A push-pull as a whole is not atomic. The window is made by ``Win.Allocate``, locked once by ``Lock_all``, and
+    operations are polled. Locks for each access, or windows over existing memory, would wait for the host's own calls.
 
     Args:
-        layout: who visits; ranks as MPI counts them.
-        across: whether visitors live on several hosts; then the host lends MPI a thread, or nothing would move while
-            it computes.
+        layout: which ranks use it, numbered as MPI does.
+        across: whether clients live on several hosts. Then a thread of the host serves MPI: otherwise nothing would
+            move while the host computes.
     """
 
     def __init__(self, layout: CenterLayout, across: bool) -> None:

@@ -1,4 +1,4 @@
-"""A center in memory that all processes of a host share."""
+"""A center in memory that the processes of one host share."""
 
 import fcntl
 import os
@@ -17,19 +17,19 @@ from lightning_hetero.comm.deadline import cause
 from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
 
-_LOCK, _ALIVE = 0, 1  # bytes of the file: locked by who uses the center; from here on, by each leader while it lives
+_LOCK, _ALIVE = 0, 1  # bytes of the file: locked by the client at work; and, from here on, by each leader that lives
 
 
 class SharedCenter(Center):
-    """A mapped file without a name, in ``/dev/shm`` where there is one.
+    """A center in a mapped file without a name, in ``/dev/shm`` where there is one.
 
-    The kernel lets go of a process's file locks when it dies, so that no dead visitor can block the others, and
-    everybody can tell who lives.
+    When a process dies, the kernel releases its file locks. So a dead client cannot block the others, and every process
+    can find out which others live.
 
     Args:
-        layout: who visits.
-        locked: whether visitors wait for each other. Otherwise they read and add as they come (Hogwild), and some of
-            their adds to the same numbers at the same time are lost.
+        layout: which ranks use it.
+        locked: whether clients wait for each other. Otherwise they read and add at any time (Hogwild), and some
+            additions to the same numbers at the same time are lost.
     """
 
     def __init__(self, layout: CenterLayout, locked: bool = True) -> None:
@@ -57,12 +57,14 @@ class SharedCenter(Center):
         if self.layout.is_client:
             try:
                 self._table, *self._values = (memory or Mapped(like, path)).vectors
-                self._file = os.open(path, os.O_RDWR)  # after mapping, which closes it: that would end all its locks
+                self._file = os.open(
+                    path, os.O_RDWR
+                )  # after mapping, since that closes the file, which would end its locks
             except (OSError, RuntimeError, ValueError) as error:
                 problem = ConfigurationError(
                     f"cannot open the center's file in shared memory; use center='thread': {error}"
                 )
-        dist.barrier()  # all have opened it
+        dist.barrier()  # all clients have opened it
         if memory:
             memory.hide()
         raise_on_all(problem, "the center in shared memory")
@@ -114,11 +116,11 @@ class SharedCenter(Center):
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _LOCK)
 
     def _check_others(self) -> None:
-        """See that nobody has ended, who would be waited for in vain at the end of the epoch."""
+        """Raise an error if a leader has ended: the others would wait for it at the end of the epoch."""
         if (rank := self._lost()) is not None:
             host = ", with which it lives," if rank == self.layout.host else ""
             error = ConnectionError(f"rank {rank}{host} has ended")
-            raise CommunicationError(f"rank {self.layout.rank} cannot visit the center: {cause(error)}")
+            raise CommunicationError(f"rank {self.layout.rank} cannot use the center: {cause(error)}")
 
     def _lost(self) -> int | None:
         for replica, rank in enumerate(self.layout.leaders):  # the first is the host

@@ -1,4 +1,4 @@
-"""A center that a thread of one rank keeps; the others send it their values and get back how far they are."""
+"""A center in a thread of one rank. Clients send it their values, and get back the difference from it."""
 
 import math
 import threading
@@ -20,17 +20,19 @@ from lightning_hetero.comm.leaving import close_at_exit
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import CommunicationError
 
-_VISIT, _LEAVE = 0.0, 1.0  # what visitors want
+_PUSH_PULL, _LEAVE = 0.0, 1.0  # kinds of requests
 
 
 class ThreadCenter(Center):
-    """Whoever comes first is served first. A visit is a few numbers and the values, each way.
+    """A center in a thread of its host. It serves clients in the order in which they come.
+
+    In a push-pull a few numbers and the values travel in each direction.
 
     Args:
-        layout: who uses it.
+        layout: which ranks use it.
         groups: makes the process group of its clients.
         interface: address to listen on, of the network between the replicas.
-        in_turn: serve replicas in their order, over and over, instead (round robin).
+        in_turn: serve replicas in their order instead, over and over (round robin).
         wire: number format of the values.
     """
 
@@ -39,12 +41,12 @@ class ThreadCenter(Center):
     ) -> None:
         super().__init__(layout)
         self._groups, self._interface, self._in_turn, self._wire = groups, interface, in_turn, wire
-        self._wakeup: Wakeup | None = None  # the host's
-        self._wakeup_client: WakeupClient | None = None  # a visitor's
+        self._wakeup: Wakeup | None = None  # on the host
+        self._wakeup_client: WakeupClient | None = None  # elsewhere
         self._changed = threading.Condition()  # guards all that follows
         self._values: list[Tensor] = []
         self._counts = [0] * len(layout.leaders)
-        self._next = 0  # replica whose turn it is
+        self._next = 0  # the replica to serve next, if in turn
         self._host_left = self._closed = False
         self._error: BaseException | None = None
         self._wires: dict[int, CenterWire] = {}  # by the rank at the other end
@@ -63,7 +65,7 @@ class ThreadCenter(Center):
             if self._wakeup is None:
                 self._wakeup_client = WakeupClient(address, layout.rank, seconds)
             else:
-                self._wakeup.welcome(layout.leaders[1:], seconds)
+                self._wakeup.accept_clients(layout.leaders[1:], seconds)
         self._wires = {
             rank: self._wire_to(rank, group)
             for rank in (layout.leaders[1:] if layout.rank == layout.host else [layout.host])
@@ -85,11 +87,11 @@ class ThreadCenter(Center):
         if self.layout.rank == self.layout.host:
             return self._push_pull_here(values, push)
         wire, own = self._wires[self.layout.host], list(values)
-        with self._in_time("visit"):
+        with self._in_time("exchange with"):
             well = wire.fits(own)
             assert self._wakeup_client is not None
-            self._wakeup_client.press()
-            wire.send(torch.tensor([_VISIT, push if well else 0.0], dtype=torch.float64))
+            self._wakeup_client.announce()
+            wire.send(torch.tensor([_PUSH_PULL, push if well else 0.0], dtype=torch.float64))
             wire.send_values(own)
             table = torch.empty(1 + len(self.layout.leaders), dtype=torch.float64)
             wire.receive(table)
@@ -117,7 +119,7 @@ class ThreadCenter(Center):
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         with self._changed:
-            for own, value in zip(self._values, values, strict=False):  # none but with the host
+            for own, value in zip(self._values, values, strict=False):  # only the host has any
                 own.copy_(value)
             for wire in self._wires.values():
                 wire.start(values)
@@ -130,11 +132,13 @@ class ThreadCenter(Center):
                 self._host_left = True
                 self._changed.notify_all()
             if self._server is not None:
-                self._server.join(self.layout.timeout.total_seconds())  # or others might lose the connection too soon
+                self._server.join(
+                    self.layout.timeout.total_seconds()
+                )  # else clients might lose the connection too soon
         elif self.layout.is_client:
             with self._in_time("leave"):
                 assert self._wakeup_client is not None
-                self._wakeup_client.press()
+                self._wakeup_client.announce()
                 self._wires[self.layout.host].send(torch.tensor([_LEAVE, 0.0], dtype=torch.float64))
 
     @override
@@ -148,8 +152,8 @@ class ThreadCenter(Center):
             self._wakeup.end()
             if self._server is None:
                 self._wakeup.close()
-            else:  # which closes it
-                self._server.join(self.layout.timeout.total_seconds())  # at most the visit that it is at
+            else:  # the thread closes it, after the push-pull that is under way
+                self._server.join(self.layout.timeout.total_seconds())
         self._wires = {}
 
     # -- the host ----------------------------------------------------------------------------------
@@ -182,7 +186,7 @@ class ThreadCenter(Center):
         self._changed.notify_all()
 
     def _serve(self) -> None:
-        """Serve all visitors until they have left; on a thread."""
+        """Serve all clients until they have left; in a thread."""
         wires, difference = dict(self._wires), [torch.empty_like(value) for value in self._values]
         present, wakeup = set(wires), self._wakeup
         assert wakeup is not None
@@ -196,7 +200,7 @@ class ThreadCenter(Center):
                 index, (wish, push) = self.layout.leaders.index(rank), request.tolist()
                 if wish == _LEAVE:
                     present.remove(rank)
-                    wakeup.say_goodbye(rank)
+                    wakeup.remove(rank)
                     with self._changed:
                         self._pass_on(index)
                     continue
@@ -205,12 +209,12 @@ class ThreadCenter(Center):
                     square = differ(difference, self._values)
                     if not wires[rank].round_difference(difference):
                         square = math.inf
-                    visit = self._receive(index, difference, push, square)
-                wires[rank].send(torch.tensor([square, *visit.counts], dtype=torch.float64))
+                    learned = self._receive(index, difference, push, square)
+                wires[rank].send(torch.tensor([square, *learned.counts], dtype=torch.float64))
                 wires[rank].send_difference(difference)
 
     def _expected(self) -> list[int] | None:
-        """The ranks that may be served next; ``None``: any."""
+        """The ranks that may be served next; ``None``: all."""
         if not self._in_turn:
             return None
         with self._changed:
@@ -221,7 +225,7 @@ class ThreadCenter(Center):
     def _noting_errors(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:  # the training thread shall see it
+        except BaseException as error:  # the training thread raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

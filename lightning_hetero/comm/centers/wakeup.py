@@ -1,4 +1,4 @@
-"""How a center's host learns that somebody wants to visit: a wait that can be ended, unlike one of gloo's."""
+"""Lets the host of a center wait for requests, in a wait that can be ended, unlike one in gloo."""
 
 import hmac
 import secrets
@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _TOKEN, _RANK = 16, 4  # bytes
-_MOST_STRANGERS = 32  # connections at a time that have not said who they are
+_MOST_STRANGERS = 32  # connections at a time that have not sent which rank they are
 
 
 class WakeupAddress(NamedTuple):
-    """Where visitors ring.
+    """Where clients connect.
 
     Attributes:
-        host: by its address.
-        port: of the host.
-        token: the job's secret; who does not know it is sent away.
+        host: address of the host.
+        port: on which it listens.
+        token: a secret. Connections that do not send it are closed.
     """
 
     host: str
@@ -27,100 +27,110 @@ class WakeupAddress(NamedTuple):
 
 
 class Wakeup:
-    """The host's end: a connection from each visitor, on which every byte is a visit to come.
+    """The host's end: a connection from each client, on which every byte announces a request.
 
     Args:
         interface: address to listen on.
 
     Attributes:
-        address: where visitors ring; to be told to ranks of the job only.
+        address: where clients connect. Only ranks of the job may know it.
     """
 
     def __init__(self, interface: str) -> None:
         self._listener = socket.create_server((interface, 0), backlog=128)
         host, port = self._listener.getsockname()[:2]
         self.address = WakeupAddress(host, port, secrets.token_bytes(_TOKEN))
-        self._visitors: dict[int, socket.socket] = {}
-        self._wake, self._woken = socket.socketpair()
+        self._clients: dict[int, socket.socket] = {}
+        self._end_read, self._end_write = socket.socketpair()
 
-    def welcome(self, ranks: Iterable[int], seconds: float) -> None:
-        """Let visitors connect; who else does is sent away, as are those who have been silent for longest among many.
+    def accept_clients(self, ranks: Iterable[int], seconds: float) -> None:
+        """Let clients connect. Other connections are closed; if many are silent, the oldest of these too.
+
+        Args:
+            ranks: of the clients.
+            seconds: longest wait for them.
 
         Raises:
-            OSError: they do not within so many seconds.
+            OSError: not all clients have connected in time.
         """
         self._listener.settimeout(seconds)
         until, missing = time.monotonic() + seconds, set(ranks)
-        nameless: dict[socket.socket, bytearray] = {}  # with what each has said, in the order in which they came
+        unknown: dict[socket.socket, bytearray] = {}  # with what each has sent, in the order in which they came
         try:
             while missing:
-                ready = _ready([self._listener, *nameless], max(until - time.monotonic(), 0.0))
+                ready = _ready([self._listener, *unknown], max(until - time.monotonic(), 0.0))
                 if not ready:
                     raise TimeoutError(f"rank(s) {sorted(missing)} did not come within {seconds:g} s")
                 if self._listener in ready:
                     connection, _ = self._listener.accept()
                     connection.setblocking(False)
-                    nameless[connection] = bytearray()
-                    if len(nameless) > _MOST_STRANGERS:  # a visitor says at once who it is
-                        longest = next(iter(nameless))
-                        del nameless[longest]
+                    unknown[connection] = bytearray()
+                    if len(unknown) > _MOST_STRANGERS:  # a client says at once which rank it is
+                        longest = next(iter(unknown))
+                        del unknown[longest]
                         longest.close()
-                for connection in nameless.keys() & set(ready):  # nobody waits for one that says nothing
-                    if _says_more(connection, nameless[connection]):
+                for connection in unknown.keys() & set(ready):  # a silent one delays nobody
+                    if _more_to_come(connection, unknown[connection]):
                         continue
-                    rank = self._name(nameless.pop(connection))
+                    rank = self._rank_of(unknown.pop(connection))
                     if rank in missing:
                         missing.remove(rank)
-                        self._visitors[rank] = connection
+                        self._clients[rank] = connection
                     else:
                         connection.close()
         finally:
-            for connection in (self._listener, *nameless):
+            for connection in (self._listener, *unknown):
                 connection.close()
 
-    def _name(self, said: bytearray) -> int | None:
-        """The rank with which a visitor introduces itself; ``None``: it is none of ours."""
-        if len(said) != _TOKEN + _RANK or not hmac.compare_digest(said[:_TOKEN], self.address.token):
+    def _rank_of(self, sent: bytearray) -> int | None:
+        """The rank of a client, from its first bytes; ``None``: it is no client."""
+        if len(sent) != _TOKEN + _RANK or not hmac.compare_digest(sent[:_TOKEN], self.address.token):
             return None
-        return int.from_bytes(said[_TOKEN:], "big")
+        return int.from_bytes(sent[_TOKEN:], "big")
 
     def wait(self, ranks: Iterable[int] | None = None) -> int | None:
-        """Wait until one of some ranks rings, by default of all that are there; ``None``: the wait has been ended.
+        """Wait for a request.
+
+        Args:
+            ranks: clients to wait for. Default: all that are connected.
+
+        Returns:
+            The rank of a client that has announced a request; ``None``: :meth:`end` has ended the wait.
 
         Raises:
-            ConnectionError: one has ended.
+            ConnectionError: a client has ended.
         """
-        there = self._visitors if ranks is None else {rank: self._visitors[rank] for rank in ranks}
+        there = self._clients if ranks is None else {rank: self._clients[rank] for rank in ranks}
         sockets = {connection: rank for rank, connection in there.items()}
-        ready = _ready([self._wake, *sockets])
-        if self._wake in ready:
+        ready = _ready([self._end_read, *sockets])
+        if self._end_read in ready:
             return None
         rank = sockets[ready[0]]
         if not ready[0].recv(1):
             raise ConnectionError(f"rank {rank} has ended")
         return rank
 
-    def say_goodbye(self, rank: int) -> None:
-        """A visitor comes no more."""
-        self._visitors.pop(rank).close()
+    def remove(self, rank: int) -> None:
+        """Forget a client, which has left."""
+        self._clients.pop(rank).close()
 
     def end(self) -> None:
         """End a wait, from another thread; idempotent."""
-        if self._woken.fileno() >= 0:
-            self._woken.close()
+        if self._end_write.fileno() >= 0:
+            self._end_write.close()
 
     def close(self) -> None:
-        """Close all connections; by the thread that waits."""
-        for connection in (self._listener, self._wake, *self._visitors.values()):
+        """Close all connections. Only the thread that waits may call this."""
+        for connection in (self._listener, self._end_read, *self._clients.values()):
             connection.close()
 
 
 class WakeupClient:
-    """A visitor's end.
+    """A client's end.
 
     Args:
-        address: of the wakeup.
-        rank: this one's.
+        address: of the host.
+        rank: this process.
         seconds: longest wait for the host.
     """
 
@@ -128,11 +138,11 @@ class WakeupClient:
         self._connection = socket.create_connection((address.host, address.port), seconds)
         self._connection.sendall(address.token + rank.to_bytes(_RANK, "big"))
 
-    def press(self) -> None:
-        """Announce a visit.
+    def announce(self) -> None:
+        """Announce a request.
 
         Raises:
-            OSError: the host has ended, or serves no more.
+            OSError: the host has ended, or serves no more requests.
         """
         if self.host_ended:
             raise ConnectionError("its host has ended")
@@ -140,30 +150,30 @@ class WakeupClient:
 
     @property
     def host_ended(self) -> bool:
-        """Whether the host has ended, or serves no more."""
-        # It never says anything: what could be read is the end.
+        """Whether the host has ended, or serves no more requests."""
+        # The host never sends anything: if there is something to read, it is the end of the connection.
         return self._connection.fileno() >= 0 and bool(_ready([self._connection], 0.0))
 
     def close(self) -> None:
-        """Leave; idempotent."""
+        """Close the connection; idempotent."""
         self._connection.close()
 
 
 def _ready(connections: Iterable[socket.socket], seconds: float | None = None) -> list[socket.socket]:
-    """Those on which something has come, or that have ended; waits for one, by default for ever."""
+    """The connections that have something to read or have ended. Waits for one, by default without a limit."""
     with selectors.DefaultSelector() as selector:  # `select` itself fails where a process has a thousand files open
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ, connection)
         return [key.data for key, _ in selector.select(seconds)]
 
 
-def _says_more(connection: socket.socket, said: bytearray) -> bool:
-    """Take what has come of a visitor's first words; whether more is to come."""
+def _more_to_come(connection: socket.socket, sent: bytearray) -> bool:
+    """Read what has come of a client's first bytes; whether more is to come."""
     try:
-        part = connection.recv(_TOKEN + _RANK - len(said))
+        part = connection.recv(_TOKEN + _RANK - len(sent))
     except BlockingIOError:
         return True
     except OSError:
         return False
-    said += part
-    return bool(part) and len(said) < _TOKEN + _RANK
+    sent += part
+    return bool(part) and len(sent) < _TOKEN + _RANK
