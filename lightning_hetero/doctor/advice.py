@@ -29,13 +29,24 @@ class Advice(NamedTuple):
     reasons: list[str]
 
 
+class Slowest(NamedTuple):
+    """The slowest links.
+
+    Attributes:
+        within: a node, if one has several ranks.
+        between: nodes, if there are several.
+    """
+
+    within: Link | None
+    between: Link | None
+
+
 def advise(
     costs: Sequence[Cost],
     nodes: Sequence[Sequence[int]],
     samples: int,
     size: int,
-    within: Link | None,
-    between: Link | None,
+    links: Slowest,
     spread: float = 0.0,
 ) -> Advice:
     """Compare a step's time with that of the exchanges that each strategy would put into it.
@@ -45,20 +56,19 @@ def advise(
         nodes: the ranks of each.
         samples: of each rank in a step, on average.
         size: bytes of gradients, and of parameters.
-        within: the slowest link within a node, if one has several ranks.
-        between: the slowest link between nodes, if there are several.
+        links: the slowest ones.
         spread: how far measurements of a rank are apart from round to round, as a fraction.
     """
     reasons: list[str] = []
     step = _step(reasons, costs, samples, spread)
     if len(costs) == 1:
         return Advice('"hetero_ddp"', reasons)
-    if between is None:
-        assert within is not None
-        steps = _exchange(reasons, "the ranks of the node", len(costs), size, within, step)
+    if links.between is None:
+        assert links.within is not None
+        steps = _exchange(reasons, "the ranks of the node", len(costs), size, links.within, step)
         choice = within_a_node(steps)
     else:
-        steps = _exchange(reasons, "the nodes", len(nodes), size, between, step)
+        steps = _exchange(reasons, "the nodes", len(nodes), size, links.between, step)
         choice = between_nodes(steps)
     return Advice(choice.strategy, reasons + choice.reasons)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.doctor import links, report, speed
-from lightning_hetero.doctor.advice import advise
+from lightning_hetero.doctor.advice import Slowest, advise
 from lightning_hetero.doctor.availability import available, extras
 from lightning_hetero.errors import ConfigurationError, HeteroError
 from lightning_hetero.strategies import HeteroDDPStrategy
@@ -80,9 +80,9 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
             max(some, key=lambda link: link.all_reduce(work.size, 2), default=None) for some in (within, between)
         )
         costs, spread = [one.cost for one in speeds], max(one.spread for one in speeds)
-        advice = advise(costs, topology.nodes, work.samples, work.size, inside, outside, spread)
+        advice = advise(costs, topology.nodes, work.samples, work.size, Slowest(inside, outside), spread)
         rows = [*available(topology), *extras(topology.world)]
-        report.show(topology, work, speeds, within, between, rows, advice)
+        report.show(topology, work, speeds, (within, between), rows, advice)
     gather(None, "who is done")
     dist.destroy_process_group()
 

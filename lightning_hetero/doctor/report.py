@@ -19,12 +19,12 @@ def show(
     topology: Topology,
     work: Work,
     speeds: Sequence[Speed],
-    within: Sequence[Link],
-    between: Sequence[Link],
+    links: tuple[Sequence[Link], Sequence[Link]],
     strategies: Iterable[tuple[str, str]],
     advice: Advice,
 ) -> None:
-    """Print all of it."""
+    """Print all of it; the links are those within nodes, and those between them."""
+    within, between = links
     console = Console(highlight=False)
     console.print(_ranks(topology, work, speeds))
     groups: dict[str, Sequence[int]] = {"between all ranks": range(topology.world)}

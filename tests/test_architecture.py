@@ -1,0 +1,138 @@
+"""The layout is the architecture: who imports whom, who knows Lightning, how large things are (from the source)."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning
+import pytest
+
+import lightning_hetero
+from lightning_hetero.strategies.registry import ENTRIES
+
+PACKAGE = Path(lightning_hetero.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in FILES}
+
+#: What each part of the package may import of the others.
+MAY = {
+    "workload": set(),
+    "comm": {"workload"},
+    "averaging": {"comm"},
+    "engine": {"averaging", "workload", "comm"},
+    "launch": {"comm"},
+    "strategies": {"engine", "averaging", "workload", "comm", "launch"},
+    "config": {"strategies", "launch"},
+    "callbacks": {"strategies", "engine", "workload", "comm"},
+    "demo": {"strategies", "callbacks", "workload"},
+    "doctor": {"strategies", "callbacks", "engine", "averaging", "workload", "comm", "launch", "config"},
+}
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Modules that are imported, but for those that only type checkers read."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for inner in ast.walk(node):
+                inner.only_for_types = True  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if getattr(node, "only_for_types", False):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def within(module: str) -> str | None:
+    """The part of this package to which a module belongs, if to one."""
+    name, _, rest = module.partition(".")
+    part = rest.split(".")[0]
+    return part if name == "lightning_hetero" and part in MAY else None
+
+
+@pytest.mark.parametrize("part", MAY)
+def test_imports_run_one_way(part: str) -> None:
+    wrong = [
+        f"{file} imports {module}"
+        for file, tree in TREES.items()
+        if file.startswith(f"{part}/")
+        for module in imports(tree)
+        if within(module) not in {None, part, *MAY[part]}
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("part", ["engine", "averaging", "workload", "comm"])
+def test_only_the_face_knows_lightning(part: str) -> None:
+    wrong = [
+        f"{file} imports {module}"
+        for file, tree in TREES.items()
+        if file.startswith(f"{part}/")
+        for module in imports(tree)
+        if module.split(".")[0] == "lightning" or module in ("pytorch_lightning", "lightning_hetero._lightning")
+    ]
+    assert wrong == []
+
+
+def private(name: str) -> bool:
+    """Whether a name is private."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_private_names_of_lightning_are_in_one_file() -> None:
+    theirs = set()
+    for folder in ("pytorch", "fabric"):
+        for file in (Path(lightning.__file__).parent / folder).rglob("*.py"):
+            theirs |= set(filter(private, names_made(ast.parse(file.read_text()))))
+    assert len(theirs) > 500
+    wrong = []
+    for file, tree in TREES.items():
+        if file == "_lightning.py":
+            continue
+        ours = set(names_made(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
+                wrong += [f"{file}: import {name.name}" for name in node.names if private(name.name)]
+            if isinstance(node, ast.Attribute) and node.attr in theirs - ours:
+                wrong.append(f"{file}:{node.lineno}: {ast.unparse(node)}")
+    assert wrong == []
+
+
+def names_made(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and attributes that a module makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+@pytest.mark.parametrize("strategy", {entry.strategy for entry in ENTRIES}, ids=lambda strategy: strategy.__name__)
+def test_a_strategy_has_three_levels_of_ours_at_most(strategy: type) -> None:
+    ours = [kind.__name__ for kind in inspect.getmro(strategy) if kind.__module__.startswith("lightning_hetero")]
+    assert len(ours) <= 3, ours
+
+
+#: All overrides of one class, which Lightning needs to be one class.
+LONG = {"strategies/base.py": 430}
+
+
+def test_files_are_short() -> None:
+    lines = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in FILES}
+    assert {file: count for file, count in lines.items() if count > LONG.get(file, 300)} == {}
+
+
+def test_functions_take_six_arguments_at_most() -> None:
+    """Public constructors may take more: they are called by name."""
+    wrong = []
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name != "__init__":
+                count = len([a for a in (*node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")])
+                wrong += [f"{file}::{node.name} takes {count}"] if count > 6 else []
+    assert wrong == []
