@@ -101,6 +101,7 @@ def _script(code: str, folder: str) -> str:
     return output.getvalue()
 
 
+@pytest.mark.clock
 def test_the_first_script_runs_and_finds_the_fast_rank(tmp_path: Path) -> None:
     [block] = [block for block in blocks("python") if block.remark == ON_RANKS]
     printed, _ = run(_script, 2, block.code, str(tmp_path))
