@@ -227,14 +227,7 @@ class DASOAverager(Averager):
         self.schedule.load_state_dict(state["schedule"])
         self._turn, self._since = state["turn"], state["since"]
         pending = state["pending"]
-        self._pending = None if pending is None else Pending(**{**pending, "average": _loaded(pending["average"])})
-
-
-def _loaded(saved: dict[str, Any]) -> Average:
-    """An average from a checkpoint; version 0.1 called payloads notes, and knew no difference."""
-    values = {"difference": [], **saved}
-    values.setdefault("payloads", values.pop("notes", None))
-    return Average(**values)
+        self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
 
 
 def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int) -> None:

@@ -69,7 +69,7 @@ def _renamed(state: dict[str, Any]) -> dict[str, Any]:
     pending = algorithm.get("pending")  # DASO's exchange under way
     if pending is None or "notes" not in pending["average"]:
         return state
-    average = dict(pending["average"])
+    average = {**pending["average"], "difference": []}
     average["payloads"] = average.pop("notes")
     return {**state, "algorithm": {**algorithm, "pending": {**pending, "average": average}}}
 

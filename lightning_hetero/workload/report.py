@@ -1,20 +1,20 @@
-"""What a rank tells the others about its steps."""
+"""What a rank reports to the others about its steps."""
 
 import math
 from typing import NamedTuple
 
 
 class Report(NamedTuple):
-    """What a rank tells the others at a pulse; all floats, so that one small tensor carries it.
+    """What a rank reports to the others. All are floats, so one small tensor carries them.
 
     Attributes:
         fixed: ``a`` of its cost, seconds.
         per_sample: ``k`` of its cost, seconds per sample.
         error: how far its cost may be off by noise, as a fraction; infinite while nothing is known.
         drawn: first step that its samplers have not drawn yet.
-        samples: samples per step that it processed since the last pulse, mean.
-        compute: seconds per step of its own work since the last pulse, mean.
-        wait: seconds per step that it waited for others since the last pulse, mean.
+        samples: samples per step that it processed since its last report, mean.
+        compute: seconds per step of its own work since its last report, mean.
+        wait: seconds per step that it waited for others since its last report, mean.
         laps: steps that these means are over.
         since: seconds of steps since the rank's speed has changed; infinite if it is not known to have.
     """

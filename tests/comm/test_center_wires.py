@@ -26,7 +26,7 @@ def drawn(seed: int) -> list[torch.Tensor]:
     return [torch.randn(1001, generator=g), torch.randn(7, generator=g, dtype=torch.float64)]
 
 
-# -- both ends of a line -------------------------------------------------------------------------------------
+# -- both ends of a wire -------------------------------------------------------------------------------------
 
 
 def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]]:
@@ -64,7 +64,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
-def test_both_ends_of_a_line_agree_bitwise(wire: str) -> None:
+def test_both_ends_of_a_wire_agree_bitwise(wire: str) -> None:
     host, visitor = run(_ends, 2, wire, False)
     for (heard, difference, known), (truth, told, likewise) in zip(host, visitor, strict=True):
         assert same(difference, told)

@@ -27,7 +27,7 @@ class Clock:
 
 
 class Mailbox:
-    """In place of the pulse: what all ranks have sent, once all have."""
+    """In place of the all-gather of reports: what all ranks have sent, once all have."""
 
     def __init__(self, rows, rank):
         self.rows, self.rank, self.in_flight = rows, rank, False

@@ -57,9 +57,8 @@ class SharedCenter(Center):
         if self.layout.is_client:
             try:
                 self._table, *self._values = (memory or Mapped(like, path)).vectors
-                self._file = os.open(
-                    path, os.O_RDWR
-                )  # after mapping, since that closes the file, which would end its locks
+                # After mapping, which opens and closes the file: closing it ends all locks of the process.
+                self._file = os.open(path, os.O_RDWR)
             except (OSError, RuntimeError, ValueError) as error:
                 problem = ConfigurationError(
                     f"cannot open the center's file in shared memory; use center='thread': {error}"

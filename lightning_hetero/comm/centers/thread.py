@@ -131,10 +131,8 @@ class ThreadCenter(Center):
             with self._changed:
                 self._host_left = True
                 self._changed.notify_all()
-            if self._server is not None:
-                self._server.join(
-                    self.layout.timeout.total_seconds()
-                )  # else clients might lose the connection too soon
+            if self._server is not None:  # clients must not lose the connection too soon
+                self._server.join(self.layout.timeout.total_seconds())
         elif self.layout.is_client:
             with self._in_time("leave"):
                 assert self._wakeup_client is not None
