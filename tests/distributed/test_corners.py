@@ -1,6 +1,7 @@
 """What a Trainer can do with Lightning's own strategies, at the corners: copies, profilers, arguments by position."""
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +25,10 @@ from lightning_hetero import (
     HeteroMonitor,
     NodeAverageStrategy,
 )
+from lightning_hetero.averaging.visits import AsyncAverager
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
+from lightning_hetero.strategies.of_averager import with_options_of
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 BASE: dict[str, Any] = {"balance": "off", "timeout": 20}
 REPLICAS: list[tuple[Any, dict[str, Any]]] = [
@@ -177,12 +181,20 @@ def test_lightnings_own_averages_are_refused_between_replicas(kind: Any, options
             kind(**options, **more)
 
 
-class UnlockedThread(EASGDAsyncStrategy):
+@dataclass
+class Unlocked(AsyncAverager):
+    """Asks for a center without a lock, wherever it lives."""
+
     locked = False
 
 
+@with_options_of(Unlocked, replica="rank")
+class UnlockedStrategy(ReplicaStrategy):
+    """The strategy of that averager."""
+
+
 def _unlocked(center: str) -> None:
-    strategy = UnlockedThread(moving_rate="auto", tau=1, center=center, **BASE)
+    strategy = UnlockedStrategy(moving_rate="auto", tau=1, center=center, **BASE)
     _trainer(strategy).fit(Net(), _data())
 
 
