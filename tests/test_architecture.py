@@ -112,7 +112,9 @@ def names_made(tree: ast.Module) -> Iterator[str]:
             yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-@pytest.mark.parametrize("strategy", {entry.strategy for entry in ENTRIES}, ids=lambda strategy: strategy.__name__)
+@pytest.mark.parametrize(
+    "strategy", dict.fromkeys(entry.strategy for entry in ENTRIES), ids=lambda strategy: strategy.__name__
+)
 def test_a_strategy_has_three_levels_of_ours_at_most(strategy: type) -> None:
     ours = [kind.__name__ for kind in inspect.getmro(strategy) if kind.__module__.startswith("lightning_hetero")]
     assert len(ours) <= 3, ours

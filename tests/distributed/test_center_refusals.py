@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import ConfigurationError, DisagreementError, UnsupportedError
-from lightning_hetero.strategies import membership
+from lightning_hetero.strategies import joining
 
 AUTO = {"moving_rate": "auto"}
 NAMES = {
@@ -109,7 +109,7 @@ def _train(name: str, make: Any = HEAVY, by_rank: dict[str, Any] | None = None, 
     rank = int(os.environ["RANK"])
     mine = {key: values[rank] for key, values in (by_rank or {}).items()}
     if mine.pop("host", None):
-        membership.hostname = lambda: f"host{rank}"
+        joining.hostname = lambda: f"host{rank}"
     fit(name, Trained(make), epochs=1, **options, **mine)
 
 
@@ -167,7 +167,7 @@ def test_past_one_there_is_a_warning_of_rank_0() -> None:
 
 def _several_hosts() -> str:
     rank = int(os.environ["RANK"])
-    membership.hostname = lambda: f"host{rank}"
+    joining.hostname = lambda: f"host{rank}"
     module = Line()
     fit("async", module, epochs=1, trainer={"limit_train_batches": 2}, tau=1, **AUTO)
     return "done"
