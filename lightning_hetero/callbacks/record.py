@@ -70,7 +70,7 @@ class Stretch(NamedTuple):
         first: the first of them, counted from 0 since the start of the fit.
         steps: how many.
         began: seconds since the ranks started together.
-        samples: samples that the rank processed; fillers are none.
+        samples: samples that the rank processed; padding batches have none.
         data: seconds in which it loaded data.
         compute: seconds of the rest of its own work: forward, backward, optimizer, callbacks.
         wait: seconds in which it waited for the other ranks within a step: for gradients and the like.
@@ -96,7 +96,7 @@ class Stretch(NamedTuple):
         """One step, on a clock that shows ``start`` when the fit starts."""
         data = min(lap.data, lap.work)
         wait = max(lap.wait - lap.exchange, 0.0)
-        samples = 0 if lap.filler else lap.samples
+        samples = 0 if lap.padding else lap.samples
         return cls(first, 1, lap.began - start, samples, data, lap.work - data, wait, lap.exchange)
 
 

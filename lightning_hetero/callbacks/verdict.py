@@ -140,7 +140,7 @@ def _takes(rank: Totals, cause: Cause, seconds: float, even: float | None) -> st
         return f"it {spends} {DOES[cause]}"
     if even is not None and abs(even - rank.share) > 0.02 * rank.share:
         return f"with an even share of {even:.3g} samples it {spends.replace('spends', 'would spend')} {DOES[cause]}"
-    samples = f"its {rank.share:.3g} samples" if rank.samples else "a filler, without a sample of its own"
+    samples = f"its {rank.share:.3g} samples" if rank.samples else "a padding batch, without a sample of its own"
     return f"it {spends} {'computing' if cause == 'compute' else 'loading'} {samples}"
 
 

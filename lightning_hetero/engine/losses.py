@@ -24,7 +24,7 @@ class Losses:
 
         Args:
             loss: mean over the batch.
-            samples: of the batch; a filler, which has none, does not count.
+            samples: of the batch; a padding batch, which has none, does not count.
             step: optimizer steps taken before.
         """
         if not samples:

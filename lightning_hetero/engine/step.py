@@ -120,7 +120,7 @@ class Workshare:
         """
         if self.drawn is None:
             return
-        for lap in self.timer.lap(max(int(self.drawn.samples), 1), filler=not self.drawn.samples):
+        for lap in self.timer.lap(max(int(self.drawn.samples), 1), padding=not self.drawn.samples):
             self.cost.observe(lap.samples, lap.work)
             if self.cost.warm:
                 self.evidence.observe(lap, self.cost.cost)

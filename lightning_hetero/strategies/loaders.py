@@ -113,7 +113,7 @@ class Loaders:
             check_enough(_samples(batches), self.planner.world, "training")
             self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._shares)
-            sampler.filler = self.planner.least
+            sampler.padding = self.planner.least
             return _with_batch_sampler(loader, sampler)
         return self._stream(loader, kind)
 

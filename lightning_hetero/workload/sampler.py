@@ -14,7 +14,7 @@ class Drawn(NamedTuple):
     """What was drawn for one step: this rank's part of a global batch.
 
     Attributes:
-        samples: this rank's samples; 0 if its batch is a filler.
+        samples: this rank's samples; 0 if its batch is a padding batch.
         total: samples of all ranks of its replica.
     """
 
@@ -39,7 +39,7 @@ class Position(NamedTuple):
 class ShareSampler:
     """This rank's slices of the global batches, in training.
 
-    A rank that gets no sample of a batch yields one of its samples all the same, as a filler of weight 0, so that
+    A rank that gets no sample of a batch yields one of its samples all the same, as a padding batch of weight 0, so that
     every rank runs the same number of steps.
 
     Args:
@@ -64,7 +64,7 @@ class ShareSampler:
         self.drawn: deque[Drawn] = deque()  # drawn but not yet trained on, in order
         self.begun: Position | None = None  # where the running epoch began, or was resumed
         self.next_step = 0  # first step not drawn yet
-        self.filler = 1  # samples of a filler
+        self.padding = 1  # samples of a padding batch
         self._left = 0  # batches that the running pass has still to draw
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class ShareSampler:
             own = batch_slice(batch, shares, self.rank)
             self.next_step, self._left = self.next_step + 1, self._left - 1
             self.drawn.append(Drawn(len(own), sum(shares[rank] for rank in self.replica)))
-            yield own or (batch * self.filler)[: self.filler]
+            yield own or (batch * self.padding)[: self.padding]
 
 
 class EvaluationSampler:

@@ -14,13 +14,13 @@ class Lap(NamedTuple):
     """One step of this rank.
 
     Attributes:
-        samples: samples that it processed, a filler included.
+        samples: samples that it processed, a padding batch included.
         work: seconds of its own work: loading data, forward, backward, optimizer, callbacks.
         wait: seconds in which it could only wait for other ranks.
         data: of the work, seconds in which the next batch was fetched.
         exchange: of the wait, seconds that an exchange between replicas took from the training thread.
         began: when the step began, by the timer's clock.
-        filler: whether the samples are only a filler, because the rank had none of the batch.
+        padding: whether the samples are only padding, because the rank had none of the batch.
     """
 
     samples: int
@@ -29,7 +29,7 @@ class Lap(NamedTuple):
     data: float
     exchange: float
     began: float
-    filler: bool = False
+    padding: bool = False
 
 
 class StepTimer:
@@ -109,19 +109,19 @@ class StepTimer:
             self._ready = None
             self._resume()
 
-    def lap(self, samples: int, filler: bool = False) -> list[Lap]:
+    def lap(self, samples: int, padding: bool = False) -> list[Lap]:
         """End a step of ``samples`` samples here and begin the next.
 
         Args:
             samples: that the rank processed.
-            filler: whether they count for nothing.
+            padding: whether they count for nothing.
 
         Returns:
             The laps known by now, oldest first.
         """
         self._pause()
         self._pending.append(
-            (Lap(samples, self._work, self._wait, self._data, self._exchange, self._began, filler), self._spans)
+            (Lap(samples, self._work, self._wait, self._data, self._exchange, self._began, padding), self._spans)
         )
         self.restart()
         known = []

@@ -33,8 +33,8 @@ def test_sums_survive_whatever_the_length(count: int) -> None:
     assert len(pickle.dumps((record.stretches, record.beginning, record.end))) < 100_000
 
 
-def test_a_filler_is_no_sample() -> None:
-    lap = Lap(1, 3.0, 1.0, 0.5, 0.0, 12.0, filler=True)
+def test_a_padding_batch_is_no_sample() -> None:
+    lap = Lap(1, 3.0, 1.0, 0.5, 0.0, 12.0, padding=True)
     assert Stretch.of(lap, 7, 10.0) == Stretch(7, 1, 2.0, 0, 0.5, 2.5, 1.0, 0.0)
 
 

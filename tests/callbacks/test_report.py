@@ -72,7 +72,7 @@ def _fits(root: Path) -> dict[str, Any]:
     daso = DASOStrategy(warmup=2, cooldown=2, ranks_per_node=1, balance="off")
     _fit(root / "daso", daso, HeteroMonitor(), logger=CSVLogger(root / "logs", version="first"), max_epochs=1)
     fixed = HeteroDDPStrategy(balance=[1, 0])
-    _fit(root / "filler", fixed, HeteroMonitor(), dataset(64), max_epochs=1)
+    _fit(root / "padding", fixed, HeteroMonitor(), dataset(64), max_epochs=1)
     none = HeteroMonitor(report=None)
     _fit(root / "none", HeteroDDPStrategy(), none, max_epochs=1)
     _fit(root / "fast", HeteroDDPStrategy(), HeteroMonitor(), fast_dev_run=True)
@@ -169,7 +169,7 @@ def test_what_an_exchange_costs(reports: Any) -> None:
 
 
 def test_a_rank_without_samples_takes_part_but_does_not_count(reports: Any) -> None:
-    found = figures(reports[0] / "filler" / "hetero_report")
+    found = figures(reports[0] / "padding" / "hetero_report")
     assert [sum(s["samples"] for s in view["stretches"]) for view in found["views"]] == [64, 0]
     assert found["views"][1]["samples_per_s"] == 0
 

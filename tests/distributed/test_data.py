@@ -40,7 +40,7 @@ def counts(results: list[dict[str, Any]], key: str = "seen") -> Counter:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_index_once_per_epoch_while_shares_change(workers: int) -> None:
-    # 96 samples in batches of 12: no fillers, so that what ranks saw is exactly what counted.
+    # 96 samples in batches of 12: no padding batches, so that what ranks saw is exactly what counted.
     changes = {2: [4.0, 1.0, 1.0], 9: [1.0, 1.0, 4.0], 20: [1.0, 4.0, 1.0]}
     loader = {"num_workers": workers, "persistent_workers": workers > 0}
     results = run(fit, WORLD, Net, 12, 96, changes=changes, loader=loader)
@@ -140,7 +140,7 @@ def test_samplers_of_the_user(kind: str) -> None:
     assert len({len(result["seen"]) for result in results}) == 1
     assert error(results[1]["parameters"], results[0]["parameters"]) <= 1e-12
     total = sum(len(batch) for result in results for batch in result["seen"])
-    assert 2 * 90 <= total <= 2 * 90 + WORLD * 2  # fillers only in the tails
+    assert 2 * 90 <= total <= 2 * 90 + WORLD * 2  # padding batches only in the tails
     if kind == "batch sampler":
         assert set(counts(results)) == set(range(90))
     else:

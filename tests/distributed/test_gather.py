@@ -125,7 +125,7 @@ def _broken() -> Tensor:
     return parameters(module)
 
 
-def test_the_loss_of_a_filler_does_not_reach_others() -> None:
+def test_the_loss_of_a_padding_batch_does_not_reach_others() -> None:
     first, second = run(_broken, 2)
     assert first.isfinite().all()
     assert torch.equal(first, second)

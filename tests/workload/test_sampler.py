@@ -72,7 +72,7 @@ def check_together(parts, reference):
         together = []
         for own, drawn in (steps[step] for steps in parts):
             if drawn.samples == 0:
-                assert len(own) == 1  # a filler, which must be something that the model can take
+                assert len(own) == 1  # a padding batch, which must be something that the model can take
                 assert own[0] in batch
             else:
                 assert len(own) == drawn.samples
@@ -146,10 +146,10 @@ def test_a_rank_without_a_sample_repeats_one_with_weight_0():
     check_together(parts, one_process(9, 4, False, 0))
 
 
-def test_a_filler_has_as_many_samples_as_the_model_needs():
+def test_a_padding_batch_has_as_many_samples_as_the_model_needs():
     planner = Planner(3, [1, 0, 1])
     rank = Rank(1, planner, 9, 4)
-    rank.sampler.filler = 2  # BatchNorm, for one, cannot train on a single sample
+    rank.sampler.padding = 2  # BatchNorm, for one, cannot train on a single sample
     (first, _, tail), drawn = zip(*rank.run(), strict=True)
     reference = one_process(9, 4, False, 0)
     assert first == reference[0][:2]

@@ -1,4 +1,4 @@
-"""A rank without a sample of a batch: nothing of its filler may count."""
+"""A rank without a sample of a batch: nothing of its padding batch may count."""
 
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ def test_a_rank_whose_part_weighs_nothing() -> None:
 
 
 class Spread(Net):
-    """A loss that is NaN on one sample, as a filler is."""
+    """A loss that is NaN on one sample, as a padding batch is."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y, *_ = batch
@@ -48,7 +48,7 @@ class Spread(Net):
         return loss
 
 
-def test_a_filler_whose_loss_is_not_finite() -> None:
+def test_a_padding_batch_whose_loss_is_not_finite() -> None:
     for result in run(fit, WORLD, Spread, 12, 96, strategy={"balance": [1.0, 0.0, 1.0]}):
         assert torch.isfinite(result["parameters"]).all()
         assert all(value == value for value in result["metrics"].values())
@@ -66,7 +66,7 @@ class Logs(Net):
         return loss
 
 
-def test_what_a_filler_logs_adds_nothing() -> None:
+def test_what_a_padding_batch_logs_adds_nothing() -> None:
     single = run(fit, 1, Logs, 12, 98, max_epochs=1)[0]["metrics"]
     assert single["sum_epoch"] == 98
     for result in run(fit, WORLD, Logs, 12, 98, strategy={"balance": [1.0, 0.0, 1.0]}, max_epochs=1):
