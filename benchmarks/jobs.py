@@ -1,6 +1,6 @@
 """Runs a benchmark on several ranks of this machine, and takes its figures from alternating fits in the same processes.
 
-Ratios of alternating runs hold where absolute times do not: on shared machines, whose speed changes by the minute.
+Ratios of alternating runs hold where absolute times do not: on shared machines, where speed changes by the minute.
 """
 
 import argparse

@@ -13,7 +13,7 @@ on the other), with one version of Python, so that they read the same text::
         examples/daso_char_gpt.py --devices 2 --num-nodes 2
 
 Look at the bits per character: 6.6 would be guessing, and with 2.3 it knows a good deal of Python. Then at the
-exchanges, for most of whose time nobody waits, and at what the model writes.
+exchanges, for which nobody waits most of the time, and at what the model writes.
 """
 
 import argparse

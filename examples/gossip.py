@@ -1,9 +1,9 @@
 """Train by gossip: replicas of unlike speed average in pairs, with no center and no collective within an epoch.
 
 python examples/gossip.py                                   # first come, first paired, beside a slow rank
-python examples/gossip.py --strategy hetero_gossip          # in rounds, whose pairs wait for each other
+python examples/gossip.py --strategy hetero_gossip          # in rounds: the two of a pair wait for each other
 python examples/gossip.py --strategy hetero_gossip_push_sum
-torchrun --nproc-per-node 4 examples/gossip.py              # likewise where torchrun starts the ranks
+torchrun --nproc-per-node 4 examples/gossip.py              # the same where torchrun starts the ranks
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""An averager of one's own: SlowMo. docs/own_averager.md explains it line by line.
+"""An averager that is not in the package: SlowMo. docs/own_averager.md explains it line by line.
 
 python examples/own_averager.py --devices 2                 # trains on scikit-learn's digits, each rank a replica
 torchrun --nproc-per-node 4 examples/own_averager.py        # the same where torchrun starts the ranks

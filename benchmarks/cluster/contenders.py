@@ -25,7 +25,7 @@ import lightning_hetero  # noqa: F401  registers the package's strings
 
 
 class HookedDDP(DDPStrategy):
-    """Lightning's DDP, whose communication hooks also work on CPUs, where Lightning drops them without a word."""
+    """Lightning's DDP, with communication hooks that also work on CPUs, where Lightning drops them without a word."""
 
     def _register_ddp_hooks(self) -> None:
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)

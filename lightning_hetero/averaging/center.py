@@ -1,4 +1,4 @@
-"""What algorithms with a center have in common; and one kernel for those whose replicas meet it all at once."""
+"""What algorithms with a center have in common; and one kernel for those in which all replicas meet it at once."""
 
 import math
 from abc import abstractmethod

@@ -235,7 +235,7 @@ def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int
 
     Args:
         rule: see :class:`DASOAverager`.
-        replica: whose values change.
+        replica: its values change.
         average: ``stale`` steps old.
         stale: S, steps since then.
         count: P, replicas.
@@ -267,6 +267,8 @@ def steps_of(name: str, length: float | int | str, total: float, per_epoch: int)
         return length
     elif isinstance(length, float) and 0 <= length < 1:
         if math.isinf(total):
-            raise ConfigurationError(f"{name}={length} is a part of the run, whose length is unknown: give steps.")
+            raise ConfigurationError(
+                f"{name}={length} is a part of the run, but the length of the run is unknown: give steps."
+            )
         return round(length * total)
     raise ConfigurationError(f"{name}={length!r}: give a part of the run (0.1), optimizer steps (500) or '4 epochs'.")

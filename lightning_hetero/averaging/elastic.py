@@ -247,7 +247,7 @@ def check_momentum(optimizers: Sequence[Optimizer], nesterov: bool) -> None:
             if type(optimizer) is not SGD or not group["momentum"] or group["nesterov"] != nesterov:
                 settings = {name: group[name] for name in ("momentum", "nesterov") if name in group}
                 raise UnsupportedError(
-                    f"{'EAMSGD' if nesterov else 'MEASGD'} is defined by {wanted}, whose momentum it knows; "
+                    f"{'EAMSGD' if nesterov else 'MEASGD'} needs {wanted}, since it knows the momentum of that one; "
                     f"configure_optimizers gave {type(optimizer).__name__} with {settings}. Use that, or hetero_easgd "
                     "(hetero_easgd_async), which takes any optimizer."
                 )

@@ -14,7 +14,7 @@ from lightning_hetero.averaging.mixing import DIRECTED, Rule, rule_of, sends
 from lightning_hetero.comm.gossip.pushing import Push
 
 _LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
-_MOST = 4.0  # times max(s, 1) that a step counts, for one whose weight is low though it hears from others
+_MOST = 4.0  # times max(s, 1) that a step counts, for one with a low weight that hears from others
 
 
 @dataclass

@@ -213,9 +213,9 @@ class HeteroMonitor(Callback):
             return
         self._seen = share.reports
         if not share.reports or not all(report.samples for report in share.reports):
-            return  # nothing yet, or a GPU whose first times are still to come
+            return  # nothing yet, or the first times of a GPU are still to come
         samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in share.reports), strict=True)
-        planned = share.planner.total > 0  # but for streams, whose batches no plan sizes
+        planned = share.planner.total > 0  # but not for streams: no plan sizes their batches
         shares = share.planner.shares(share.step - 1) if planned else map(round, samples)
         record = Record(share.step, tuple(shares), samples, compute, wait)
         self.history.append(record)

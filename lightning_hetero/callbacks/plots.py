@@ -114,7 +114,7 @@ def _window(ranks: Sequence[Sequence[Stretch]], at_the_end: bool) -> tuple[float
 def _spans(steps: Sequence[Stretch]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
     """For each part of a step, in the order in which parts are drawn, its (start, length) in all steps."""
     at = [step.began for step in steps]
-    for part in ("exchange", "data", "compute", "wait"):  # an exchange follows the step whose lap is over
+    for part in ("exchange", "data", "compute", "wait"):  # an exchange follows the end of a step's lap
         lengths = [getattr(step, part) for step in steps]
         yield part, list(zip(at, lengths, strict=True))
         at = [start + length for start, length in zip(at, lengths, strict=True)]

@@ -58,7 +58,7 @@ def _cut() -> None:
     for descriptor, name in _open_sockets():
         if name in _sockets:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.getpeername()  # raises for a listening socket, whose end gloo does not survive
+                connection.getpeername()  # raises for a listening socket: gloo does not survive the end of that one
                 connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -111,8 +111,8 @@ class FiniteSteps:
         self._passes += 1
         self._counted += total > 0
         if bad.any():
-            whose = "its" if bad.sum() == 1 else "their"
-            self._say(f"{self._subject('loss', bad.tolist())} not finite: {whose} samples do not count")
+            their = "its" if bad.sum() == 1 else "their"
+            self._say(f"{self._subject('loss', bad.tolist())} not finite: {their} samples do not count")
         return own if well else 0.0, total
 
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
@@ -166,7 +166,7 @@ class FiniteSteps:
         """Act on what has been found, between the backward passes and the optimizer's step.
 
         Args:
-            module: whose gradients they are.
+            module: that the gradients belong to.
             scaled: whether a scaler skips steps with infinite gradients by itself.
 
         Raises:

@@ -52,7 +52,7 @@ class ObservedLauncher(SubprocessScriptLauncher):
         except SIGTERMException:
             raise  # no failure: all ranks end so
         except BaseException as error:
-            # This rank's error may be the echo of another's, whose process takes a while to end.
+            # This rank's error may be the echo of another's; that process takes a while to end.
             observer.report(patience=10.0 if isinstance(error, CommunicationError) else 2.0)
             raise
 

@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not named after `path`: Lightning takes any file whose name holds "hpc_ckpt_" or "last" for a checkpoint.
+    # Not named after `path`: Lightning takes any file with "hpc_ckpt_" or "last" in its name for a checkpoint.
     beside = path.with_name(f"saving-{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(beside, "xb") as raw:

@@ -4,7 +4,7 @@ from lightning_hetero.strategies.base import HeteroStrategy
 
 
 class HeteroDDPStrategy(HeteroStrategy):
-    """Data-parallel training whose batches are split by measured speed and whose gradients are weighted by samples.
+    """Data-parallel training: batches are split by measured speed, and gradients are weighted by samples.
 
     There is one replica, the world. After every step all ranks hold the weights that one process would have reached
     on the whole batch, whatever the split, to rounding, for losses that are means over samples (or over

@@ -169,7 +169,7 @@ class Loaders:
 
     def _order(self, sampler: Any) -> Any:
         # Lightning has put a DistributedSampler here, of one replica: around the dataset, in which case the order
-        # follows from seed and epoch, or around a sampler of the user's, whose own order is kept.
+        # follows from seed and epoch, or around the user's own sampler, and then its order is kept.
         inner = inner_sampler(sampler)
         if isinstance(sampler, DistributedSampler) and (inner is None or isinstance(inner, SequentialSampler)):
             return sampler

@@ -46,8 +46,8 @@ class ReplicaStrategy(HeteroStrategy):
     at the end of a fit is the consensus of all replicas.
 
     Args:
-        replica: what trains apart from the others: each ``"rank"``, or each ``"node"``, whose ranks then average
-            gradients at every step.
+        replica: what trains apart from the others: each ``"rank"``, or each ``"node"``. The ranks of a node
+            then average gradients at every step.
         on_nan: what to do when replicas meet and one holds values that are not finite: ``"error"`` raises on every
             rank before they spread; ``"skip"`` leaves the replica out and lets it go on with the mean of the others,
             or the center where there is one, or under gossip the values with which all began.

@@ -38,7 +38,7 @@ class TrainingStep:
     def __init__(self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives) -> None:
         self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
         self._timer = share.timer
-        self._weight: float | None = None  # of the loss whose backward pass runs; 0 if its samples are left out
+        self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A batch is on its way to the device."""

@@ -140,7 +140,7 @@ class EvaluatedGroups(GroupedBatches):
 
 
 class AgreedOrder:
-    """A sampler of the user's whose order rank 0 decides, for all ranks.
+    """The user's own sampler; rank 0 decides its order for all ranks.
 
     A sampler may draw from the process's random state, which differs between ranks. It runs on rank 0 with the state
     seeded by the epoch, so that an interrupted epoch can be repeated, and its order is sent to the others.

@@ -153,7 +153,7 @@ class Planner:
 
     def shares(self, step: int) -> list[int]:
         """Shares of a full batch at ``step``, in samples."""
-        return self.at(step).split([self.total])[0]  # zeros where streams decide, whose batches no plan sizes
+        return self.at(step).split([self.total])[0]  # zeros where streams decide the sizes of batches
 
     def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
         """Solve the split again; deterministic in its arguments, so that all ranks agree.

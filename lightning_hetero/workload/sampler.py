@@ -39,8 +39,8 @@ class Position(NamedTuple):
 class ShareSampler:
     """This rank's slices of the global batches, in training.
 
-    A rank that gets no sample of a batch yields one of its samples all the same, as a padding batch of weight 0, so that
-    every rank runs the same number of steps.
+    A rank that gets no sample of a batch yields one of its samples all the same, as padding of weight 0, so that every
+    rank runs the same number of steps.
 
     Args:
         batches: the global batches.

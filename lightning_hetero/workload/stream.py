@@ -1,4 +1,4 @@
-"""Batches whose sizes only their own rank knows: iterable datasets, and loaders that the user has sharded."""
+"""Batches of sizes that only their own rank knows: iterable datasets, and loaders that the user has sharded."""
 
 import math
 from collections import deque
@@ -14,8 +14,8 @@ class Tally(NamedTuple):
 
     Attributes:
         samples: samples in the batches of all ranks; NaN if a rank could not tell.
-        alive: ranks whose stream has not ended.
-        empty: ranks whose stream ended before its first batch.
+        alive: ranks that still have data.
+        empty: ranks that had no data at all.
     """
 
     samples: float
@@ -26,7 +26,7 @@ class Tally(NamedTuple):
 class Stream:
     """Iterates over a loader in step with the other ranks, which learn its batch sizes as they come.
 
-    A rank whose stream has ended repeats its last batch with weight 0 until all have ended: every sample counts
+    A rank that has no more data repeats its last batch with weight 0 until all have ended: every sample counts
     exactly once, every rank runs the same number of steps, and nobody waits for a rank that has left.
 
     Args:
@@ -70,7 +70,7 @@ class Stream:
                 raise DataError(
                     "the number of samples in a training batch is unknown"
                     + (f": {problem}" if problem else " on another rank.")
-                    + " Return tensors whose first dimension is the batch, or define `batch_weight(batch)` "
+                    + " Return tensors with the batch as their first dimension, or define `batch_weight(batch)` "
                     "on the LightningModule."
                 )
             if tally.alive == 0:
@@ -92,7 +92,7 @@ class Stream:
 
 
 class SizedStream(Stream):
-    """A :class:`Stream` whose number of batches is known.
+    """A :class:`Stream` with a known number of batches.
 
     Args:
         loader: iterates over this rank's batches.

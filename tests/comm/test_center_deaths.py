@@ -221,7 +221,7 @@ def _late() -> tuple[str, float]:
 
 def test_whoever_does_not_come_when_it_is_its_turn_is_named_by_the_host() -> None:
     _, (host, waited), (other, also) = run(_late, WORLD)
-    assert "rank 0, whose turn it was, did not come" in host
+    assert "rank 0 was next, and did not come" in host
     assert "lives with rank 1" in other
     assert max(waited, also) < SHORT + SLACK
 

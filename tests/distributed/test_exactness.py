@@ -76,7 +76,7 @@ def test_dropping_the_tail() -> None:
 
 
 def test_what_is_logged_is_of_all_samples() -> None:
-    # Values logged with sync_dist count by samples: those of a batch, and those of an epoch, a padding batch's not at all.
+    # Values logged with sync_dist count by samples: those of a batch, and those of an epoch; padding does not.
     import lightning.pytorch as pl
 
     steps: list[float] = []

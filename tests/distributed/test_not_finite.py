@@ -167,8 +167,8 @@ def _harmless() -> list[dict[str, Any]]:
 def test_padding_and_mended_gradients_are_no_error() -> None:
     truth = oracle(Net, 12)
     for results in run(_harmless, 3):
-        for padding batches, mended in (results[:2], results[2:]):
-            assert error(padding batches["parameters"], parameters(truth)) <= 1e-10
+        for padded, mended in (results[:2], results[2:]):
+            assert error(padded["parameters"], parameters(truth)) <= 1e-10
             assert mended["parameters"].isfinite().all()
 
 

@@ -203,7 +203,11 @@ def _daso(
     [
         ({"warmup": 10, "cooldown": 10}, ConfigurationError, "of 16 optimizer steps"),
         ({"warmup": "1 epoch", "cooldown": "2 epochs"}, ConfigurationError, "of 16 optimizer steps"),
-        ({"trainer": {"max_epochs": -1, "max_steps": -1}}, ConfigurationError, "whose length is unknown: give steps"),
+        (
+            {"trainer": {"max_epochs": -1, "max_steps": -1}},
+            ConfigurationError,
+            "length of the run is unknown: give steps",
+        ),
         ({"monitor": "val_loss", "warmup": 0}, ConfigurationError, "monitor='val_loss' is NaN, or has not been logged"),
         ({"by_rank": {"wire": ["fp32", "bf16"]}}, DisagreementError, "wire: rank 0: fp32, rank 1: bf16"),
         ({"averages_weights": True}, UnsupportedError, "EMAWeightAveraging averages"),

@@ -167,7 +167,7 @@ class ThreadCenter(Center):
             if not mine:
                 raise CommunicationError(
                     f"rank {self.layout.rank} waited {limit:g} s for its turn at the center: rank "
-                    f"{self.layout.leaders[self._next]}, whose turn it was, did not come (the strategy's `timeout` is "
+                    f"{self.layout.leaders[self._next]} was next, and did not come (the strategy's `timeout` is "
                     "the limit)."
                 )
             square = differ(values, self._values)
