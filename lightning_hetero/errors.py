@@ -2,11 +2,31 @@
 
 
 class HeteroError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Example::
+
+        from lightning_hetero import HeteroDDPStrategy, HeteroError
+
+        try:
+            HeteroDDPStrategy(balance=[3.0, -1.0])
+        except HeteroError as error:
+            print(error)
+    """
 
 
 class ConfigurationError(HeteroError, ValueError):
-    """An option of a strategy or callback has a value that cannot work."""
+    """An option of a strategy or callback has a value that cannot work.
+
+    Example::
+
+        from lightning_hetero import ConfigurationError, DASOStrategy
+
+        try:
+            DASOStrategy(global_every=0)
+        except ConfigurationError as error:  # also a ValueError
+            print(error)
+    """
 
 
 class ShareError(ConfigurationError):

@@ -121,7 +121,7 @@ def test_a_strategy_has_three_levels_of_ours_at_most(strategy: type) -> None:
 
 
 #: All overrides of one class, which Lightning needs to be one class.
-LONG = {"strategies/base.py": 430}
+LONG = {"strategies/base.py": 440}
 
 
 def test_files_are_short() -> None:

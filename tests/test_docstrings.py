@@ -1,10 +1,15 @@
 """Every public name says what it is, what it is given, and what it raises. Read from the source; nothing is run."""
 
 import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_hetero
 
@@ -115,3 +120,18 @@ def explained(name: str, text: str) -> bool:
 def is_record(node: ast.ClassDef) -> bool:
     of = {ast.unparse(base) for base in node.bases} | {ast.unparse(d).split("(")[0] for d in node.decorator_list}
     return bool(of & {"NamedTuple", "dataclass"})
+
+
+@pytest.mark.parametrize("name", [name for name in lightning_hetero.__all__ if not name.startswith("__")])
+def test_the_example_of_every_exported_name_runs(name: str, capsys: pytest.CaptureFixture) -> None:
+    text = inspect.getdoc(getattr(lightning_hetero, name)) or ""
+    found = re.search(r"^Example.*::\n\n((?:(?: {4}.*)?\n?)+)", text, re.MULTILINE)
+    assert found, f"{name} has no example"
+    code = textwrap.dedent(found.group(1))
+    assert name in code
+    before = set(StrategyRegistry)
+    try:
+        exec(compile(code, f"the example of {name}", "exec"), {"__name__": f"example_of_{name}"})
+    finally:
+        for added in set(StrategyRegistry) - before:
+            del StrategyRegistry[added]

@@ -30,6 +30,12 @@ class Facts:
             not finite, in words.
         between: what is validated and saved between two exchanges, in words, if that is worth a warning when it happens
             more often than exchanges. Then :attr:`Outcome.exchanged` must be told.
+
+    Example::
+
+        from lightning_hetero import Facts
+
+        facts = Facts(needs_others=False)  # one replica alone has something to do, too
     """
 
     blocking: bool = True
@@ -47,6 +53,12 @@ class Outcome:
         exchanged: this replica has completed an exchange.
         warning: what to warn the user of.
         info: what to tell the user, without alarm. The strategy's name will stand before it.
+
+    Example::
+
+        from lightning_hetero import Outcome
+
+        outcome = Outcome(exchanged=True, info="replicas have met for the first time")
     """
 
     exchanged: bool = False
@@ -67,6 +79,12 @@ class Run:
         length: gives the number of optimizer steps of the fit (infinite if nobody knows), and of an epoch. It sets the
             training data up, so ask only if you need to know.
         fast_dev_run: whether this is the Trainer's trial of a few batches.
+
+    Example::
+
+        from lightning_hetero import Run
+
+        steps, steps_per_epoch = Run().length()  # in tests nothing is known
     """
 
     topology: Topology | None = None
@@ -91,6 +109,12 @@ class StepContext(NamedTuple):
             (collective).
         metric: gives the mean over all ranks of the latest value of a logged metric, by its name; ``None`` if it has
             not been logged since it was last asked for (collective).
+
+    Example::
+
+        from lightning_hetero import StepContext
+
+        context = StepContext(step=8, epoch_ends=False, samples_per_replica=[48, 16])
     """
 
     step: int
@@ -122,6 +146,19 @@ class Averager(ABC):
             it, which is small, so that rounding it on the wire is harmless.
         pairings: where replicas exchange one to one, at the end of the fit: of each replica, the number of its
             completed exchanges with each.
+
+    Example::
+
+        from dataclasses import dataclass
+
+        from lightning_hetero import Averager
+
+        @dataclass
+        class LocalSGD(Averager):
+            every: int = 8
+
+            def due(self, context):
+                return context.step % self.every == 0
     """
 
     facts: ClassVar[Facts] = Facts()

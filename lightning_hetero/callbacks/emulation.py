@@ -39,7 +39,12 @@ class EmulatedSpeed(Callback):
 
     Example::
 
-        Trainer(devices=2, callbacks=[EmulatedSpeed([(0.01, 0.002), (0.01, 0.008)])])  # the second 4x slower
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import EmulatedSpeed
+
+        slow = EmulatedSpeed([(0.01, 0.002), (0.01, 0.008)])  # the second rank takes four times as long for a sample
+        trainer = Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2, callbacks=[slow])
     """
 
     #: So many batches in a row must overrun before that is no mere hiccup.

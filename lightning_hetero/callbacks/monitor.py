@@ -78,6 +78,14 @@ class HeteroMonitor(Callback):
             are never more than 2048.
         exchanges: a record per exchange between replicas, as this rank has seen it; older records are thinned out, too.
         pairings: under gossip, once a fit has ended: of each replica, its completed exchanges with each.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import HeteroMonitor
+
+        trainer = Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2, callbacks=[HeteroMonitor()])
     """
 
     def __init__(self, report: str | Path | None = "hetero_report") -> None:

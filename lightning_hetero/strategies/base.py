@@ -78,6 +78,15 @@ class HeteroStrategy(DDPStrategy):
 
     Raises:
         ConfigurationError: an option that cannot work.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import HeteroStrategy
+
+        trainer = Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2)
+        assert isinstance(trainer.strategy, HeteroStrategy)
     """
 
     def __init__(

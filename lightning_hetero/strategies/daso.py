@@ -14,4 +14,12 @@ class DASOStrategy(ReplicaStrategy):
     the training loss stalls, and start over from the rarest exchange.
 
     Source: DASO, Coquelin et al. 2021.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import DASOStrategy
+
+        trainer = Trainer(strategy=DASOStrategy(global_every=4, ranks_per_node=1), accelerator="cpu", devices=2)
     """

@@ -13,4 +13,12 @@ class HeteroDDPStrategy(HeteroStrategy):
     Source: HetGrad, Moreno-Alvarez et al. 2022: ``g = sum_i (n_i / N) g_i``.
 
     Takes the options of :class:`~lightning_hetero.strategies.base.HeteroStrategy`.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import HeteroDDPStrategy
+
+        trainer = Trainer(strategy=HeteroDDPStrategy(balance=[3.0, 1.0]), accelerator="cpu", devices=2)
     """

@@ -11,4 +11,12 @@ class DiLoCoStrategy(ReplicaStrategy):
 
     Source: DiLoCo, Douillard et al. 2023, algorithm 1; with other outer optimizers local SGD (``SGD(lr=1)``) and BMUF
     (heavy-ball momentum), Chen and Huo 2016.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import DiLoCoStrategy
+
+        trainer = Trainer(strategy=DiLoCoStrategy(tau=50, outer_lr=0.7), accelerator="cpu", devices=2)
     """

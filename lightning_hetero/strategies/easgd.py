@@ -15,6 +15,14 @@ class EASGDStrategy(ReplicaStrategy):
         x_i <- x_i - alpha D_i;  c <- c + beta sum_i w_i D_i
 
     Source: EASGD, Zhang et al. 2015; Sync EASGD, You, Buluc and Demmel 2017.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import EASGDStrategy
+
+        trainer = Trainer(strategy=EASGDStrategy(moving_rate="auto", tau=4), accelerator="cpu", devices=2)
     """
 
 
@@ -23,6 +31,14 @@ class EASGDOverlapStrategy(ReplicaStrategy):
     """The same numbers as ``hetero_easgd``, bit for bit; exchanges pass in the background of steps.
 
     Source: Sync EASGD3, You, Buluc and Demmel 2017.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import EASGDOverlapStrategy
+
+        trainer = Trainer(strategy=EASGDOverlapStrategy(moving_rate="auto", tau=4), accelerator="cpu", devices=2)
     """
 
 
@@ -33,4 +49,12 @@ class EAMSGDStrategy(ReplicaStrategy):
     The model's optimizer must be ``SGD(momentum=delta, nesterov=True)``; the paper's delta is 0.99.
 
     Source: EAMSGD, Zhang et al. 2015.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import EAMSGDStrategy
+
+        trainer = Trainer(strategy=EAMSGDStrategy(moving_rate="auto", tau=4), accelerator="cpu", devices=2)
     """

@@ -18,6 +18,14 @@ class EASGDRoundRobinStrategy(ReplicaStrategy):
     each way, or one for each parameter with ``packed=False``, as in the original.
 
     Source: "Original EASGD", You, Buluc and Demmel 2017, algorithm 1.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import EASGDRoundRobinStrategy
+
+        trainer = Trainer(strategy=EASGDRoundRobinStrategy(moving_rate="auto", tau=4), accelerator="cpu", devices=2)
     """
 
 
@@ -26,6 +34,14 @@ class EASGDAsyncStrategy(ReplicaStrategy):
     """Asynchronous EASGD: whoever comes first is served first; nobody waits for a slow replica within an epoch.
 
     Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; You, Buluc and Demmel 2017.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import EASGDAsyncStrategy
+
+        trainer = Trainer(strategy=EASGDAsyncStrategy(moving_rate="auto", tau=4), accelerator="cpu", devices=2)
     """
 
 
@@ -36,6 +52,14 @@ class MEASGDAsyncStrategy(ReplicaStrategy):
     The model's optimizer must be ``SGD(momentum=mu)``, not Nesterov's.
 
     Source: Momentum EASGD, You, Buluc and Demmel 2017, eq. 5 and 6.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import MEASGDAsyncStrategy
+
+        trainer = Trainer(strategy=MEASGDAsyncStrategy(moving_rate="auto", tau=4), accelerator="cpu", devices=2)
     """
 
 
@@ -44,4 +68,12 @@ class EASGDHogwildStrategy(ReplicaStrategy):
     """Asynchronous EASGD without a lock, in the shared memory of one node: replicas read and add as they come.
 
     Source: Hogwild EASGD, You, Buluc and Demmel 2017.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import EASGDHogwildStrategy
+
+        trainer = Trainer(strategy=EASGDHogwildStrategy(moving_rate="auto", tau=4), accelerator="cpu", devices=2)
     """

@@ -21,6 +21,14 @@ class GossipStrategy(ReplicaStrategy):
 
     Source: gossip between unlike processors, Georgiev and Gurov 2019; the rules are those of GoSGD, Blot et al. 2016,
     and GossipGraD, Daily et al. 2018.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import GossipStrategy
+
+        trainer = Trainer(strategy=GossipStrategy(every_n_steps=4, exchange="pairwise"), accelerator="cpu", devices=2)
     """
 
     algorithm: MatchedAverager
@@ -40,6 +48,14 @@ class GossipPushSumStrategy(ReplicaStrategy):
     ends the run.
 
     Source: SGP, Assran et al. 2019; in the spirit of Georgiev and Gurov 2019.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import GossipPushSumStrategy
+
+        trainer = Trainer(strategy=GossipPushSumStrategy(every_n_steps=4), accelerator="cpu", devices=2)
     """
 
 
@@ -52,4 +68,12 @@ class GossipAsyncStrategy(ReplicaStrategy):
     and ends the run.
 
     Source: in the spirit of Georgiev and Gurov 2019; AD-PSGD, Lian et al. 2018.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import GossipAsyncStrategy
+
+        trainer = Trainer(strategy=GossipAsyncStrategy(every_n_steps=4), accelerator="cpu", devices=2)
     """

@@ -13,4 +13,12 @@ class NodeAverageStrategy(ReplicaStrategy):
     for each other. Nodes weigh by the samples that they take.
 
     Source: eDNNcomm, Moreno-Alvarez et al. 2023.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import NodeAverageStrategy
+
+        trainer = Trainer(strategy=NodeAverageStrategy(every_n_steps=16), accelerator="cpu", devices=2)
     """

@@ -55,6 +55,15 @@ class ReplicaStrategy(HeteroStrategy):
 
     Raises:
         ConfigurationError: an option that cannot work.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import ReplicaStrategy
+
+        trainer = Trainer(strategy="hetero_daso", accelerator="cpu", devices=2)
+        assert isinstance(trainer.strategy, ReplicaStrategy)
     """
 
     engine: ReplicaEngine
