@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from inspect import Parameter, Signature, isabstract, signature
+from inspect import Parameter, Signature, getsourcefile, isabstract, signature
 from typing import Any, TypeVar, get_type_hints
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -64,7 +64,7 @@ def strategy_for(averager: type[Averager], name: str, **defaults: Any) -> type[R
     made = type(title, (ReplicaStrategy,), {"__module__": module, "__qualname__": title, "__doc__": averager.__doc__})
     strategy = with_options_of(averager, **defaults)(made)
     taken = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else strategy
-    if (taken.__module__, taken.__qualname__) != (module, title):  # else the module has been run once more
+    if (_file_of(taken), taken.__qualname__) != (_file_of(strategy), title):  # else the file has been run once more
         raise ConfigurationError(
             f"name={name!r} is taken by {taken.__module__}.{taken.__qualname__}. Choose another name for {title}."
         )
@@ -105,6 +105,7 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
         __init__.__signature__ = whole  # type: ignore[attr-defined]
         __init__.__qualname__ = f"{strategy.__qualname__}.__init__"
         strategy.__init__ = __init__  # type: ignore[method-assign]
+        strategy.averager_class = averager
         strategy.__doc__ = documented(strategy.__doc__, averager, list(whole.parameters), strategy.__mro__)
         return strategy
 
@@ -132,6 +133,14 @@ def register_name(name: str, strategy: type[HeteroStrategy], what: str, **option
                 **options,
                 **({} if unused is None else {"find_unused_parameters": unused}),
             )
+
+
+def _file_of(strategy: type) -> str:
+    """Where the algorithm of a strategy is written; under another name if the file was run as a script."""
+    try:
+        return getsourcefile(getattr(strategy, "averager_class", strategy)) or strategy.__module__
+    except (OSError, TypeError):  # in a notebook, say
+        return strategy.__module__
 
 
 def _checked(averager: type[Averager]) -> list[str]:

@@ -69,6 +69,7 @@ class ReplicaStrategy(HeteroStrategy):
     engine: ReplicaEngine
     of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source")
     _source = saving.Source()  # the checkpoint from which the fit goes on
+    averager_class: ClassVar[type[Averager] | None] = None  # of which the options are
     algorithm: Averager | None = None  # with the options that were given; each fit has a new one like it
 
     def __init__(
@@ -79,6 +80,13 @@ class ReplicaStrategy(HeteroStrategy):
         averages_again(kwargs)
         self.replica = replica
         super().__init__(on_nan=on_nan, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The algorithm's options are the strategy's, too: ``strategy.tau``."""
+        algorithm = self.__dict__.get("algorithm")
+        if algorithm is not None and name in algorithm.options():
+            return getattr(algorithm, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def make_averager(self) -> Averager:
         """The algorithm between replicas, for a fit that begins: a new one, of this strategy's options.

@@ -113,9 +113,10 @@ def irregular(n: int, turn: int, seed: int) -> Sends:
 
 
 class Irregular(GossipPushSumStrategy):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.rule = irregular
+    def make_averager(self) -> Any:
+        averager: Any = super().make_averager()
+        averager.rule = irregular
+        return averager
 
 
 class Starts(Line):
