@@ -64,7 +64,7 @@ def _paced_fits(root: Path) -> None:
     _fit(root / "compute", even, HeteroMonitor(), callbacks=[EmulatedSpeed(COSTS)])
     affine = HeteroDDPStrategy(global_batch_size=32)
     costs = [(0.010, 0.0005), (0.010, 0.002)]
-    _fit(root / "affine", affine, HeteroMonitor(), dataset(1280), callbacks=[EmulatedSpeed(costs)])
+    _fit(root / "affine", affine, HeteroMonitor(), dataset(2560), callbacks=[EmulatedSpeed(costs)])
     _fit(root / "data", HeteroDDPStrategy(balance="off"), HeteroMonitor("report"), Slow(160), max_epochs=1)
 
 
@@ -90,9 +90,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     return root, run(_fits, 2, root)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reports of fits in which the ranks' speeds are known."""
+    """Reports of fits in which the ranks' speeds are known; made anew for each test, so that it can be tried again."""
     root = tmp_path_factory.mktemp("paced")
     run(_paced_fits, 2, root)
     return root
