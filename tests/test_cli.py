@@ -131,7 +131,7 @@ def test_options_are_explained(entry, monkeypatch, capsys) -> None:
     if entry.replica != "world":
         expected.append("leaves the replica out")
     if entry.replica == "rank":  # by default
-        expected.append("whose ranks then average gradients at every step")
+        expected.append("ranks of a node then average gradients at every step")
     if "easgd" in entry.name:
         expected += ["how fast the center moves", 'alpha; ``"auto"``: beta / p']
     for words in expected:
