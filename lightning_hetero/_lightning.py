@@ -193,9 +193,8 @@ class _Connector(_DataConnector):
         decides = not user_shards(self.trainer)
         if decides and isinstance(dataloader, DataLoader) and not has_iterable_dataset(dataloader):
             sharded = is_sharded(dataloader)
-            if mode == RunningStage.PREDICTING and sharded:
-                pass  # Lightning notes the indices of what is predicted
-            elif sharded or has_own_batches(dataloader):
+            # Where the user has sharded what is predicted, Lightning notes the indices of each batch by itself.
+            if (has_own_batches(dataloader) and not sharded) or (sharded and mode != RunningStage.PREDICTING):
                 loader = copy.copy(dataloader)  # the user's own stays as it is
                 loader._iterator = None
                 return loader

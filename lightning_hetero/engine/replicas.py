@@ -41,8 +41,7 @@ class ReplicaEngine:
         self.losses = Losses()
         self.windows = 0
         self._open = False  # whether a window has begun
-        self._context: StepContext | None = None  # of the window that ends
-        self._due = False  # whether replicas meet after it
+        self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
         self._exchanges = 0  # that this replica has completed in this fit
         self._looked: tuple[int, int] | None = None  # at the consensus: at which step, and after how many exchanges
@@ -141,10 +140,9 @@ class ReplicaEngine:
 
         Ranks report where replicas meet anyway: elsewhere the fast ones would have to wait.
         """
-        self._due = False
+        self._due, self._epoch_ends = False, epoch_ends
         if window_ends and self.averager is not None:
-            self._context = self.context(epoch_ends)._replace(step=self.windows + 1)
-            self._due = self.averager.due(self._context)
+            self._due = self.averager.due(self.context(epoch_ends)._replace(step=self.windows + 1))
         return batch % self._report_every == 0 if self.view.count == 1 else self._due
 
     def take_loss(self, loss: Tensor) -> None:
@@ -154,15 +152,12 @@ class ReplicaEngine:
     def after_window(self) -> Outcome | None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
         assert self.averager is not None
-        assert self._context is not None
         self.windows += 1
         self._open = False
         if not self.averages:
             return None
-        # A report that has just arrived may have changed the plan, with which replicas weigh each other.
-        context = self._context._replace(samples_per_replica=self.samples_per_replica())
         with self._share.timer.waiting(exchange=True), self._meeting():
-            outcome = self.averager.after_step(context)
+            outcome = self.averager.after_step(self.context(self._epoch_ends))
         if self._due and self.averager.facts.blocking:
             self._share.listen()  # all are here now
         self._exchanges += outcome is not None and outcome.exchanged

@@ -29,6 +29,7 @@ from lightning_hetero.engine.job import Job, tell_failure
 from lightning_hetero.engine.shards import Shards
 from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.launch.environment import check_variables, local_devices
 from lightning_hetero.strategies import joining, saving
 from lightning_hetero.strategies.guards import check_model, check_trainer
@@ -241,7 +242,13 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._parts.loaders.process(dataloader, _lightning.trainer_of(self.lightning_module))
+        trainer = _lightning.trainer_of(self.lightning_module)
+        if self.job is None or trainer is None or trainer.state.stage is None:
+            raise UnsupportedError(
+                "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
+                "follow from where a run stands, and all ranks set it up together: pass it to one of these."
+            )
+        return self._parts.loaders.process(dataloader, trainer)
 
     # -- a step ------------------------------------------------------------------------------------
 

@@ -79,18 +79,10 @@ class Loaders:
 
     # -- entry -------------------------------------------------------------------------------------
 
-    def process(self, loader: object, trainer: "pl.Trainer | None") -> object:
-        """Give a loader a sampler that follows the plan (collective).
-
-        Raises:
-            UnsupportedError: nothing is running.
-        """
-        stage = None if trainer is None else trainer.state.stage
-        if trainer is None or stage is None:
-            raise UnsupportedError(
-                "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
-                "follow from where a run stands, and all ranks set it up together: pass it to one of these."
-            )
+    def process(self, loader: object, trainer: "pl.Trainer") -> object:
+        """Give a loader a sampler that follows the plan (collective), for what the Trainer is running."""
+        stage = trainer.state.stage
+        assert stage is not None
         sharded = user_shards(trainer) or is_sharded(loader)
         if trainer.training:
             self.combined = lambda: combined_loader(trainer)

@@ -154,6 +154,12 @@ def test_dataloaders_cannot_be_set_up_outside_of_a_run() -> None:
         assert all("no fit, validation, test or prediction is running" in text for text in said)
 
 
+@pytest.mark.parametrize("kind", [HeteroDDPStrategy, NodeAverageStrategy])
+def test_nor_before_the_ranks_have_met(kind: Any) -> None:
+    with pytest.raises(UnsupportedError, match="no fit, validation, test or prediction is running"):
+        kind(**BASE).process_dataloader(_data())
+
+
 class LateBackward(GanLike):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.manual_backward(self.net(batch[0]).mean())

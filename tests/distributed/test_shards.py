@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from ranks import attempt, run
 from saved import replicas_of, shards_of
 from tasks import FAST, Net, dataset, parameters
+from test_saving import Noting
 from torch.utils.data import DataLoader
 
 from lightning_hetero import NodeAverageStrategy
@@ -311,17 +312,6 @@ def test_lightning_takes_no_shards_for_checkpoints(tmp_path: Path) -> None:
 
 
 # -- plugins and remote paths ---------------------------------------------------------------------------------
-
-
-class Noting(TorchCheckpointIO):
-    """A plugin of the user's."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, path, storage_options)
-        self.names.append(Path(path).name)
 
 
 def _plugins(folder: str) -> Any:
