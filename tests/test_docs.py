@@ -37,6 +37,7 @@ import lightning_hetero
 
 sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 from ranks import run
+from virtual_time import virtual_time
 
 ON_RANKS = "runs on 2 ranks"
 OWN = {"train.py"}  # scripts of the reader's
@@ -96,18 +97,17 @@ def test_few_blocks_are_not_run_and_say_why() -> None:
 
 def _script(code: str, folder: str) -> str:
     os.chdir(folder)
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    with contextlib.redirect_stdout(io.StringIO()) as output, virtual_time():
         exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
     return output.getvalue()
 
 
-@pytest.mark.clock
 def test_the_first_script_runs_and_finds_the_fast_rank(tmp_path: Path) -> None:
     [block] = [block for block in blocks("python") if block.remark == ON_RANKS]
     printed, _ = run(_script, 2, block.code, str(tmp_path))
     shares = [tuple(map(int, pair)) for pair in re.findall(r"shares \((\d+), (\d+)\)", printed)]
     assert shares[0] == (32, 32)
-    assert 48 <= shares[-1][0] <= 56  # 52 by hand
+    assert 50 <= shares[-1][0] <= 54  # 52 by hand; shares do not move for the last few percent of a step
     assert sum(shares[-1]) == 64
 
 

@@ -1,19 +1,18 @@
-"""Shares follow measured speeds. Speeds are emulated by delays; what is tested are shares, never times."""
+"""Shares follow measured speeds, which are exact: the ranks' clocks are virtual."""
 
+import sys
 import time
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from ranks import run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
+from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
 from lightning_hetero.workload.shares import Cost, makespan, split
-
-pytestmark = pytest.mark.clock
 
 FIXED, PER_SAMPLE = 0.010, (0.002, 0.002, 0.004, 0.008)  # seconds, seconds per sample
 CHANGED = (0.002, 0.008, 0.004, 0.002)
@@ -37,9 +36,10 @@ def _train(
     options: dict[str, Any],
     strategy_class: Any = HeteroDDPStrategy,
 ) -> list[int]:
-    module, strategy = Emulated(per_sample), strategy_class(**options)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": steps, "max_epochs": -1})
-    trainer.fit(module, DataLoader(dataset(64 * 20), batch_size=16, shuffle=True))
+    with virtual_time(sys.modules[__name__]):
+        module, strategy = Emulated(per_sample), strategy_class(**options)
+        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": steps, "max_epochs": -1})
+        trainer.fit(module, DataLoader(dataset(64 * 20), batch_size=16, shuffle=True))
     return module.shares
 
 

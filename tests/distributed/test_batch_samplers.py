@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from ranks import run
 from tasks import FAST, EvaluatedNet, Net, dataset, error, parameters
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy, errors
 
@@ -159,19 +161,19 @@ def test_a_batch_sampler_without_a_length() -> None:
 
 class Slow(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        time.sleep(0.01 * self.global_rank * len(batch[0]))
+        time.sleep(0.01 + 0.01 * self.global_rank * len(batch[0]))
         return super().training_step(batch, batch_idx)
 
 
 def _measured() -> dict[str, Any]:
     module = Slow()
     strategy = HeteroDDPStrategy(rebalance_every_n_steps=2)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 8})
-    trainer.fit(module, DataLoader(dataset(SAMPLES), batch_sampler=Lists()))
+    with virtual_time(sys.modules[__name__]):
+        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 8})
+        trainer.fit(module, DataLoader(dataset(SAMPLES), batch_sampler=Lists()))
     return {"seen": module.seen, "shares": strategy.share.planner.shares(strategy.share.step)}
 
 
-@pytest.mark.clock
 def test_shares_move_although_sizes_are_unknown() -> None:
     fast, slow = run(_measured, 2)
     assert Counter(i for r in (fast, slow) for batch in r["seen"] for i in batch) == Counter(

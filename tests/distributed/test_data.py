@@ -1,6 +1,7 @@
 """Every kind of dataloader: each sample counts exactly once, and the weights are those of one process."""
 
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from torch.utils.data import (
     Subset,
     WeightedRandomSampler,
 )
+from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy
 
@@ -49,7 +51,6 @@ def test_every_index_once_per_epoch_while_shares_change(workers: int) -> None:
     assert len({len(batch) for batch in results[0]["seen"]}) > 1
 
 
-@pytest.mark.clock
 def test_measured_shares_with_prefetching_workers() -> None:
     strategy = {"balance": "auto", "rebalance_every_n_steps": 2}
     loader = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
@@ -58,13 +59,15 @@ def test_measured_shares_with_prefetching_workers() -> None:
     assert results[0]["shares"][0] > results[0]["shares"][2]  # rank 2 is made slower
 
 
-def _slow_ranks(strategy: dict[str, Any], loader: dict[str, Any]) -> dict[str, Any]:
-    class Slow(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            time.sleep(0.004 * (1 + self.global_rank) * len(batch[0]))
-            return super().training_step(batch, batch_idx)
+class Slow(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.004 * (1 + self.global_rank) * len(batch[0]))
+        return super().training_step(batch, batch_idx)
 
-    return fit(Slow, 12, 96, strategy=strategy, loader=loader)
+
+def _slow_ranks(strategy: dict[str, Any], loader: dict[str, Any]) -> dict[str, Any]:
+    with virtual_time(sys.modules[__name__]):
+        return fit(Slow, 12, 96, strategy=strategy, loader=loader)
 
 
 @pytest.mark.parametrize("limit", [{"limit_train_batches": 3}, {"limit_train_batches": 0.5}, {"overfit_batches": 2}])
@@ -250,24 +253,26 @@ class Half(IterableDataset):
         return (self.data[i] for i in range(int(_env("RANK")), len(self.data), 2))
 
 
+class Scheduled(Net):
+    """Takes steps in a schedule; rank 1 is much slower."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.01 + 0.01 * self.global_rank * len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 def _unlike(batch_size: int, **options: Any) -> dict[str, Any]:
-    """Rank 1 is much slower; the schedule goes by steps."""
-
-    class Scheduled(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            time.sleep(0.01 * self.global_rank * len(batch[0]))
-            return super().training_step(batch, batch_idx)
-
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    module, strategy = Scheduled(), HeteroDDPStrategy(rebalance_every_n_steps=2, **options)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2})
-    trainer.fit(module, DataLoader(Half(208), batch_size=batch_size))
-    lr = trainer.optimizers[0].param_groups[0]["lr"]
-    return {"seen": module.seen, "steps": trainer.global_step, "lr": lr}
+    with virtual_time(sys.modules[__name__]):
+        module, strategy = Scheduled(), HeteroDDPStrategy(rebalance_every_n_steps=2, **options)
+        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2})
+        trainer.fit(module, DataLoader(Half(208), batch_size=batch_size))
+        lr = trainer.optimizers[0].param_groups[0]["lr"]
+        return {"seen": module.seen, "steps": trainer.global_step, "lr": lr}
 
 
 def test_shares_of_shards_are_even_and_epochs_as_long_as_with_ddp() -> None:
@@ -278,7 +283,6 @@ def test_shares_of_shards_are_even_and_epochs_as_long_as_with_ddp() -> None:
         assert results[0]["lr"] == pytest.approx(0.05 * 0.1**5)
 
 
-@pytest.mark.clock
 def test_shares_over_shards_move_where_the_user_wants_it() -> None:
     fast, slow = run(_unlike, 2, 4, balance_iterable=True)
     assert max(map(len, fast["seen"])) > 4 > min(map(len, slow["seen"]))
