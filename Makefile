@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread per rank, or ranks that share a machine get in each other's way.
 export OMP_NUM_THREADS := 1
+# Python keeps its bytecode: a hundred processes of the tests would otherwise compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test lint docs setup clean
 help:

@@ -187,16 +187,28 @@ def test_help_takes_less_than_two_seconds_of_cpu_time() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0  # 0.1 s; with PyTorch 5 s
 
 
-@pytest.mark.parametrize("part", ["", ".launch.observer", ".strategies.guards"])
-def test_the_strings_are_registered_if_this_package_is_imported_before_lightning(part: str) -> None:
-    """The last two are modules that the strategies import, which would make a circle."""
-    code = (
-        f"import sys, lightning_hetero{part}\n"
-        "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "assert StrategyRegistry['hetero_daso']['strategy'] is sys.modules['lightning_hetero'].DASOStrategy"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
+def test_the_strings_are_registered_if_this_package_is_imported_before_lightning() -> None:
+    """In processes that have imported PyTorch only. The last two parts would import each other in a circle."""
+    code = """
+import importlib, os, sys
+import torch._dynamo, torchmetrics  # which Lightning imports: most of the time, and needed only once
+
+assert not {"lightning", "lightning_hetero"} & set(sys.modules)
+for part in ("", ".launch.observer", ".strategies.guards"):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, f"lightning_hetero{part}"
+        print(f"lightning_hetero{part}")
+    else:
+        importlib.import_module(f"lightning_hetero{part}")
+        from lightning.pytorch.strategies import StrategyRegistry
+
+        found = StrategyRegistry["hetero_daso"]["strategy"]
+        assert found is sys.modules["lightning_hetero"].DASOStrategy
+        os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
 
 
 def test_names_of_the_package() -> None:

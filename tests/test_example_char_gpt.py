@@ -1,13 +1,11 @@
-"""The small GPT trains over nodes as its readers would run it, learns, and writes."""
+"""The small GPT trains over nodes, alone and under torchrun, learns, and writes."""
 
 import csv
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from leftovers import watched
+from scripts import run_script
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "daso_char_gpt.py"
 SIZES = {"text": 32 * 3200 + 1, "context": 32, "batch-size": 16, "width": 32, "layers": 1, "lr": 0.01, "write": 200}
@@ -18,19 +16,17 @@ HARMLESS = "does not have many workers|LeafSpec|tensorboardX"  # nothing that a 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_char_gpt(tmp_path: Path, devices: int) -> None:
     sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
-    command = [sys.executable, EXAMPLE, "--devices", str(devices), "--ranks-per-node", "1", *sizes]
-    with watched() as running:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
-        output = done.stdout + done.stderr
-        assert done.returncode == 0, output
-        assert running() == []
+    arguments = ["--devices", str(devices), "--ranks-per-node", "1", *sizes]
+    results = run_script(EXAMPLE, *arguments, folder=tmp_path, ranks=devices if devices > 1 else None)
+    assert [status for status, _ in results] == [0] * devices, results
+    output = results[0][1]
 
     warnings = re.findall(r"^.*(?:\.py:\d+: |Warning).*$", output, re.MULTILINE)
     assert [warning for warning in warnings if not re.search(HARMLESS, warning)] == []
     bits, guessing = re.search(r"bits per character: ([\d.]+) \(guessing: ([\d.]+)\)", output).groups()
     assert float(guessing) == 6.61
     assert 1 < float(bits) < 4.2  # the characters' frequencies alone would give 5.2
-    sample = done.stdout.split("what the model writes:\n")[1]
+    sample = output.split("what the model writes:\n")[1]
     assert sample.startswith("class ")
     assert len(sample) > 200
     assert len(set(sample)) > 10

@@ -1,22 +1,17 @@
-"""The gossip example runs as its readers would run it: the fast rank does not wait for the slow one, and they learn."""
+"""The gossip example under torchrun: the fast rank does not wait for the slow one, and they learn."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from leftovers import watched
+from scripts import run_script
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gossip.py"
 
 
 def test_gossip(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), "--devices", "3", "--epochs", "3", "--late", "0.05"]
-    with watched() as running:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert running() == []
-    output = done.stdout + done.stderr
+    results = run_script(EXAMPLE, "--epochs", "3", "--late", "0.05", folder=tmp_path, ranks=3)
+    assert [status for status, _ in results] == [0] * 3, results
+    output = results[0][1]
     assert float(re.search(r"on the test digits: ([\d.]+)%", output).group(1)) > 80
     fast, slow = map(float, re.search(r"needed ([\d.]+) s for .* needs ([\d.]+) s", output).groups())
     assert fast < 0.7 * slow

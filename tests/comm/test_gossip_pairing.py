@@ -259,26 +259,36 @@ def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytes
 
 @pytest.mark.parametrize("held", ["ASK", "NO"])  # of ASK: the other hangs up on who says nothing, just as late
 def test_who_did_not_answer_in_time_is_not_waited_for_again_until_it_asks(held: str) -> None:
-    awake = threading.Event()
+    frozen, awake = threading.Event(), threading.Event()
 
     def judge(name: str, message: bytes) -> bytes:
         if name == held:
-            awake.wait(30)
+            frozen.set()
+            awake.wait(60)
         return message
 
-    with team([1, 1], limit=2.0, proxy=judge) as (one, other):
-        for turn, least, most in ((1.0, 1.9, 30.0), (2.0, 0.0, 8.0), (3.0, 0.0, 8.0)):
-            one.offer([1], turn)
+    def greet(drawn: bytes) -> bytes:
+        if frozen.is_set():  # else the silent peer would answer the first knock, and be asked again
+            awake.wait(60)
+        return drawn
+
+    with team([1, 1], limit=2.0) as (one, other):
+        proxy = Proxy(other.pairing.peers.address, judge, greet)
+        one.pairing.peers.know({1: proxy.address})
+        for turn, least, most in ((1.0, 1.9, 30.0), (2.0, 0.0, 15.0), (3.0, 0.0, 15.0)):
             began = time.monotonic()
+            one.offer([1], turn)
             assert not one.take(20.0)
             assert least < time.monotonic() - began < most
         assert sum(one.pairing.misses.values()) == 1  # asked once only
-        awake.set()
+        assert 1 not in one.pairing.peers.attendance
         one.offer([1], 4.0)
         other.offer([0], 4.0)  # the second of the pair: asks when it has not been asked for a while
         assert other.take(10)
         assert one.take(0)
+        awake.set()
         assert meet(one, other, 5.0) == (True, True)
+        proxy.close()
 
 
 @pytest.mark.parametrize("turn", [ANY, 1.0])

@@ -1,7 +1,5 @@
 """Lightning's features over several ranks: each works as in one process."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from ranks import run
+from scripts import run_script
 from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
@@ -260,9 +259,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("names", [["hetero_ddp"], ["hetero_ddp_fork", "hetero_ddp_spawn"]], ids=lambda names: names[0])
 def test_lightning_starts_the_ranks(tmp_path: Path, names: list[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("STRATEGIES", repr(names)))
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ranks 2") == len(names)
+    [(status, output)] = run_script(tmp_path / "train.py", folder=tmp_path)
+    assert status == 0, output
+    assert output.count("ranks 2") == len(names)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -274,9 +273,9 @@ def test_when_a_rank_that_lightning_started_fails_its_name_is_said(tmp_path: Pat
         "        return self.net",
     )
     (tmp_path / "train.py").write_text(script)
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert f"a fault of rank {failing}" in done.stderr
-    assert done.returncode == 1, done.stderr  # by its own error, not killed
+    [(status, output)] = run_script(tmp_path / "train.py", folder=tmp_path)
+    assert f"a fault of rank {failing}" in output
+    assert status == 1, output  # by its own error, not killed
     if failing == 1:
-        assert "local rank 1 ended with exit code 1" in done.stderr
-        assert "rank 1 failed with ValueError: a fault of rank 1" in done.stderr
+        assert "local rank 1 ended with exit code 1" in output
+        assert "rank 1 failed with ValueError: a fault of rank 1" in output

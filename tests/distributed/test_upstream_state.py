@@ -1,7 +1,5 @@
 """Lightning's `ddp*` names taken over: what is saved, restored, tuned and averaged is what it is with Lightning."""
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.tuner import Tuner
 from namesakes import both
+from scripts import run_script
 from tasks import EvaluatedNet, Net, parameters
 from test_upstream import TOLERANCE, other_data, trainer_of, training_data
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -206,5 +205,5 @@ if __name__ == "__main__":
 
 def test_forked_ranks_give_back_what_they_have_learned(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert "as Lightning's" in done.stdout, done.stderr
+    [(_, output)] = run_script(tmp_path / "train.py", folder=tmp_path)
+    assert "as Lightning's" in output
