@@ -35,7 +35,7 @@ def run_script(script: Path, *arguments: str, folder: Path, ranks: int | None = 
     return [(status, printed) for status, printed, _ in results]
 
 
-def _left(groups: set[int], patience: float = 10.0) -> list[psutil.Process]:
+def _left(groups: set[int], patience: float = 30.0) -> list[psutil.Process]:
     """The processes of these groups that do not end by themselves."""
     deadline, found = time.monotonic() + patience, list(psutil.process_iter())
     while found and time.monotonic() < deadline:

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 import warnings
 from functools import partial
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,6 +18,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import attempt, run
 from saved import replicas_of
+from scripts import run_script
 from tasks import FAST, EvaluatedNet, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
@@ -295,11 +294,12 @@ def train(kind: str, folder: str, callbacks: Any = (), resume: str | None = None
     return parameters(module)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _kill_rank_0_once_both_have_begun(folder: Path) -> None:
+    until = time.monotonic() + 150
+    while len(list(folder.glob("begun-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    for path in folder.glob("begun-0-*"):
+        os.kill(int(path.name.split("-")[-1]), signal.SIGTERM)
 
 
 STRATEGIES = {"ddp": HeteroDDPStrategy, "easgd": partial(EASGDStrategy, moving_rate=0.3, tau=3)}
@@ -309,21 +309,11 @@ STRATEGIES = {"ddp": HeteroDDPStrategy, "easgd": partial(EASGDStrategy, moving_r
 def test_a_job_that_is_killed_ends_as_terminated_and_goes_on(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), kind=kind, folder=str(tmp_path)))
-    job = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
-    try:
-        until = time.monotonic() + 120
-        while len(begun := list(tmp_path.glob("begun-*"))) < 2 and job.poll() is None and time.monotonic() < until:
-            time.sleep(0.1)
-        subprocess.run(["kill", "-TERM", str(job.pid)], check=True)
-        _, said = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode == TERMINATED, said
-    ranks = [int(path.name.split("-")[-1]) for path in begun]
-    until = time.monotonic() + 30  # rank 1 may take a moment longer
-    while any(_runs(pid) for pid in ranks) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not any(_runs(pid) for pid in ranks)
+    killer = threading.Thread(target=_kill_rank_0_once_both_have_begun, args=(tmp_path,))
+    killer.start()
+    [(status, said)] = run_script(script, folder=tmp_path)
+    killer.join()
+    assert status == TERMINATED, said
     assert f"saved {tmp_path}/kept/last-sigterm.ckpt" in said
     assert "local rank 1" not in said  # which has not failed
     saved = torch.load(tmp_path / "kept" / "last-sigterm.ckpt", weights_only=True)
