@@ -57,12 +57,12 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting(wakeup: Wakeup) -> None
     loud.sendall(b"GET / HTTP/1.1\r\n\r\n and more")
     guess.sendall((1).to_bytes(4, "big"))  # says that it is rank 1
     replaced.sendall(bytes(16) + (7).to_bytes(4, "big"))  # with another token
-    clients = [WakeupClient(wakeup.address, rank, 5.0) for rank in (7, 1)]
+    clients = [WakeupClient(wakeup.address, rank, 60.0) for rank in (7, 1)]
     began = time.monotonic()
-    wakeup.accept_clients([1, 7], 5.0)
-    assert time.monotonic() - began < 2
+    wakeup.accept_clients([1, 7], 60.0)
+    assert time.monotonic() - began < 20
     for stranger in (short, guess, replaced):
-        stranger.settimeout(5.0)
+        stranger.settimeout(60.0)
         assert stranger.recv(1) == b""
     for client, rank in zip(clients, (7, 1), strict=True):
         client.announce()

@@ -19,7 +19,7 @@ class Wire:
 
     def __init__(self, world):
         self.world, self.given, self.exchanges = world, [None] * world, 0
-        self.barrier = threading.Barrier(world, timeout=10)
+        self.barrier = threading.Barrier(world, timeout=60)
 
     def exchange(self, rank):
         def sum_up(tally):
@@ -55,7 +55,7 @@ def run(streams, wire, steps=None):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(90)
     return results
 
 
