@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
@@ -50,14 +51,9 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
     return strategy._ddp_kwargs
 
 
-def register_comm_hook(strategy: DDPStrategy, model: Any) -> None:
+def register_comm_hook(strategy: DDPStrategy, model: DistributedDataParallel) -> None:
     """Give DDP the user's communication hook, on CPUs too."""
     _register_ddp_comm_hook(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
-
-
-def start_method(strategy: DDPStrategy) -> str:
-    """How processes start if no launcher has."""
-    return strategy._start_method
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
@@ -163,10 +159,10 @@ def fetch_anew(trainer: "pl.Trainer") -> None:
     iter(fetcher)
 
 
-def forget_loader_that_failed(trainer: "pl.Trainer") -> None:
+def forget_loader_that_failed(trainer: "pl.Trainer | None") -> None:
     """If the loaders failed to start, do not tear them down: that would raise another error over the first one."""
-    loader = combined_loader(trainer)
-    if loader is not None and loader._iterator is None:
+    loader = None if trainer is None else combined_loader(trainer)
+    if trainer is not None and loader is not None and loader._iterator is None:
         trainer.fit_loop._data_fetcher = None
 
 

@@ -28,7 +28,7 @@ class Collectives:
     """
 
     def __init__(self, timer: StepTimer, alone: Callable[[], bool], loss_counts: Callable[[], bool]) -> None:
-        self._timer, self._alone, self._loss_counts = timer, alone, loss_counts
+        self.alone, self._timer, self._loss_counts = alone, timer, loss_counts
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
         self._warned = False  # that a mean could not be weighted
 
@@ -47,13 +47,13 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if not self._alone():
+        if not self.alone():
             with self._timer.waiting(), deadline("pass a barrier"):
                 dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
-        if self._alone():
+        if self.alone():
             return obj
         box = [obj]
         with self._timer.waiting(), deadline(f"receive an object from rank {src}"):
@@ -79,7 +79,7 @@ class Collectives:
         Raises:
             UnsupportedError: an unknown ``reduce_op``.
         """
-        if not isinstance(tensor, Tensor) or self._alone():
+        if not isinstance(tensor, Tensor) or self.alone():
             return tensor
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         if isinstance(name, str) and name not in _REDUCTIONS:
@@ -140,7 +140,7 @@ class Collectives:
         Raises:
             DataError: on every rank, if dtypes differ, or more than the first dimension.
         """
-        if self._alone():
+        if self.alone():
             return tensor
         gathered = gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)
         return gathered.to(tensor.device)

@@ -1,11 +1,11 @@
 """The Lightning face of every strategy: overrides only. One training step reads from top to bottom."""
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
@@ -18,33 +18,24 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import _lightning
-from lightning_hetero.checks import one_of
-from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.engine import random_states
-from lightning_hetero.engine.checkpoint import add_plan, readable, restore_plan, warn_if_too_new, warn_of_replicas
+from lightning_hetero.engine.checkpoint import readable, warn_of_replicas
 from lightning_hetero.engine.collectives import Collectives
-from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.engine.job import Job, tell_failure
 from lightning_hetero.engine.shards import Shards
 from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.launch.environment import check_variables, local_devices
 from lightning_hetero.strategies import joining, saving
-from lightning_hetero.strategies.guards import check_model, check_trainer
-from lightning_hetero.strategies.logged import counting, evaluated
-from lightning_hetero.strategies.options import Options, check_accelerator, check_ddp_options, seconds
-from lightning_hetero.strategies.position import fetch_anew_between_epochs, fetch_anew_if_moved
-from lightning_hetero.strategies.replica_ddp import ReplicaDDP
-from lightning_hetero.strategies.signals import StopRequest, end_at_once
+from lightning_hetero.strategies.evaluation import evaluation_step
+from lightning_hetero.strategies.guards import check_setup, running
+from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
+from lightning_hetero.strategies.replica_ddp import share_buffers, take_unfrozen_in
+from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
 from lightning_hetero.strategies.training import TrainingStep, explain_unused
 from lightning_hetero.workload.timer import StepTimer
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
-
+@with_shared_options
 class HeteroStrategy(DDPStrategy):
     """Base of the strategies: splits batches by speed, and weighs gradients by samples within a replica.
 
@@ -53,32 +44,7 @@ class HeteroStrategy(DDPStrategy):
     ``find_unused_parameters``.
 
     Args:
-        balance: ``"auto"`` splits every global batch by measured speed; ``"off"`` evenly; a list gives each rank's
-            relative share (0 for none).
-        global_batch_size: samples that all ranks together take per step. Default: the DataLoader's ``batch_size``
-            times the number of ranks, as with Lightning's ``ddp``.
-        min_batch_size: least samples of a rank per step: one number for all, or one per rank. Default: 1; for models
-            with BatchNorm a quarter of an even share, at least 2 and no more than 16.
-        max_batch_size: most samples of a rank per step, for instance for its memory: one number for all, or one per
-            rank.
-        balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank
-            then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
-            make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.
-        rebalance_every_n_steps: how often (in batches) the ranks exchange their measured speeds.
-        on_nan: what to do about a loss or gradient that is not finite on some rank, before the optimizer steps:
-            ``"error"`` raises on every rank and names it; ``"skip"`` leaves the samples of a rank with such a loss out
-            (exactly: the others weigh more), and the whole step if only a gradient is; ``"ignore"`` looks at nothing.
-        ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
-            launcher; to try one machine as several nodes.
-        timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
         accelerator: set by the Trainer.
-        *args: further arguments by position.
-        process_group_backend: not a choice here: all ranks meet over gloo, and groups of GPUs use NCCL by themselves.
-        start_method: how processes start if no launcher has: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
-        **kwargs: further options.
-
-    Raises:
-        ConfigurationError: an option that cannot work.
 
     Example::
 
@@ -90,37 +56,13 @@ class HeteroStrategy(DDPStrategy):
         assert isinstance(trainer.strategy, HeteroStrategy)
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        *args: Any,
-        process_group_backend: None = None,
-        timeout: timedelta | float = 1800.0,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        balance: Literal["auto", "off"] | list[float] = "auto",
-        global_batch_size: int | None = None,
-        min_batch_size: int | list[int] | None = None,
-        max_batch_size: int | list[int] | None = None,
-        balance_iterable: bool = False,
-        rebalance_every_n_steps: int = 4,
-        on_nan: OnNaN = "error",
-        ranks_per_node: int | list[int] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator | None = None, *args: Any, **kwargs: Any) -> None:
         check_accelerator(accelerator)
-        limit = seconds(timeout)
-        one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        one_of("on_nan", on_nan, ("error", "skip", "ignore"))
-        check_ddp_options(process_group_backend, kwargs)
-        self.on_nan = on_nan
-        sizes = balance, global_batch_size, min_batch_size, max_batch_size, balance_iterable
-        self.options = Options(type(self).__name__, *sizes, rebalance_every_n_steps, ranks_per_node, limit)
-        super().__init__(  # type: ignore[misc]
-            accelerator, *args, process_group_backend="gloo", timeout=limit, start_method=start_method, **kwargs
-        )
-        self._shards = Shards()
-        self._timer = StepTimer(torch.device("cpu"))
-        self.collectives = Collectives(self._timer, self._alone, self._loss_counts)
+        self.options, kwargs = Options.taken_from(kwargs)
+        super().__init__(accelerator, *args, **kwargs)
+        self.timer = StepTimer(torch.device("cpu"))
+        self.collectives = Collectives(self.timer, partial(joining.alone, self), partial(joining.loss_counts, self))
+        self._rank_state, self._shards = saving.RankState(), Shards()
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -128,12 +70,11 @@ class HeteroStrategy(DDPStrategy):
     share: Workshare
     engine: Engine
     step: TrainingStep
-    _stop: StopRequest | None = None  # of the running fit
-    _all_stop = False  # whether all ranks stop after the same step
-    _random_states: dict[str, Any] | None = None  # of a checkpoint, to restore once training starts
+    _parts: joining.Parts
+    stop_request: StopRequest | None = None  # of the latest fit
 
-    #: What a strategy has of the job that it has joined, or of the running fit. A copy has yet to join.
-    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "_parts", "_stop", "_all_stop")
+    #: What a strategy has of the job that it has joined, or of a fit. A copy has yet to join.
+    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "_parts", "stop_request")
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: options, and what the Trainer has set, but no connections."""
@@ -144,7 +85,7 @@ class HeteroStrategy(DDPStrategy):
 
     def algorithm_options(self) -> dict[str, Any]:
         """Options beyond those that all strategies share, by name; they must be the same on every rank."""
-        return {"on_nan": self.on_nan}
+        return {"on_nan": self.options.on_nan}
 
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
         """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
@@ -157,15 +98,12 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        assert self.cluster_environment is not None
-        assert self.parallel_devices is not None
-        check_variables(self.cluster_environment, self.num_nodes)
-        self.parallel_devices = local_devices(self.cluster_environment, self.parallel_devices)
+        self.parallel_devices = joining.devices(self)
         super().set_world_ranks()
 
     @override
     def _configure_launcher(self) -> None:
-        if _lightning.start_method(self) == "popen":
+        if self.options.start_method == "popen":
             self._launcher = joining.launcher(self)
         else:
             super()._configure_launcher()
@@ -176,60 +114,38 @@ class HeteroStrategy(DDPStrategy):
         self.set_world_ranks()
         joining.connect(self)
         if self.job is None:
-            self._timer = StepTimer(self.root_device)
-            self.collectives = Collectives(self._timer, self._alone, self._loss_counts)
+            self.timer.move_to(self.root_device)
             self.build(joining.join(self))
 
     def build(self, job: Job) -> None:
         """Make what depends on who takes part, by the job's view (collective); again when it has changed."""
-        parts = joining.make_parts(self, job, self._timer)
-        if self.job is not None:
-            parts.share.take_over(self.share)
-        self._parts, self.share = parts, parts.share
-        engine = self.make_engine(job)
-        if self.job is not None:
-            engine.take_over(self.engine)
-        self.engine, self.job = engine, job
-        self.step = TrainingStep(self.share, engine, parts.finite, self.collectives)
+        parts = joining.make_parts(self, job, None if self.job is None else self._parts)
+        self.job, self._parts = job, parts
+        self.share, self.engine, self.step = parts.share, parts.engine, parts.step
 
-    def make_engine(self, job: Job) -> Engine:
+    def make_engine(self, job: Job, share: Workshare) -> Engine:
         """What happens between replicas."""
         return SingleReplica(self.options.rebalance_every_n_steps)
 
     # -- model -------------------------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.job is not None
-        assert self.model is not None
+    def setup(self, trainer: pl.Trainer) -> None:
         _lightning.keep_batch_samplers(trainer)
-        check_trainer(trainer, self._layer_sync, self.root_device, self.job.view.ranks)
-        check_model(self.model)
+        check_setup(self, trainer, self._layer_sync)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._layer_sync = self._parts.ready_for_batch_norm(self.model, self._layer_sync)
-            self._all_stop = False
-            fit = self.broadcast(next(StopRequest.fits))
-            self._stop = StopRequest(trainer, fit, self.options.timeout.total_seconds(), self._save_and_stop)
-        else:
-            end_at_once(trainer)
+            self._layer_sync = self._parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync)
+        self.stop_request = handle_sigterm(self, trainer)
         super().setup(trainer)
 
     @override
-    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]
-        if len(self.share.replica) == 1:
-            return model  # nothing to average with: DDP would only cost time
-        options = {**_lightning.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
-        return self._parts.wrapped(model, self.root_device, options)
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        if isinstance(self.model, DistributedDataParallel):
-            _lightning.register_comm_hook(self, self.model)
+    def configure_ddp(self) -> None:
+        self.model = self._parts.wrapped(self)
 
     # -- data --------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> "pl.Trainer":
+    def trainer(self) -> pl.Trainer:
         """The Trainer that this strategy serves."""
         assert self.lightning_module is not None
         return self.lightning_module.trainer
@@ -242,12 +158,7 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        trainer = _lightning.trainer_of(self.lightning_module)
-        if self.job is None or trainer is None or trainer.state.stage is None:
-            raise UnsupportedError(
-                "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
-                "follow from where a run stands, and all ranks set it up together: pass it to one of these."
-            )
+        trainer = running(self)
         return self._parts.loaders.process(dataloader, trainer)
 
     # -- a step ------------------------------------------------------------------------------------
@@ -261,15 +172,9 @@ class HeteroStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.before_window()
-        if isinstance(self.model, ReplicaDDP) and self.model.outgrown():
-            self.model = self.lightning_module
-            with self._timer.waiting(), deadline("take unfrozen parameters in"):
-                self.configure_ddp()
+        take_unfrozen_in(self)
         with self.step.forward(self.trainer, args[0] if args else None):
-            output = super().training_step(*args, **kwargs)
-        if not self.trainer.lightning_module.automatic_optimization:
-            self.step.window_ended(self.trainer)
-        return output
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -287,46 +192,26 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        stepping = super().optimizer_step
-        output = self.step.optimize(
-            self.trainer, optimizer, closure, lambda checked: stepping(optimizer, checked, model, **kwargs)
-        )
-        if self.trainer.lightning_module.automatic_optimization:
-            self.step.window_ended(self.trainer)  # before schedulers and callbacks
-        return output
+        stepping = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        return self.step.optimize(self.trainer, optimizer, closure, stepping)
 
-    # -- evaluation: the bare module; ranks need not run the same number of batches, for which DDP would wait ------
+    # -- evaluation --------------------------------------------------------------------------------
+
+    validation_step = evaluation_step("validation_step", "val_step_context")
+    test_step = evaluation_step("test_step", "test_step_context")
+    predict_step = evaluation_step("predict_step", "predict_step_context")
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if isinstance(self.model, ReplicaDDP):
-            self.model.share_buffers()  # of the replica's first rank, as DDP would
+        share_buffers(self.model)  # as DDP would
         self.engine.hold(self.trainer.sanity_checking)
 
     @override
     def on_validation_end(self) -> None:
         self.engine.release()  # after the callbacks' hooks: what they have saved is what was validated
         super().on_validation_end()
-        self._timer.restart()  # it is no part of a training step's time
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("val", "validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test", "test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict", "predict_step", *args, **kwargs)
-
-    def _evaluate(self, stage: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        samples, infers = evaluated(args[0] if args else None)
-        counts = counting(self.collectives, samples, _lightning.results_of(self.trainer), infers)
-        with getattr(self.precision_plugin, f"{stage}_step_context")(), counts:
-            return getattr(self.lightning_module, name)(*args, **kwargs)
+        self.timer.restart()  # it is no part of a training step's time
 
     # -- begin, end --------------------------------------------------------------------------------
 
@@ -334,25 +219,20 @@ class HeteroStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._parts.finite.begin(searching=_lightning.searches_lr(self.trainer))
-        fetch_anew_if_moved(self.trainer, self.share)
-        if self._random_states is not None:  # after the loaders were made, which draws random numbers
-            random_states.restore(self._random_states)
-            self._random_states = None
-            fetch_anew_between_epochs(self.trainer, self.share)
+        self._rank_state.begin(self.trainer, self.share)
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self.step.batch_ended(self.trainer)
         self.share.listen()  # leave nothing in flight
-        if self._stop is not None:
-            self._stop.finish()
+        if self.stop_request is not None:
+            self.stop_request.finish()
 
     @override
     def teardown(self) -> None:
-        if self._stop is not None:
-            self._stop.close()
-            self._stop = None
+        if self.stop_request is not None:
+            self.stop_request.close()
         if self.job is not None:
             self.engine.close()
         super().teardown()
@@ -360,19 +240,10 @@ class HeteroStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         tell_failure(exception)
-        if (trainer := _lightning.trainer_of(self.lightning_module)) is not None:
-            _lightning.forget_loader_that_failed(trainer)
+        _lightning.forget_loader_that_failed(_lightning.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)
 
     # -- collectives -------------------------------------------------------------------------------
-
-    def _alone(self) -> bool:
-        """Whether there is nobody to meet: no job yet, or this rank has failed, and callbacks save what they can."""
-        interrupted = _lightning.interrupted(_lightning.trainer_of(self.lightning_module))
-        return (interrupted and not self._all_stop) or not dist.is_initialized()
-
-    def _loss_counts(self) -> bool:
-        return self.job is None or self.step.counts
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -392,8 +263,7 @@ class HeteroStrategy(DDPStrategy):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    #: Names the algorithm in checkpoints. A subclass goes by the name of the strategy that it extends, unless it sets
-    #: its own. Empty: the name of the averager's class.
+    #: Names the algorithm in checkpoints; subclasses share it, unless they set their own. Empty: the averager's class.
     saved_as: ClassVar[str] = ""
 
     @DDPStrategy.checkpoint_io.getter  # type: ignore[attr-defined]
@@ -404,24 +274,14 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.job is not None:
-            add_plan(checkpoint, self.share)
-            if not self._alone():
-                random_states.gather_into(checkpoint)
-        with saving.told_to_all(self._alone()):
+        with self._rank_state.saving(checkpoint, self):
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._timer.restart()
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             self._shards.removed(self.checkpoint_io, filepath)
-
-    def _save_and_stop(self) -> None:
-        saving.save_to_resume(self)
-        self.share.listen()  # leave nothing in flight
-        self._all_stop = True
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -431,10 +291,7 @@ class HeteroStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        assert self.job is not None
-        warn_if_too_new(checkpoint)
-        restore_plan(checkpoint, self.share, self.job.view.rank)
-        self._random_states = random_states.find(checkpoint)
+        self._rank_state.load(checkpoint, self.share, self.global_rank)
         self._restore_replicas(checkpoint)
 
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:

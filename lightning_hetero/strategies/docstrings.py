@@ -5,24 +5,21 @@ import re
 from collections.abc import Iterable, Sequence
 
 
-def documented(text: str | None, averager: type, options: Sequence[str], strategies: Sequence[type]) -> str:
-    """A strategy's docstring with all of its options.
+def documented(text: str | None, options: Iterable[str], explained_by: Sequence[type]) -> str:
+    """The docstring of a strategy, with all of its options.
 
     Args:
-        text: what the strategy does.
-        averager: explains its own options, and what it raises.
+        text: what the strategy does, and explanations that go before those of others.
         options: names, in order.
-        strategies: the strategy class and its bases, which explain the others.
+        explained_by: classes that explain options, and what is raised; where two explain the same, the first counts.
     """
-    kinds = (*averager.__mro__, *strategies[1:])
     known: dict[str, str] = {}
-    for kind in reversed(kinds):
-        known |= {name: what for name, what in section(kind.__doc__, "Args").items() if not name.startswith("*")}
-    lines = [f"{name}: {known[name]}" for name in options if name in known]
-    lines.append("**kwargs: further options, those of :class:`~lightning.pytorch.strategies.DDPStrategy`.")
-    errors = {"ConfigurationError": "a value that cannot work."}
-    for kind in reversed(averager.__mro__):
-        errors |= section(kind.__doc__, "Raises")
+    errors: dict[str, str] = {}
+    for doc in (*(kind.__doc__ for kind in reversed(explained_by)), text):
+        known |= {name.lstrip("*"): f"{name}: {what}" for name, what in section(doc, "Args").items()}
+        errors |= section(doc, "Raises")
+    known["kwargs"] = "**kwargs: further options, those of :class:`~lightning.pytorch.strategies.DDPStrategy`."
+    lines = [known[name] for name in options if name in known]
     raised = [f"{name}: {what}" for name, what in errors.items()]
     body = without(text, ("Args", "Attributes", "Raises"))
     return f"{body}\n\nArgs:\n{_indented(lines)}\n\nRaises:\n{_indented(raised)}\n"

@@ -9,11 +9,46 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from lightning_hetero._lightning import trainer_of
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import HeteroError, UnsupportedError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+
+def running(strategy: "HeteroStrategy") -> "pl.Trainer":
+    """The Trainer of a strategy, if it runs something for which a dataloader can be set up.
+
+    Raises:
+        UnsupportedError: nothing is running.
+    """
+    trainer = trainer_of(strategy.lightning_module)
+    if strategy.job is None or trainer is None or trainer.state.stage is None:
+        raise UnsupportedError(
+            "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
+            "follow from where a run stands, and all ranks set it up together: pass it to one of these."
+        )
+    return trainer
+
+
+def check_setup(strategy: "HeteroStrategy", trainer: "pl.Trainer", layer_sync: Any) -> None:
+    """Refuse a Trainer and a model that would hang or be wrong (collective).
+
+    Args:
+        strategy: that is set up.
+        trainer: this rank's.
+        layer_sync: its plugin for BatchNorm, if any.
+
+    Raises:
+        UnsupportedError: a setting of this rank's.
+        DisagreementError: another rank's, or one that differs between ranks.
+    """
+    assert strategy.job is not None
+    check_trainer(trainer, layer_sync, strategy.root_device, strategy.job.view.ranks)
+    check_model(trainer.lightning_module)
 
 
 def check_trainer(

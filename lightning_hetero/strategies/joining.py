@@ -1,28 +1,29 @@
 """How a strategy joins its job, and makes what depends on who takes part."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_hetero._lightning import init_dist_connection
+from lightning_hetero import _lightning
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.topology import Place, device_identity
 from lightning_hetero.engine.finite import FiniteSteps
 from lightning_hetero.engine.job import Address, Job, meet
+from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.launch.environment import RaggedEnvironment, hostname
+from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
+from lightning_hetero.strategies.training import TrainingStep
 from lightning_hetero.workload.sampler import Position
 from lightning_hetero.workload.stream import Tally
-from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -38,20 +39,44 @@ def launcher(strategy: "HeteroStrategy") -> ObservedLauncher:
     )
 
 
+def alone(strategy: "HeteroStrategy") -> bool:
+    """Whether there is nobody to meet: no job yet, or this rank has failed, and callbacks save what they can."""
+    interrupted = _lightning.interrupted(_lightning.trainer_of(strategy.lightning_module))
+    all_stop = strategy.stop_request is not None and strategy.stop_request.all_stop
+    return (interrupted and not all_stop) or not dist.is_initialized()
+
+
+def loss_counts(strategy: "HeteroStrategy") -> bool:
+    """Whether this rank's samples have a part in the gradient of the running step."""
+    return strategy.job is None or strategy.step.counts
+
+
+def devices(strategy: "HeteroStrategy") -> list[torch.device]:
+    """The devices of this machine's ranks.
+
+    Raises:
+        ConfigurationError: the launcher's variables do not fit each other.
+    """
+    assert strategy.cluster_environment is not None
+    assert strategy.parallel_devices is not None
+    check_variables(strategy.cluster_environment, strategy.num_nodes)
+    return local_devices(strategy.cluster_environment, strategy.parallel_devices)
+
+
 def connect(strategy: "HeteroStrategy") -> None:
     """Join the world's process group (collective)."""
-    cluster, timeout = strategy.cluster_environment, strategy.options.timeout
+    cluster, timeout = strategy.cluster_environment, strategy.options.limit
     assert cluster is not None
     address = Address(cluster.main_address, cluster.main_port, cluster.global_rank(), cluster.world_size())
-    meet(lambda: init_dist_connection(cluster, "gloo", timeout=timeout), address, timeout)
+    meet(lambda: _lightning.init_dist_connection(cluster, "gloo", timeout=timeout), address, timeout)
 
 
 def join(strategy: "HeteroStrategy") -> Job:
     """Learn who takes part in the job (collective)."""
     host, options = hostname(), strategy.options
     place = Place(host, strategy.node_rank, strategy.local_rank, device_identity(strategy.root_device, host))
-    agreed = {**asdict(options), **strategy.algorithm_options()}
-    return Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.timeout)
+    agreed = {"strategy": type(strategy).__name__, **options.agreed(), **strategy.algorithm_options()}
+    return Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.limit)
 
 
 @dataclass
@@ -60,6 +85,8 @@ class Parts:
 
     Attributes:
         share: this rank's part of the work.
+        engine: what happens between replicas.
+        step: a training step.
         loaders: the dataloaders.
         finite: looks for losses and gradients that are not finite.
         buckets: chooses the size of DDP's buckets.
@@ -67,21 +94,29 @@ class Parts:
     """
 
     share: Workshare
+    engine: Engine
+    step: TrainingStep
     loaders: Loaders
     finite: FiniteSteps
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
 
-    def wrapped(self, model: torch.nn.Module, device: torch.device, options: dict[str, Any]) -> ReplicaDDP:
-        """The model in a DDP over the ranks of this replica (collective over the replica).
+    def wrapped(self, strategy: "HeteroStrategy") -> torch.nn.Module:
+        """A strategy's model, in a DDP over the ranks of this replica (collective over the replica).
 
         Args:
-            model: on its device.
-            device: that device.
-            options: of DDP.
+            strategy: with the model on its device, and the user's options for DDP.
         """
-        own = {**options, "process_group": self.data_group()}  # a LightningCLI passes every option, the group too
-        return ReplicaDDP(self.share.timer, module=model, **self.buckets.options(own, model, device))
+        model = strategy.model
+        assert model is not None
+        if len(self.share.replica) == 1:
+            return model  # nothing to average with: DDP would only cost time
+        options = {**_lightning.ddp_options(strategy), "device_ids": strategy.determine_ddp_device_ids()}
+        options["process_group"] = self.data_group()  # a LightningCLI passes every option, the group too
+        options = self.buckets.options(options, model, strategy.root_device)
+        ddp = ReplicaDDP(self.share.timer, module=model, **options)
+        _lightning.register_comm_hook(strategy, ddp)
+        return ddp
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any) -> Any:
         """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
@@ -98,17 +133,17 @@ class Parts:
         return None if layer_sync is None else ReplicaSyncBatchNorm(self.data_group())
 
 
-def make_parts(strategy: "HeteroStrategy", job: Job, timer: StepTimer) -> Parts:
+def make_parts(strategy: "HeteroStrategy", job: Job, former: Parts | None) -> Parts:
     """Make what depends on who takes part (collective).
 
     Args:
         strategy: that asks.
         job: with the view.
-        timer: this rank's stopwatch.
+        former: what was made from an earlier view, which goes on in the new parts.
     """
-    view, options = job.view, strategy.options
+    view, options, timer = job.view, strategy.options, strategy.timer
     # Replicas that differ look when they meet, so that all learn of it at once.
-    mode = strategy.on_nan if view.count == 1 else "ignore"
+    mode = options.on_nan if view.count == 1 else "ignore"
     planner = options.planner(view.world)
 
     def begin_pass() -> Position:
@@ -142,4 +177,10 @@ def make_parts(strategy: "HeteroStrategy", job: Job, timer: StepTimer) -> Parts:
     ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
     share = Workshare(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
     finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
-    return Parts(share, loaders, finite, BucketSize(), job.data_group)
+    if former is not None:
+        share.take_over(former.share)
+    engine = strategy.make_engine(job, share)
+    if former is not None:
+        engine.take_over(former.engine)
+    step = TrainingStep(share, engine, finite, strategy.collectives)
+    return Parts(share, engine, step, loaders, finite, BucketSize(), job.data_group)

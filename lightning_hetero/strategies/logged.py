@@ -5,10 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from lightning_hetero._lightning import DataFetcherWrapper, fetched_batch
 from lightning_hetero.engine.collectives import Collectives
 
 
@@ -71,34 +69,3 @@ def _logging_by(results: Any | None, log: Callable[..., None]) -> Iterator[None]
         yield
     finally:
         del results.log
-
-
-def evaluated(source: Any) -> tuple[Callable[[], float | None], bool]:
-    """The samples of a batch that is evaluated, as :func:`counting` takes them; and whether they are to be inferred.
-
-    Args:
-        source: what the step is given first: a batch, or an iterator from which it fetches batches by itself.
-    """
-    if isinstance(source, DataFetcherWrapper):
-        return _Fetched(source), True
-    return lambda: _samples(source), False
-
-
-class _Fetched:
-    """The samples of the batch that a step fetches, once it has done so; unknown if it fetches another number."""
-
-    def __init__(self, batches: DataFetcherWrapper) -> None:
-        self._fetcher, self._before = batches.data_fetcher, batches.fetched
-
-    def __call__(self) -> float | None:
-        return _samples(fetched_batch(self._fetcher)) if self._fetcher.fetched == self._before + 1 else None
-
-
-def _samples(batch: Any) -> float | None:
-    """The samples in a batch as Lightning counts them; ``None`` if they are unknown."""
-    if isinstance(batch, Iterator):  # to look into it would use it up
-        return None
-    try:
-        return float(extract_batch_size(batch))
-    except Exception:  # a class of the user's can do anything when it is looked into
-        return None

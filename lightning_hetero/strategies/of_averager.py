@@ -16,8 +16,6 @@ from lightning_hetero.strategies.docstrings import documented
 from lightning_hetero.strategies.replica import ReplicaStrategy
 
 S = TypeVar("S", bound=type[ReplicaStrategy])
-#: Lightning's own options that a user of these strategies sets, too.
-SHARED = ("timeout", "start_method")
 
 
 def strategy_for(averager: type[Averager], name: str, **defaults: Any) -> type[ReplicaStrategy]:
@@ -106,7 +104,8 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
         __init__.__qualname__ = f"{strategy.__qualname__}.__init__"
         strategy.__init__ = __init__  # type: ignore[method-assign]
         strategy.averager_class = averager
-        strategy.__doc__ = documented(strategy.__doc__, averager, list(whole.parameters), strategy.__mro__)
+        explained_by = (*averager.__mro__, *strategy.__mro__[1:])
+        strategy.__doc__ = documented(strategy.__doc__, [*whole.parameters], explained_by)
         return strategy
 
     return decorate
@@ -173,10 +172,9 @@ def _signature(averager: type[Averager], defaults: dict[str, Any]) -> Signature:
     inherited: dict[str, Parameter] = {}
     for kind in (ReplicaStrategy, HeteroStrategy):
         for p in signature(kind.__init__).parameters.values():
-            listed = kind is ReplicaStrategy or p.kind is Parameter.KEYWORD_ONLY or p.name in SHARED
+            listed = kind is ReplicaStrategy or p.kind is Parameter.KEYWORD_ONLY
             if listed and p.kind is not Parameter.VAR_KEYWORD and p.name != "self":
                 inherited.setdefault(p.name, p.replace(kind=Parameter.KEYWORD_ONLY))
-    inherited |= {name: inherited.pop(name) for name in SHARED}  # last
     options = [p.replace(default=defaults[p.name]) if p.name in defaults else p for p in (*own, *inherited.values())]
     positional = [p for p in options if p.kind is not Parameter.KEYWORD_ONLY]
     keyword = [p for p in options if p.kind is Parameter.KEYWORD_ONLY]

@@ -1,35 +1,81 @@
-"""The options that all strategies share, checked."""
+"""The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.checks import at_least_one, one_of
+from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.strategies.docstrings import documented
 from lightning_hetero.workload.planner import Planner
 
+S = TypeVar("S", bound=type)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for; the same on every rank. See ``HeteroStrategy`` for the meaning of each.
+    """What the user asked for.
+
+    Args:
+        balance: ``"auto"`` splits every global batch by measured speed; ``"off"`` evenly; a list gives each rank's
+            relative share (0 for none).
+        global_batch_size: samples that all ranks together take per step. Default: the DataLoader's ``batch_size``
+            times the number of ranks, as with Lightning's ``ddp``.
+        min_batch_size: least samples of a rank per step: one number for all, or one per rank. Default: 1; for models
+            with BatchNorm a quarter of an even share, at least 2 and no more than 16.
+        max_batch_size: most samples of a rank per step, for instance for its memory: one number for all, or one per
+            rank.
+        balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank
+            then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
+            make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.
+        rebalance_every_n_steps: how often (in batches) the ranks exchange their measured speeds.
+        on_nan: what to do about a loss or gradient that is not finite on some rank, before the optimizer steps:
+            ``"error"`` raises on every rank and names it; ``"skip"`` leaves the samples of a rank with such a loss out
+            (exactly: the others weigh more), and the whole step if only a gradient is; ``"ignore"`` looks at nothing.
+        ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
+            launcher; to try one machine as several nodes.
+        timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
+        start_method: how processes start if no launcher has: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
+        process_group_backend: not a choice here: all ranks meet over gloo, and groups of GPUs use NCCL by themselves.
 
     Raises:
         ConfigurationError: a value that cannot work.
     """
 
-    strategy: str
-    balance: Literal["auto", "off"] | list[float]
-    global_batch_size: int | None
-    min_batch_size: int | list[int] | None
-    max_batch_size: int | list[int] | None
-    balance_iterable: bool
-    rebalance_every_n_steps: int
-    ranks_per_node: int | list[int] | None
-    timeout: timedelta
+    balance: Literal["auto", "off"] | list[float] = "auto"
+    global_batch_size: int | None = None
+    min_batch_size: int | list[int] | None = None
+    max_batch_size: int | list[int] | None = None
+    balance_iterable: bool = False
+    rebalance_every_n_steps: int = 4
+    on_nan: OnNaN = "error"
+    ranks_per_node: int | list[int] | None = None
+    timeout: timedelta | float = 1800.0
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    process_group_backend: None = None
+
+    @classmethod
+    def taken_from(cls, given: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
+        """These options, out of all that a user gave by name, and those for Lightning's ``DDPStrategy``.
+
+        Raises:
+            ConfigurationError: a value that cannot work, or an option that neither this strategy nor DDP has.
+        """
+        names = {field.name for field in fields(cls)}
+        others = {name: value for name, value in given.items() if name not in names}
+        known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel.__init__).parameters}
+        if unknown := sorted({*others} - known):
+            raise ConfigurationError(
+                f"unknown option(s) {', '.join(unknown)}: neither this strategy nor DistributedDataParallel has them."
+            )
+        own = cls(**{name: value for name, value in given.items() if name in names})
+        others |= {"process_group_backend": "gloo", "timeout": own.limit, "start_method": own.start_method}
+        return own, others
 
     def __post_init__(self) -> None:
         if self.balance not in ("auto", "off") and not isinstance(self.balance, list | tuple):
@@ -46,9 +92,16 @@ class Options:
                 f"balance_iterable=True moves shares by measured speed, but balance={self.balance!r} fixes them. "
                 "Remove one of the two."
             )
-        if self.timeout <= timedelta(0):
+        if self.limit <= timedelta(0):
             raise ConfigurationError(
-                f"timeout={self.timeout.total_seconds():g} s: the longest wait must be above 0 seconds."
+                f"timeout={self.limit.total_seconds():g} s: the longest wait must be above 0 seconds."
+            )
+        one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
+        one_of("on_nan", self.on_nan, ("error", "skip", "ignore"))
+        if self.process_group_backend is not None:
+            raise ConfigurationError(
+                f"process_group_backend={self.process_group_backend!r}: not a choice here. All ranks meet over gloo, "
+                "which serves every device; groups of GPUs exchange gradients over NCCL by themselves. Leave it out."
             )
         nodes = [self.ranks_per_node] if isinstance(self.ranks_per_node, int) else self.ranks_per_node
         if nodes is not None and not (isinstance(nodes, list | tuple) and all(type(n) is int and n > 0 for n in nodes)):
@@ -59,6 +112,28 @@ class Options:
         self.planner(len(given[0]) if given else 1)  # raises now rather than after the launch
 
     @property
+    def limit(self) -> timedelta:
+        """The longest wait for other ranks.
+
+        Raises:
+            ConfigurationError: ``timeout`` is no number of seconds.
+        """
+        if isinstance(self.timeout, timedelta):
+            return self.timeout
+        try:
+            return timedelta(seconds=float(self.timeout))
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigurationError(
+                f"timeout={self.timeout!r}: give a finite number of seconds, or a timedelta."
+            ) from None
+
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same on every rank, by name."""
+        values = asdict(self) | {"timeout": self.limit}
+        del values["start_method"]  # each machine may start its ranks in its own way
+        return values
+
+    @property
     def sizes(self) -> bool:
         """Whether the user has a say in the sizes of batches."""
         limits = (self.global_batch_size, self.min_batch_size, self.max_batch_size)
@@ -67,20 +142,6 @@ class Options:
     def planner(self, world: int) -> Planner:
         """A planner for ``world`` ranks."""
         return Planner(world, self.balance, self.min_batch_size, self.max_batch_size)
-
-
-def seconds(timeout: Any) -> timedelta:
-    """A timeout as a timedelta.
-
-    Raises:
-        ConfigurationError: not a number of seconds.
-    """
-    if isinstance(timeout, timedelta):
-        return timeout
-    try:
-        return timedelta(seconds=float(timeout))
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigurationError(f"timeout={timeout!r}: give a finite number of seconds, or a timedelta.") from None
 
 
 def check_accelerator(accelerator: Any) -> None:
@@ -96,24 +157,14 @@ def check_accelerator(accelerator: Any) -> None:
         )
 
 
-def check_ddp_options(backend: str | None, options: dict[str, Any]) -> None:
-    """See that options that are not ours are DDP's.
+def with_shared_options(strategy: S) -> S:
+    """Give a strategy class, which takes these options by name, their signature and their explanations.
 
-    Args:
-        backend: Lightning's ``process_group_backend``.
-        options: by name.
-
-    Raises:
-        ConfigurationError: names the unknown ones, and gives the reason where one of Lightning's is refused.
+    ``inspect.signature``, help, YAML files and rendered docs then show them as if its constructor listed them.
     """
-    if backend is not None:
-        raise ConfigurationError(
-            f"process_group_backend={backend!r}: not a choice here. All ranks meet over gloo, "
-            "which serves every device; groups of GPUs exchange gradients over NCCL by themselves. Leave it out."
-        )
-    known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel.__init__).parameters}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ConfigurationError(
-            f"unknown option(s) {', '.join(unknown)}: neither this strategy nor DistributedDataParallel has them."
-        )
+    init: Any = strategy.__init__  # type: ignore[misc]
+    whole = signature(init)
+    *own, kwargs = whole.parameters.values()
+    init.__signature__ = whole.replace(parameters=[*own, *signature(Options).parameters.values(), kwargs])
+    strategy.__doc__ = documented(strategy.__doc__, [*init.__signature__.parameters], [Options])
+    return strategy

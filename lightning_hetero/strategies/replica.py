@@ -26,6 +26,7 @@ from lightning_hetero.engine import shards
 from lightning_hetero.engine.checkpoint import Identity, add_replicas
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
+from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -139,9 +140,10 @@ class ReplicaStrategy(HeteroStrategy):
     # -- a fit -------------------------------------------------------------------------------------
 
     @override
-    def make_engine(self, job: Job) -> ReplicaEngine:
-        links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, "skip" if self.on_nan == "skip" else "error")
-        return ReplicaEngine(job.view, links, self.share, self.options.rebalance_every_n_steps)
+    def make_engine(self, job: Job, share: Workshare) -> ReplicaEngine:
+        not_finite: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
+        links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, not_finite)
+        return ReplicaEngine(job.view, links, share, self.options.rebalance_every_n_steps)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -174,7 +176,7 @@ class ReplicaStrategy(HeteroStrategy):
             self.job.view.ranks,
             self.job.groups,
             interface_towards(self.cluster_environment.main_address),
-            self.on_nan == "skip",
+            self.options.on_nan == "skip",
             self._length,
             bool(getattr(self.trainer, "fast_dev_run", False)),
         )
@@ -214,7 +216,7 @@ class ReplicaStrategy(HeteroStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
         training = self.job is not None and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
-        if not training or self.engine.holds or self._alone():
+        if not training or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
         assert self.averager is not None
         with self.averager.replica.holding(self.engine.consensus(self.trainer.sanity_checking)):
@@ -227,7 +229,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.averager is None or self._alone():
+        if self.averager is None or self.collectives.alone():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         own, view = self.engine.state_dict(self.optimizers, self.precision_plugin.state_dict()), self.engine.view

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.comm import buckets
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.workload.timer import StepTimer
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,20 @@ class ReplicaDDP(DistributedDataParallel):
         """Give all ranks the buffers of the first, as a forward pass in training does (collective)."""
         if self.will_sync_module_buffers():
             self._sync_buffers()
+
+
+def share_buffers(model: torch.nn.Module | None) -> None:
+    """Give all ranks of a replica the buffers of its first, if a DDP holds the model (collective over the replica)."""
+    if isinstance(model, ReplicaDDP):
+        model.share_buffers()
+
+
+def take_unfrozen_in(strategy: "HeteroStrategy") -> None:
+    """Wrap the model anew if a parameter has been unfrozen since it was wrapped (collective over the replica)."""
+    if isinstance(strategy.model, ReplicaDDP) and strategy.model.outgrown():
+        strategy.model = strategy.lightning_module
+        with strategy.timer.waiting(), deadline("take unfrozen parameters in"):
+            strategy.configure_ddp()
 
 
 class BucketSize:

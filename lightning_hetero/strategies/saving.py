@@ -10,14 +10,26 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_hetero._lightning import WrappingCheckpointIO
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.engine import shards
-from lightning_hetero.engine.checkpoint import Identity, part_of, save_of, unusable
+from lightning_hetero.engine import random_states, shards
+from lightning_hetero.engine.checkpoint import (
+    Identity,
+    add_plan,
+    part_of,
+    restore_plan,
+    save_of,
+    unusable,
+    warn_if_too_new,
+)
+from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_hetero.strategies.position import fetch_anew_between_epochs, fetch_anew_if_moved
 from lightning_hetero.strategies.preemption import path_to_save, requeue, say_where
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_hetero.strategies.base import HeteroStrategy
 
 
@@ -51,6 +63,50 @@ def told_to_all(alone: bool) -> Iterator[None]:
     for rank, text in enumerate(everyone):
         if text is not None:
             raise CheckpointError(f"rank {rank} could not save: {text}")
+
+
+class RankState:
+    """What a checkpoint holds of each rank: its part of the plan, and its random states."""
+
+    def __init__(self) -> None:
+        self._random: dict[str, Any] | None = None  # to restore once training starts
+
+    @contextmanager
+    def saving(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> Iterator[None]:
+        """Add it to a checkpoint, and save that in the block, which succeeds or fails on all ranks alike (collective).
+
+        Args:
+            checkpoint: to be saved.
+            strategy: that saves it.
+        """
+        alone = strategy.collectives.alone()
+        if strategy.job is not None:
+            add_plan(checkpoint, strategy.share)
+            if not alone:
+                random_states.gather_into(checkpoint)
+        with told_to_all(alone):
+            yield
+        strategy.timer.restart()  # it is no part of a step's time
+
+    def load(self, checkpoint: Mapping[str, Any], share: Workshare, rank: int) -> None:
+        """Go on with the plan of a checkpoint.
+
+        Args:
+            checkpoint: that was read.
+            share: this rank's part of the work.
+            rank: this rank.
+        """
+        warn_if_too_new(checkpoint)
+        restore_plan(checkpoint, share, rank)
+        self._random = random_states.find(checkpoint)
+
+    def begin(self, trainer: "pl.Trainer", share: Workshare) -> None:
+        """Training starts: let loaders and random numbers go on where the checkpoint stands."""
+        fetch_anew_if_moved(trainer, share)
+        if self._random is not None:  # after the loaders were made, which draws random numbers
+            random_states.restore(self._random)
+            self._random = None
+            fetch_anew_between_epochs(trainer, share)
 
 
 @dataclass(frozen=True)
@@ -115,3 +171,4 @@ def save_to_resume(strategy: "HeteroStrategy") -> None:
                 strategy.checkpoint_io.teardown()  # waits until the file is whole
             requeue(trainer)
     say_where(path)
+    strategy.share.listen()  # leave nothing in flight

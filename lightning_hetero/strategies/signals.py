@@ -5,11 +5,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -17,9 +19,12 @@ from lightning_hetero import _lightning
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import CommunicationError
+from lightning_hetero.strategies.saving import save_to_resume
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_hetero.strategies.base import HeteroStrategy
 
 #: Exit status of a process that SIGTERM has ended, as shells and schedulers count.
 TERMINATED = 128 + signal.SIGTERM
@@ -45,6 +50,7 @@ class StopRequest:
 
     def __init__(self, trainer: "pl.Trainer", fit: int, limit: float, save: Callable[[], None]) -> None:
         self.requested = False  # of this rank
+        self.all_stop = False  # whether all ranks have saved, and end here
         self.at: int | None = None  # the batch after which all stop, counted from the start of this fit
         self._trainer, self._limit, self._save = trainer, limit, save
         self._store = PrefixStore(f"lightning_hetero/stop/{fit}", _get_default_store())
@@ -152,8 +158,23 @@ class StopRequest:
 
     def _stop(self) -> None:
         self._save()
+        self.all_stop = True
         _lightning.set_terminated(self._trainer)
         raise SIGTERMException(TERMINATED)
+
+
+def handle_sigterm(strategy: "HeteroStrategy", trainer: "pl.Trainer") -> StopRequest | None:
+    """What SIGTERM does in the run that is set up: in a fit it is a request to stop (collective).
+
+    Args:
+        strategy: saves.
+        trainer: before it registers its handlers.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        end_at_once(trainer)
+        return None
+    fit = strategy.broadcast(next(StopRequest.fits))
+    return StopRequest(trainer, fit, strategy.options.limit.total_seconds(), partial(save_to_resume, strategy))
 
 
 def end_at_once(trainer: "pl.Trainer") -> None:

@@ -49,7 +49,10 @@ class TrainingStep:
 
     @contextmanager
     def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
-        """Run the module's training step in this block; what it logs counts by this rank's samples."""
+        """Run the module's training step in this block; what it logs counts by this rank's samples.
+
+        With manual optimization that ends a window.
+        """
         module, samples = trainer.lightning_module, self._share.current().samples
         if callable(measure := getattr(module, "batch_weight", None)):
             self._share.weigh(measure, batch)
@@ -58,6 +61,8 @@ class TrainingStep:
         counts = counting(self._collectives, lambda: samples, results)
         with counts if samples > 0 else counting_nothing(self._collectives, results):
             yield
+        if not module.automatic_optimization:
+            self.window_ended(trainer)
 
     def weigh(self, loss: Tensor, windows: int) -> Tensor:
         """The loss times this rank's weight.
@@ -95,7 +100,7 @@ class TrainingStep:
     def optimize(
         self, trainer: "pl.Trainer", optimizer: Optimizer, closure: Callable, step: Callable[[Callable], Any]
     ) -> Any:
-        """Let an optimizer step, unless what it would take in is not finite.
+        """Let an optimizer step, unless what it would take in is not finite; with automatic optimization a window ends.
 
         Args:
             trainer: runs the fit.
@@ -103,12 +108,15 @@ class TrainingStep:
             closure: makes the gradients.
             step: lets it step, given the closure.
         """
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        module, scaled = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None) is not None
         try:
-            return step(self._finite.checked(closure, trainer.lightning_module, scaled))
+            output = step(self._finite.checked(closure, module, scaled))
         except StepLeftOutError:
             optimizer.zero_grad()
-            return None
+            output = None
+        if module.automatic_optimization:
+            self.window_ended(trainer)  # before schedulers and callbacks
+        return output
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
         """This rank has done its work on a batch, and perhaps on a window."""

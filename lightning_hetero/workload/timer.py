@@ -48,11 +48,15 @@ class StepTimer:
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._cuda = device.type == "cuda"
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._pending: deque[tuple[Lap, list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = deque()
         self._depth = 0
         self._ready: float | None  # when the own work of the running backward pass was done
+        self.move_to(device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Measure what runs on this device from here on, and forget all else."""
+        self._cuda = device.type == "cuda"
+        self._pending: deque[tuple[Lap, list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = deque()
         self.restart()
 
     def restart(self) -> None:

@@ -96,7 +96,7 @@ class Fetching(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if isinstance(trainer.strategy, HeteroDDPStrategy):
-            self.seconds.append(trainer.strategy._timer._data)
+            self.seconds.append(trainer.strategy.timer._data)
 
 
 def _profiled(strategy: Any) -> tuple[int, list[float]]:

@@ -113,7 +113,7 @@ class Patient(StepTimer):
 
 class CountsWaiting(HeteroDDPStrategy):
     def build(self, job: Any) -> None:
-        self._timer = Patient(self.root_device)
+        self.timer = Patient(self.root_device)
         super().build(job)
 
 

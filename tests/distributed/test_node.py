@@ -82,8 +82,8 @@ def test_meeting_at_every_step_with_momentum_is_flat_data_parallel() -> None:
 
 
 class Unweighted(NodeAverageStrategy):
-    def make_engine(self, job: Any) -> Any:
-        engine = super().make_engine(job)
+    def make_engine(self, job: Any, share: Any) -> Any:
+        engine = super().make_engine(job, share)
         engine.samples_per_replica = lambda: [1] * job.view.count  # type: ignore[method-assign]
         return engine
 

@@ -50,7 +50,7 @@ class Terminated(pl.Callback):
         if trainer.global_rank in self.ranks and trainer.global_step == self.step:
             os.kill(os.getpid(), self.signum)
             until = time.monotonic() + 20
-            while trainer.strategy._stop._bound is None and time.monotonic() < until:
+            while trainer.strategy.stop_request._bound is None and time.monotonic() < until:
                 time.sleep(0.01)
 
 
@@ -172,9 +172,9 @@ class Deaf(pl.Callback):
     """Rank 0 does not hear of it."""
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.strategy._stop._limit = 3.0  # only here: joining may take longer
+        trainer.strategy.stop_request._limit = 3.0  # only here: joining may take longer
         if trainer.is_global_zero:
-            trainer.strategy._stop._closed.set()
+            trainer.strategy.stop_request._closed.set()
 
 
 def _unanswered(kind: Any) -> None:
@@ -195,7 +195,7 @@ class Dies(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 3:
-            trainer.strategy._stop._closed.set()
+            trainer.strategy.stop_request._closed.set()
             time.sleep(3.0)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -45,7 +45,7 @@ def train_all(folder: str) -> dict[str, dict]:
             "class": type(strategy),
             "options": strategy.algorithm_options(),
             "shares": strategy.share.planner.shares(strategy.share.step),
-            "limit": strategy.options.timeout.total_seconds(),
+            "limit": strategy.options.limit.total_seconds(),
             "steps": cli.trainer.global_step,
             "weights": torch.nn.utils.parameters_to_vector(cli.model.parameters()).detach(),
         }

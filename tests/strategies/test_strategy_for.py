@@ -140,7 +140,7 @@ def test_yaml(monkeypatch, tmp_path) -> None:
     strategy = cli(monkeypatch, "--config", str(tmp_path / "config.yaml")).trainer.strategy
     assert type(strategy) is EveryStrategy
     assert strategy.algorithm == EveryAverager(6, "short")
-    assert (strategy.options.balance, strategy.options.timeout.total_seconds()) == ([3.0, 1.0], 50)
+    assert (strategy.options.balance, strategy.options.limit.total_seconds()) == ([3.0, 1.0], 50)
     assert strategy._ddp_kwargs["static_graph"] is True
 
 

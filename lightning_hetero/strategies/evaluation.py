@@ -1,0 +1,54 @@
+"""How a batch is validated, tested or predicted: by the bare module, and what it logs counts by its samples."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.data import extract_batch_size
+
+from lightning_hetero._lightning import DataFetcherWrapper, fetched_batch, results_of
+from lightning_hetero.strategies.logged import counting
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+
+def evaluation_step(name: str, context: str) -> Callable[..., Any]:
+    """Make a strategy's method that runs a step of the module on a batch.
+
+    It goes around DDP, which would wait for the other ranks: these need not run the same number of batches.
+
+    Args:
+        name: of the strategy's method, and of the module's.
+        context: the method of the precision plugin that makes the context to run in.
+    """
+
+    def step(self: "HeteroStrategy", *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else None
+        fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
+        samples = fetched or (lambda: _samples(source))
+        counts = counting(self.collectives, samples, results_of(self.trainer), infers=fetched is not None)
+        with getattr(self.precision_plugin, context)(), counts:
+            return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    step.__name__ = name
+    return step
+
+
+class _Fetched:
+    """The samples of the batch that a step fetches, once it has done so; unknown if it fetches another number."""
+
+    def __init__(self, batches: DataFetcherWrapper) -> None:
+        self._fetcher, self._before = batches.data_fetcher, batches.fetched
+
+    def __call__(self) -> float | None:
+        return _samples(fetched_batch(self._fetcher)) if self._fetcher.fetched == self._before + 1 else None
+
+
+def _samples(batch: Any) -> float | None:
+    """The samples in a batch as Lightning counts them; ``None`` if they are unknown."""
+    if isinstance(batch, Iterator):  # to look into it would use it up
+        return None
+    try:
+        return float(extract_batch_size(batch))
+    except Exception:  # a class of the user's can do anything when it is looked into
+        return None
