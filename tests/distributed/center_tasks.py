@@ -5,8 +5,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from oracles import START, loader
 from tasks import FAST, parameters
-from test_daso_oracle import START, loader
 from torch import nn
 
 from lightning_hetero import (
@@ -65,7 +65,7 @@ class Recorder(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.weights.append(parameters(pl_module))
-        center = getattr(trainer.strategy.averager, "center", None)
+        center = getattr(getattr(trainer.strategy, "averager", None), "center", None)
         if center and isinstance(center, list):  # else where it lives
             self.centers.append(torch.cat([part.double() for part in center]))
 

@@ -1,4 +1,4 @@
-"""Models, data and fits that the distributed tests run on ranks, and in one process as their oracle."""
+"""Models, data and fits that the distributed tests run on ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.workload.plan import Plan
@@ -74,6 +74,14 @@ class EvaluatedNet(Net):
         return batch[3].tolist()
 
 
+class Dropping(Net):
+    """Draws random numbers in every step, other ones on each rank."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y, *_ = batch
+        return nn.functional.mse_loss(self.net(nn.functional.dropout(x, 0.3)), y)
+
+
 class TokenNet(Net):
     """A loss that is a mean over tokens, of which samples have different numbers."""
 
@@ -116,6 +124,18 @@ class GanLike(Net):
         ]
 
 
+class Save(pl.Callback):
+    """Saves a checkpoint after a step, and there stops if told to, as a preempted job does."""
+
+    def __init__(self, path: str, step: int, stop: bool) -> None:
+        self.path, self.step, self.stop = path, step, stop
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = self.stop
+
+
 class ChangePlan(pl.Callback):
     """Changes the shares at given steps, on all ranks alike."""
 
@@ -133,22 +153,6 @@ class ChangePlan(pl.Callback):
 def parameters(module: nn.Module) -> torch.Tensor:
     """All parameters, flat, float64."""
     return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
-
-
-def oracle(
-    make: Callable[[], pl.LightningModule],
-    batch_size: int,
-    samples: int = 101,
-    dtype: torch.dtype = torch.float64,
-    drop_last: bool = False,
-    **trainer: Any,
-) -> pl.LightningModule:
-    """One Lightning process on the whole batch, in the order that the ranks share."""
-    data, module = dataset(samples, dtype), make()
-    order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
-    loader = DataLoader(data, batch_size=batch_size, sampler=order, drop_last=drop_last)
-    pl.Trainer(devices=1, **{**FAST, "max_epochs": 3, **trainer}).fit(module, loader)
-    return module
 
 
 def fit(

@@ -9,8 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from oracles import oracle
 from ranks import run
-from tasks import FAST, Net, dataset, error, oracle, parameters
+from tasks import FAST, Net, dataset, error, parameters
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader

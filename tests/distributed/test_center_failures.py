@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from center_tasks import APART, STRATEGIES, Line, fit
+from oracles import loader
 from ranks import attempt, run
 from tasks import FAST, Net, dataset, parameters
-from test_daso_oracle import loader
 from test_sigterm import Terminated
 from torch.utils.data import DataLoader
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from oracles import oracle
 from ranks import run
-from tasks import Net, dataset, error, fit, oracle, parameters
+from tasks import Net, dataset, error, fit, parameters
 from torch.utils.data import DistributedSampler
 
 from lightning_hetero import DASOStrategy

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles import START, in_numpy, loader
 from ranks import attempt, run
-from test_daso_oracle import START, Linear, check, in_numpy, loader, train
-from test_node import Save
+from tasks import Save
+from test_daso_oracle import Linear, check, train
 from torch import nn
 
 from lightning_hetero import DASOStrategy

@@ -13,8 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
+from oracles import oracle
 from ranks import run
-from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, oracle, parameters
+from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
 from torch import nn
 from torch.utils.data import (
     BatchSampler,

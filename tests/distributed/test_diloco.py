@@ -8,9 +8,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from center_tasks import APART, Line, fit, lines
+from oracles import data, order, split
 from ranks import run
 from tasks import Net, dataset
-from test_daso_oracle import data, order, split
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader

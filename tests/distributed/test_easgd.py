@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from center_tasks import APART, SHARES, Line, StartAt, fit, line, lines, same
+from oracles import data, loader, order
 from ranks import run
 from tasks import GanLike, Net, dataset, parameters
-from test_daso_oracle import data, loader, order
 from torch import nn
 from torch.utils.data import DataLoader
 

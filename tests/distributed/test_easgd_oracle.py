@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from center_tasks import APART, SHARES, lines
+from oracles import BATCH, SAMPLES, START, data, order, split
 from ranks import run
-from test_daso_oracle import BATCH, SAMPLES, START, data, order, split
 
 LR, EPOCHS = 0.01, 3  # 60 steps; every twentieth batch has 7 samples
 

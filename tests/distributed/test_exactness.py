@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from oracles import oracle
 from ranks import run
-from tasks import GanLike, Net, TokenNet, error, fit, oracle, parameters
+from tasks import GanLike, Net, TokenNet, error, fit, parameters
 
 WORLD = 3
 CASES = {

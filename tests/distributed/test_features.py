@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from ranks import run
 from scripts import run_script
-from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
+from tasks import FAST, EvaluatedNet, Net, Save, dataset, error, fit, parameters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
 
@@ -19,76 +19,12 @@ WORLD = 3
 UNEVEN = [5.0, 1.0, 2.0]
 
 
-# -- resume --------------------------------------------------------------------------------------------------
-
-
-class Scheduled(Net):
-    """Asks for the number of steps while it is set up, which sets up the dataloaders before a checkpoint is read."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        steps = self.trainer.estimated_stepping_batches
-        return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, int(steps)), "interval": "step"}
-        ]
-
-
-class Dropping(Net):
-    """Draws random numbers in every step, another rank others."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        x, y, *_ = batch
-        return torch.nn.functional.mse_loss(self.net(torch.nn.functional.dropout(x, 0.2)), y)
-
-
-def _resume(folder: str, module_class: Any, workers: int, stops: list[int], limits: dict[str, Any]) -> list[Any]:
-    """The whole fit; and of each stop the fit until then, and the one that goes on."""
-    loader = {"batch_size": 4, "shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
-
-    def part(stop_after: int = -1, resume: int = -1) -> tuple[list[list[int]], torch.Tensor]:
-        module, strategy = module_class(), HeteroDDPStrategy(balance=UNEVEN)
-        options = {**FAST, **limits, "callbacks": [SaveAt(stop_after, folder, stop=True)]}
-        trainer = pl.Trainer(strategy=strategy, **options)
-        path = f"{folder}/step={resume}.ckpt" if resume > 0 else None
-        trainer.fit(module, DataLoader(dataset(96), **loader), ckpt_path=path)
-        return module.seen, parameters(module)
-
-    return [part(), *((part(stop), part(resume=stop)) for stop in stops)]
-
-
-class SaveAt(pl.Callback):
-    """Saves a checkpoint at a step, and there stops if told to, as a preempted job does."""
-
-    def __init__(self, step: int, folder: str, stop: bool = False) -> None:
-        self.step, self.path, self.stop = step, f"{folder}/step={step}.ckpt", stop
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = self.stop
-
-
-EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 22, "max_epochs": -1}
-
-
-@pytest.mark.parametrize(  # each with each of the others' values
-    ("module_class", "workers", "limits"),
-    [(Net, 2, EPOCHS), (Dropping, 0, STEPS), (Scheduled, 0, EPOCHS), (Scheduled, 2, STEPS)],
-)
-def test_resuming(tmp_path: Path, module_class: Any, workers: int, limits: dict[str, Any]) -> None:
-    stops = [8, 11]  # of 8 batches an epoch: at its end, and within one
-    for (seen, weights), *parts in run(_resume, WORLD, str(tmp_path), module_class, workers, stops, limits):
-        for stop, ((first, early), (second, late)) in zip(stops, parts, strict=True):
-            assert first == seen[:stop]
-            assert second == seen[stop:]
-            # DDP lays its buckets out anew after its first step, and so sums three ranks in another order.
-            assert error(late, weights) <= 1e-12
-            assert error(early, weights) > 1e-3
+# -- checkpoints --------------------------------------------------------------------------------------------
 
 
 def _portable(folder: str) -> dict[str, Any]:
     module, strategy = Net(), HeteroDDPStrategy()
-    options = {**FAST, "max_epochs": 2, "callbacks": [SaveAt(10, folder)]}
+    options = {**FAST, "max_epochs": 2, "callbacks": [Save(f"{folder}/step=10.ckpt", 10, False)]}
     trainer = pl.Trainer(strategy=strategy, **options)
     trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
     return {"weights": parameters(module)}
@@ -103,24 +39,6 @@ def test_checkpoints_load_without_this_strategy(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="your dataloader is not resumable"):
         trainer.fit(module, DataLoader(dataset(96), batch_size=8), ckpt_path=str(tmp_path / "step=10.ckpt"))
     assert trainer.current_epoch == 3
-
-
-def _other_world(folder: str) -> dict[str, Any]:
-    import warnings
-
-    module, strategy = Net(), HeteroDDPStrategy(global_batch_size=8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3})
-        trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), ckpt_path=f"{folder}/step=10.ckpt")
-    return {"warned": [str(w.message) for w in caught], "weights": parameters(module)}
-
-
-def test_resuming_with_another_number_of_ranks(tmp_path: Path) -> None:
-    run(_portable, 2, str(tmp_path))
-    results = run(_other_world, 3, str(tmp_path))
-    assert any("measures anew" in text for text in results[0]["warned"])
-    assert error(results[0]["weights"], results[1]["weights"]) == 0
 
 
 # -- precision, compilation, hooks ---------------------------------------------------------------------------

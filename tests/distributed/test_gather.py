@@ -6,8 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from oracles import oracle
 from ranks import run
-from tasks import FAST, Net, dataset, error, oracle, parameters
+from tasks import FAST, Net, dataset, error, parameters
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from center_tasks import SHARES as BY_WORLD
 from center_tasks import Line, StartAt, fit
 from lightning.pytorch.strategies import StrategyRegistry
+from oracles import START, loader
 from ranks import run
-from test_daso_oracle import START, loader
 
 from lightning_hetero import (
     GossipAsyncStrategy,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from center_tasks import Line, fit
+from oracles import BATCH, LR, MOMENTUM, SAMPLES, START, data, order, split
 from ranks import run
-from test_daso_oracle import BATCH, LR, MOMENTUM, SAMPLES, START, data, order, split
 
 from lightning_hetero import GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, Rule, Sends

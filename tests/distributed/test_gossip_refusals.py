@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 from center_tasks import Line, StartAt, fit
+from oracles import START
 from ranks import attempt, run
-from test_daso_oracle import START
 from test_gossip import Keep, Pause
 
 from lightning_hetero import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy, HeteroMonitor

@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from center_tasks import Line, StartAt, fit
+from oracles import START, loader
 from ranks import run
-from test_daso_oracle import START, loader
 
 from lightning_hetero import GossipPushSumStrategy
 

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import attempt, run
-from tasks import FAST, dataset, parameters
-from test_node import NODES, SHARES, Dropping
+from tasks import FAST, Dropping, dataset, parameters
+from test_node import NODES, SHARES
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy

@@ -6,8 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from oracles import oracle
 from ranks import run
-from tasks import FAST, Net, dataset, error, fit, oracle, parameters
+from tasks import FAST, Net, dataset, error, fit, parameters
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from oracles import oracle
 from ranks import attempt, run
-from saved import replicas_of
-from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, oracle, parameters
+from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
 from test_data import Shard
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -198,27 +198,6 @@ def test_validation_is_on_the_consensus_and_changes_nothing(tmp_path: Path) -> N
         assert torch.equal(parameters(model), results[0]["validated"][i])
 
 
-# -- resume --------------------------------------------------------------------------------------------------
-
-
-class Dropping(Net):
-    """Depends on each rank's random state."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        x, y, *_ = batch
-        return nn.functional.mse_loss(self.net(nn.functional.dropout(x, 0.3)), y)
-
-
-class Save(pl.Callback):
-    def __init__(self, path: str, step: int, stop: bool) -> None:
-        self.path, self.step, self.stop = path, step, stop
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = self.stop
-
-
 @pytest.mark.parametrize("mixing", ["daso", "delta"])
 def test_validation_changes_nothing_while_exchanges_are_under_way(mixing: str) -> None:
     results = run(_watch, 3, None, True, mixing, nodes=NODES)
@@ -226,54 +205,6 @@ def test_validation_changes_nothing_while_exchanges_are_under_way(mixing: str) -
     for result, other in zip(results, without, strict=True):
         assert torch.equal(result["parameters"], other["parameters"])
         assert all(torch.equal(a, b) for a, b in zip(result["validated"], results[0]["validated"], strict=True))
-
-
-def _resume(folder: str, workers: int, name: str = "node") -> list[torch.Tensor]:
-    weights, path = [], f"{folder}/mid.ckpt"
-    for part in ("whole", "first", "second"):
-        module = Dropping()
-        strategy = _strategy(name)
-        callbacks = [Save(path if part == "first" else f"{folder}/{part}.ckpt", 11, part == "first")]
-        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3, "callbacks": callbacks})
-        loader = DataLoader(
-            dataset(96), batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
-        )
-        torch.manual_seed(trainer.global_rank)  # each rank drops out other units
-        trainer.fit(module, loader, ckpt_path=path if part == "second" else None)
-        weights.append(parameters(module))
-    return weights
-
-
-@pytest.mark.parametrize(("workers", "name"), [(0, "node"), (2, "delta"), (0, "daso")])
-def test_resuming_between_two_meetings_is_as_if_never_stopped(tmp_path: Path, workers: int, name: str) -> None:
-    # Stopped after 11 steps; K = 5, or with an exchange under way; dropout; the loader has workers.
-    for whole, first, second in run(_resume, 3, str(tmp_path), workers, name, nodes=NODES):
-        assert torch.equal(second, whole)
-        assert not torch.equal(first, whole)
-    checkpoint = torch.load(tmp_path / "mid.ckpt", weights_only=True)
-    values = [replica["values"][0] for replica in replicas_of(tmp_path / "mid.ckpt")]
-    assert len(values) == 2
-    assert not torch.equal(*values)
-    consensus = torch.cat([value.reshape(-1) for value in checkpoint["state_dict"].values()])
-    assert torch.allclose((2 * values[0] + values[1]) / 3, consensus, rtol=0, atol=1e-14)
-
-
-def _resume_elsewhere(folder: str) -> list[str]:
-    import warnings
-
-    strategy = NodeAverageStrategy(5, global_batch_size=12, ranks_per_node=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3})
-        loader = DataLoader(dataset(96), batch_size=4, shuffle=True)
-        trainer.fit(Dropping(), loader, ckpt_path=f"{folder}/mid.ckpt")
-    return [str(w.message) for w in caught]
-
-
-def test_resuming_with_other_replicas_starts_from_the_consensus(tmp_path: Path) -> None:
-    run(_resume, 3, str(tmp_path), 0, nodes=NODES)
-    warned = [text for text in run(_resume_elsewhere, 3, str(tmp_path))[0] if "start from the checkpoint" in text]
-    assert "saved by 2 replicas with 3 ranks; this job has 3 with 3" in warned[0]
 
 
 # -- independence --------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner import Tuner
+from oracles import oracle, split
 from ranks import run
-from tasks import FAST, GanLike, Net, TokenNet, dataset, error, fit, oracle, parameters
-from test_daso_oracle import split
+from tasks import FAST, GanLike, Net, TokenNet, dataset, error, fit, parameters
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -6,18 +6,15 @@ import math
 import os
 import re
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from center_tasks import line, lines
-from lightning.pytorch.callbacks import ModelCheckpoint
+from center_tasks import lines
+from oracles import START, data, order, split
 from ranks import run
-from test_daso_oracle import START, data, order, split
 from torch.optim import SGD
 
 from lightning_hetero.errors import ConfigurationError
@@ -71,21 +68,6 @@ def test_against_a_loop_by_hand() -> None:
     # At a constant rate it is BMUF, which the package has; at another it is not.
     np.testing.assert_allclose(results[1]["path"], of_bmuf["path"], rtol=0, atol=1e-12)
     assert abs(by_hand(*cases[0]) - by_hand(*cases[0], "as in BMUF")).max() > 1e-4
-
-
-def _resumed(folder: str) -> list[Any]:
-    options = {"tau": 7, "model": {"schedule": rise_and_fall, "momentum": 0.9}}
-    keep = {"callbacks": [ModelCheckpoint(folder, every_n_train_steps=31, save_top_k=-1, filename="{step}")]}
-    whole = line(SlowMoStrategy, trainer={**keep, "enable_checkpointing": True}, **options)
-    warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
-    return [whole, line(SlowMoStrategy, resume=f"{folder}/step=31.ckpt", **options)]
-
-
-def test_resuming_between_two_exchanges_is_as_if_never_stopped(tmp_path: Path) -> None:
-    for whole, second in run(_resumed, 2, str(tmp_path), nodes=[1, 1]):
-        assert len(whole["path"]) == 60
-        assert torch.equal(second["path"], whole["path"][31:])
-        assert torch.equal(second["final"], whole["final"])
 
 
 def _example(folder: str, *arguments: str) -> str:

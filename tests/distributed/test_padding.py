@@ -6,8 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from oracles import oracle
 from ranks import attempt, run
-from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, oracle, parameters
+from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
 from test_data import Shard
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from ranks import attempt, run
-from tasks import FAST, EvaluatedNet, Net, dataset, error, parameters
-from test_node import NODES, SHARES, Dropping
+from tasks import FAST, Dropping, EvaluatedNet, Net, dataset, error, parameters
+from test_node import NODES, SHARES
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,13 +10,11 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from ranks import attempt, run
 from tasks import FAST, Net, dataset, parameters
-from test_node import Save
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
 from lightning_hetero.engine.not_finite import about
 from lightning_hetero.errors import (
-    CheckpointError,
     ConfigurationError,
     DisagreementError,
     NotFiniteError,
@@ -115,53 +112,6 @@ def test_nobody_is_left_to_go_on_with() -> None:
         assert isinstance(outcome.error, NotFiniteError), outcome.trace
         assert "replica 0 (ranks [0, 1])" in str(outcome.error)
         assert "replica 1 (ranks [2])" in str(outcome.error)
-
-
-# -- checkpoints ---------------------------------------------------------------------------------------------
-
-
-def _save(path: str, name: str) -> None:
-    _fit(Net(), STRATEGIES[name](**BASE), callbacks=[Save(path, 5, True)])
-
-
-def _load(path: str, name: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _fit(Net(), STRATEGIES[name](**BASE), path)
-    return [str(w.message) for w in caught]
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded", "words"),
-    [
-        ("node", "daso", "was saved by NodeAverageStrategy, this is DASOStrategy"),
-        ("ddp", "daso", "it was saved by a strategy without them"),
-        ("daso", "node", "was saved by DASOStrategy, this is NodeAverageStrategy"),
-        ("daso", "ddp", "was saved by DASOStrategy, this is HeteroDDPStrategy"),
-        ("ddp", "ddp", None),
-    ],
-)
-def test_a_checkpoint_of_another_strategy_gives_its_weights(
-    tmp_path: Path, saved: str, loaded: str, words: str | None
-) -> None:
-    path = str(tmp_path / "saved.ckpt")
-    run(_save, 3, path, saved, nodes=NODES)
-    said = run(_load, 3, path, loaded, nodes=NODES)[0]
-    if words is None:
-        assert not any("checkpoint" in text for text in said)
-    else:
-        assert any(words in text and "from the checkpoint's weights" in text for text in said)
-
-
-def test_a_truncated_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "cut.ckpt"
-    run(_save, 2, str(path), "daso", nodes=[1, 1])
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    for outcome in attempt(_load, 2, str(path), "daso", nodes=[1, 1]):
-        assert isinstance(outcome.error, CheckpointError), outcome.trace
-        assert "cut.ckpt is not a whole checkpoint" in str(outcome.error)
-    assert path.read_bytes() == whole[: len(whole) // 2]
 
 
 # -- options -------------------------------------------------------------------------------------------------

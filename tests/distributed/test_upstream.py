@@ -16,8 +16,9 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from namesakes import both
+from oracles import oracle
 from ranks import run
-from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, oracle, parameters
+from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
 from torch import nn
 from torch.utils.data import DataLoader
 
