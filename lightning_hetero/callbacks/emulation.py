@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
@@ -19,9 +19,12 @@ from lightning_hetero.workload.shares import Cost
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+#: What a device is said to take: ``(a, k)``, or a function that gives the seconds of so many samples.
+Device = tuple[float, float] | Callable[[int], float]
+
 
 class EmulatedSpeed(Callback):
-    """Emulation: makes each rank as slow as a device that needs ``a + k * n`` seconds for ``n`` samples.
+    """Emulation: makes each rank as slow as a device that needs ``a + k * n`` or other seconds for ``n`` samples.
 
     A rank sleeps, so that forward and backward together take that long: a third of it in the forward pass, two thirds
     in the backward pass, where each gradient is ready as late as it would be on such a device. So gradients that
@@ -32,10 +35,13 @@ class EmulatedSpeed(Callback):
 
     Args:
         costs: ``(a, k)`` of each rank, in seconds and seconds per sample; ``(0, 0)`` leaves a rank as fast as it is.
+            For a device that is no straight line, give a function that takes the number of samples and returns seconds.
+            Define it at the top of a module, so that it can be sent to other processes.
         change_at: other costs from a batch on, counted from 0 over all epochs: a device that slows down, say.
 
     Raises:
-        ConfigurationError: a cost is negative or not finite, or there is not one per rank.
+        ConfigurationError: a cost is negative or not finite, or there is not one per rank. What a function returns is
+            checked when it is called, in training.
 
     Example::
 
@@ -45,6 +51,13 @@ class EmulatedSpeed(Callback):
 
         slow = EmulatedSpeed([(0.01, 0.002), (0.01, 0.008)])  # the second rank takes four times as long for a sample
         trainer = Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2, callbacks=[slow])
+
+
+        def flat_until_full(samples: int) -> float:  # as a GPU: up to 16 samples take as long as one
+            return 0.064 + 0.004 * max(0, samples - 16)
+
+
+        slow = EmulatedSpeed([flat_until_full, (0.01, 0.002)])
     """
 
     #: So many batches in a row must overrun before that is no mere hiccup.
@@ -54,15 +67,17 @@ class EmulatedSpeed(Callback):
 
     def __init__(
         self,
-        costs: Sequence[tuple[float, float]],
-        change_at: Mapping[int, Sequence[tuple[float, float]]] | None = None,
+        costs: Sequence[Device],
+        change_at: Mapping[int, Sequence[Device]] | None = None,
     ) -> None:
         if len(costs) == 0:
             raise ConfigurationError(f"costs={costs!r}: give the (a, k) of each rank.")
         schedule = {0: costs, **(change_at or {})}
-        self._costs = {batch: [Cost(*cost) for cost in row] for batch, row in schedule.items()}
+        self._costs = {
+            batch: [cost if callable(cost) else Cost(*cost) for cost in row] for batch, row in schedule.items()
+        }
         for batch, row in self._costs.items():
-            if not all(math.isfinite(x) and x >= 0 for cost in row for x in cost):
+            if not all(math.isfinite(x) and x >= 0 for cost in row if isinstance(cost, Cost) for x in cost):
                 raise ConfigurationError(f"costs from batch {batch} on: {row}: seconds are finite and at least 0.")
             if len(row) != len(costs):
                 raise ConfigurationError(f"{len(row)} costs from batch {batch} on, {len(costs)} before: one per rank.")
@@ -95,12 +110,12 @@ class EmulatedSpeed(Callback):
         batch = trainer.fit_loop.epoch_loop.total_batch_idx
         cost = self._costs[max(start for start in self._costs if start <= batch)][trainer.global_rank]
         forward = time.perf_counter() - self._waited(trainer) - self._began
-        seconds, real = cost.seconds(self._samples), forward + self._backward.real
+        seconds, real = self._seconds(cost, trainer.global_rank), forward + self._backward.real
         backward = max(self.BACKWARD * seconds, self._backward.real) if self._backward.known else 0.0
         pause = seconds - backward - forward
         if pause > 0:
             time.sleep(pause)
-        self._check(seconds - real, real, cost, trainer.global_rank)
+        self._check(seconds, real, trainer.global_rank)
         self._began = None
         self._backward.stretch(loss, pl_module.parameters(), min(backward, seconds - forward))
 
@@ -110,13 +125,22 @@ class EmulatedSpeed(Callback):
         strategy = trainer.strategy
         return strategy.share.timer.waited if isinstance(strategy, HeteroStrategy) else 0.0
 
-    def _check(self, spare: float, real: float, cost: Cost, rank: int) -> None:
-        self._overruns = self._overruns + 1 if spare < 0 and any(cost) else 0
+    def _seconds(self, cost: Cost | Callable[[int], float], rank: int) -> float:
+        if isinstance(cost, Cost):
+            return cost.seconds(self._samples)
+        seconds = cost(self._samples)
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ConfigurationError(
+                f"costs[{rank}] gives {seconds!r} for {self._samples} samples: seconds are finite and at least 0."
+            )
+        return seconds
+
+    def _check(self, seconds: float, real: float, rank: int) -> None:
+        self._overruns = self._overruns + 1 if 0 < seconds < real else 0
         if self._overruns == self.OVERRUNS and not self._warned:
             self._warned = True
             warnings.warn(
                 f"EmulatedSpeed on rank {rank}: {self._samples} samples really take {1e3 * real:.1f} ms, more than the "
-                f"emulated {1e3 * cost.seconds(self._samples):.1f} ms (a={cost.fixed} s, k={cost.per_sample} s). "
-                "Emulate slower devices, or run fewer ranks per core.",
+                f"emulated {1e3 * seconds:.1f} ms. Emulate slower devices, or run fewer ranks per core.",
                 stacklevel=2,
             )

@@ -174,8 +174,7 @@ class HeteroMonitor(Callback):
         if not steps.beginning:
             return None
         found = steps.stretches, steps.beginning, steps.end, steps.background
-        model = strategy.share.cost
-        return View(strategy.global_rank, *found, list(self.exchanges), model.cost if model.ready else None)
+        return View(strategy.global_rank, *found, list(self.exchanges), strategy.share.fitted)
 
     def _write(
         self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[View], ended: str | None = None

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost
 from lightning_hetero.workload.timer import Lap
 
@@ -203,7 +204,7 @@ class View(NamedTuple):
     end: list[Stretch]
     background: list[tuple[float, float]]
     exchanges: list[Exchanged]
-    cost: Cost | None = None
+    cost: Cost | Curve | None = None
 
     @property
     def latest(self) -> Exchanged:

@@ -85,7 +85,7 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
                     for name in ("stretches", "beginning", "end")
                 },
                 "exchanges": [exchanged._asdict() for exchanged in view.exchanges],
-                "cost": view.cost._asdict() if view.cost else None,
+                "cost": {**view.cost._asdict(), "bends": view.cost.bends} if view.cost else None,
                 "settled": together(late)._asdict(),
                 "samples_per_s": own.speed,
                 "pace": own.pace,

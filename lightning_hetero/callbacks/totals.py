@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_hetero.callbacks.record import Fit, Stretch, View, together
 from lightning_hetero.comm.topology import group_of
+from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost
 
 #: All ranks begin the settled part within this fraction of its length of each other.
@@ -26,7 +27,7 @@ class Totals(NamedTuple):
         exchange: seconds that exchanges between replicas took from training.
         network: of the last two, seconds in which it waited for no slower rank: what communication itself took.
         between: seconds that belong to no step: waiting at the end of an epoch or of the fit, validation, checkpoints.
-        cost: the fitted ``a + k n``: seconds of its work on a batch of ``n`` samples; None while nothing is known.
+        cost: the fit: seconds of its work on a batch of ``n`` samples; None while nothing is known.
         seen: the least and the most samples per step that it has had, which the fit is made from.
     """
 
@@ -39,7 +40,7 @@ class Totals(NamedTuple):
     exchange: float
     network: float
     between: float = 0.0
-    cost: Cost | None = None
+    cost: Cost | Curve | None = None
     seen: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -48,13 +49,13 @@ class Totals(NamedTuple):
         return self.samples / max(self.steps, 1)
 
     def scale(self, samples: float) -> float | None:
-        """How many times as long as now the rank would work on a batch of so many samples, by the fitted ``a + k n``.
+        """How many times as long as now the rank would work on a batch of so many samples, by the fitted cost.
 
         The fit gives the ratio only, and the measured times the level. Returns None where the fit says nothing: there
         is none, or the rank has never had a batch of about this size.
         """
         if abs(samples - self.share) <= BEYOND * self.share:
-            known = self.cost or Cost(0.0, 1.0)  # so near that the ratio hardly matters
+            known: Cost | Curve = self.cost or Cost(0.0, 1.0)  # so near that the ratio hardly matters
         elif self.cost and (1 - BEYOND) * self.seen[0] <= samples <= (1 + BEYOND) * self.seen[1] and self.share:
             known = self.cost
         else:

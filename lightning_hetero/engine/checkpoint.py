@@ -19,7 +19,7 @@ from lightning_hetero.engine.losses import Losses
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.workload.shares import cost_of, row_of
 
 KEY = "lightning_hetero"
 FORMAT = 2
@@ -99,7 +99,7 @@ def add_plan(checkpoint: dict[str, Any], share: Workshare) -> None:
     loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if not any(loops.get("combined_loader", [True])):
         del loops["combined_loader"]  # placeholders of the samplers, which other strategies would not expect
-    fits = [[report.fixed, report.per_sample, max(report.samples, 1.0)] for report in share.reports]
+    fits = [[r.fixed, r.per_sample, max(r.samples, 1.0), *row_of(r.cost)[2:]] for r in share.reports]
     part = checkpoint.setdefault(KEY, {"format": FORMAT})
     part.update(planner=share.planner.state_dict(), fits=fits)
 
@@ -117,8 +117,8 @@ def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int) -> 
         return
     share.planner.load_state_dict(state["planner"])
     if state["fits"]:
-        fixed, per_sample, samples = state["fits"][rank]
-        share.cost.assume(Cost(fixed, per_sample), int(samples))
+        fixed, per_sample, samples, *bends = state["fits"][rank]
+        share.assume(cost_of(fixed, per_sample, *bends), int(samples))
 
 
 # -- replicas --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """This rank's part of the work: what it draws, how much it weighs, how long it takes, and what the others are told."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,10 +13,12 @@ from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.workload.cost import CostModel
+from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.evidence import Evidence
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.sampler import Drawn
+from lightning_hetero.workload.shares import Cost
 from lightning_hetero.workload.timer import Lap, StepTimer
 
 
@@ -65,6 +68,7 @@ class Workshare:
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self._reported_at = 0  # the step of the reports that are on their way
+        self._told = False  # that a rank's times bend down
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps
         self._laps: list[Lap] = []  # since the last report
@@ -74,6 +78,14 @@ class Workshare:
     def take_over(self, former: "Workshare") -> None:
         """Go on where another one has stopped, which was made from an earlier view."""
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
+        self._told = former._told
+
+    def assume(self, cost: Cost | Curve, samples: int) -> None:
+        """Go on from what a checkpoint knows of this rank's time, when it last had so many samples."""
+        if isinstance(cost, Curve):
+            self.evidence.shape.assume(cost)
+            cost = Cost(cost.fixed, (cost.seconds(samples) - cost.fixed) / samples)
+        self.cost.assume(cost, samples)
 
     def begin_pass(self) -> None:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
@@ -131,7 +143,7 @@ class Workshare:
         self.step += 1
         if report:
             self.listen()
-            self._gathering.launch(self._report())
+            self._gathering.launch(self._report().row)
             self._reported_at = self.step
 
     def listen(self) -> None:
@@ -139,10 +151,26 @@ class Workshare:
         if not self._gathering.in_flight:
             return
         with self.timer.waiting():
-            self.reports = [Report(*row) for row in self._gathering.collect()]
+            self.reports = [Report.of_row(row) for row in self._gathering.collect()]
+        self._say_where_times_bend_down()
         # Since the reports were sent every rank has drawn a batch for each step, and one more.
         drawn_since = self.step - self._reported_at + 1
         self.planner.update(self.step, [report._replace(drawn=report.drawn + drawn_since) for report in self.reports])
+
+    def _say_where_times_bend_down(self) -> None:
+        """Say once on every rank that shares go by a curve that is below some rank's times."""
+        bumps = [(rank, report) for rank, report in enumerate(self.reports) if report.bump]
+        if self._told or not bumps:
+            return
+        self._told = True
+        (rank, report), n = bumps[0], round(bumps[0][1].bump)
+        warnings.warn(
+            f"Rank {rank} takes {1e3 * report.bump_seconds:.3g} ms for {n} samples, more than its times for fewer and "
+            f"for more samples suggest ({1e3 * report.cost.seconds(n):.3g} ms): somewhere they bend down, as on a "
+            "device that works in steps. Measured shares go by the best convex curve below its times, so they may miss "
+            "the best split by a step. If that matters, give shares that fit the device: `balance=[...]`.",
+            stacklevel=2,
+        )
 
     def weigh(self, measure: Callable[[Any], Any], batch: Any) -> None:
         """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
@@ -158,6 +186,11 @@ class Workshare:
             with deadline("sum the batch weights"):
                 work = dist.all_reduce(total, group=group, async_op=True)
         self._weighing = own, total, work
+
+    @property
+    def fitted(self) -> Cost | Curve | None:
+        """How this rank's time depends on its samples; None while too little is known."""
+        return (self.evidence.shape.curve() or self.cost.cost) if self.cost.ready else None
 
     @property
     def counts(self) -> bool:
@@ -194,5 +227,8 @@ class Workshare:
         laps, self._laps = len(self._laps), []
         speed = self.evidence.speed(self.cost.cost)
         error = speed.noise if self.cost.ready else math.inf
-        drawn = self.loaders.next_step()
-        return Report(*speed.cost, error, drawn, samples, work, wait, laps, speed.since)
+        drawn, cost = self.loaders.next_step(), speed.cost
+        means = samples, work, wait
+        return Report(
+            cost.fixed, cost.per_sample, error, drawn, *means, laps, speed.since, *speed.bump, bends=cost.bends
+        )

@@ -7,10 +7,11 @@ independent are sure too soon, and shares follow the noise.
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from lightning_hetero.workload.curve import Curve
+from lightning_hetero.workload.shape import Shape, cut_of, noise_of
 from lightning_hetero.workload.shares import Cost
 from lightning_hetero.workload.timer import Lap
 
@@ -22,11 +23,13 @@ class Speed(NamedTuple):
         cost: seconds per batch and per sample.
         noise: how far that may be off by noise, as a fraction.
         since: seconds of steps since the latest change; infinite if none is known.
+        bump: samples and seconds of a batch that takes longer than the curve says, because the times bend down.
     """
 
-    cost: Cost
+    cost: Cost | Curve
     noise: float
     since: float
+    bump: tuple[float, float] = (0.0, 0.0)
 
 
 class Stretch(NamedTuple):
@@ -44,9 +47,9 @@ class Stretch(NamedTuple):
     work: float
     seconds: float
 
-    def seconds_by(self, cost: Cost) -> float:
-        """What its steps would have taken by ``cost``."""
-        return self.steps * cost.fixed + self.samples * cost.per_sample
+    def seconds_by(self, cost: Cost | Curve) -> float:
+        """What its steps would have taken by ``cost``, had they been alike."""
+        return self.steps * cost.seconds(self.samples / self.steps)
 
 
 class Evidence:
@@ -54,7 +57,8 @@ class Evidence:
 
     Steps are gathered into stretches that are long enough to compare. One lasting change of speed within the memory is
     told from noise: the rank's speed is that since the change. All other ups and downs are noise, and so large is the
-    doubt about the speed, however many stretches agree at present.
+    doubt about the speed, however many stretches agree at present. How time depends on the samples is a straight line
+    unless the times of different batch sizes show a curve (:class:`~lightning_hetero.workload.shape.Shape`).
     """
 
     #: Seconds that a stretch lasts at least: some turns of an operating system's scheduler, a period of CPU quotas.
@@ -70,6 +74,7 @@ class Evidence:
     CHANGE = 2.0
 
     def __init__(self) -> None:
+        self.shape = Shape(self.SECONDS, self.STATE, self.CHANGE, self.LEAST_NOISE)
         self._samples = 0.0  # of a step, to which all stretches are converted
         self._stretches: deque[Stretch] = deque(maxlen=self.MEMORY)
         self._times: deque[float] = deque(maxlen=self.MEMORY)  # seconds of such a step, as converted at that time
@@ -82,6 +87,8 @@ class Evidence:
             lap: the step, as the stopwatch has measured it.
             cost: what is known of how the time depends on the samples: only the ratio ``a : k`` counts.
         """
+        if lap.work > 0:
+            self.shape.observe(lap.samples, lap.work, lap.wait)
         steps, samples, work, seconds = self._open
         self._open = Stretch(steps + 1, samples + lap.samples, work + lap.work, seconds + lap.work + lap.wait)
         if self._open.seconds < self.SECONDS or self._open.work <= 0:
@@ -91,46 +98,35 @@ class Evidence:
         self._times.append(self._converted(self._open, cost))
         self._open = Stretch(0, 0, 0.0, 0.0)
 
-    def speed(self, cost: Cost) -> Speed:
-        """The present speed, as a cost with the ratio of the given one."""
+    def speed(self, cost: Cost | Curve) -> Speed:
+        """The present speed.
+
+        Args:
+            cost: what is known of how the time depends on the samples, if that is a straight line.
+
+        Returns:
+            A cost of the given ratio ``a : k``, or a curve if the times show one.
+        """
         if len(self._times) < 2:
             return Speed(cost, math.inf, math.inf)
-        times = list(self._times)
-        cut = _change(times)
+        times, curve, bump = list(self._times), self.shape.curve(), (0.0, 0.0)
+        if curve is not None:
+            bump = self.shape.bump()
+            cost, times = curve, [self._converted(stretch, curve) for stretch in self._stretches]
+        cut = cut_of(times)
         if cut == len(times) - 1:  # a single stretch: a stall is no change
-            cut = _change(times[:-1])
+            cut = cut_of(times[:-1])
         before, after = times[:cut], times[cut:]
-        if cut and abs(math.log(median(after) / median(before))) <= self.CHANGE * _noise(before, after):
+        if cut and abs(math.log(median(after) / median(before))) <= self.CHANGE * noise_of(before, after):
             cut = 0
         since = list(self._stretches)[cut:]
         # What is known of the ratio now is of the present speed: what was before the change keeps its own.
         now = [self._converted(stretch, cost) for stretch in since]
-        noise = max(_noise(times[:cut], now) * (self.STATE / len(now)) ** 0.5, self.LEAST_NOISE)
+        noise = max(noise_of(times[:cut], now) * (self.STATE / len(now)) ** 0.5, self.LEAST_NOISE)
         scale = median(now) / cost.seconds(self._samples)
         seconds = sum(stretch.seconds for stretch in since) if cut else math.inf
-        return Speed(Cost(scale * cost.fixed, scale * cost.per_sample), noise, seconds)
+        return Speed(cost.times(scale), noise, seconds, bump)
 
-    def _converted(self, stretch: Stretch, cost: Cost) -> float:
+    def _converted(self, stretch: Stretch, cost: Cost | Curve) -> float:
         """Seconds of a step of the size by which stretches are compared."""
         return cost.seconds(self._samples) * stretch.work / stretch.seconds_by(cost)
-
-
-def _noise(*parts: Sequence[float]) -> float:
-    """How far stretches are off the median of their part, as a fraction: what nine in ten stay below."""
-    off: list[float] = []
-    for part in parts:
-        middle = median(part) if part else 0.0
-        off += [abs(seconds / middle - 1) for seconds in part]
-    off.sort()
-    return off[int(0.9 * (len(off) - 1))]
-
-
-def _change(times: Sequence[float]) -> int:
-    """Where the latter part begins if times are cut in two that differ most (least squares); 0 if they do not."""
-    mean, left, best, cut = sum(times) / len(times), 0.0, 0.0, 0
-    for n, seconds in enumerate(times[:-1], 1):
-        left += seconds
-        gain = (left - n * mean) ** 2 / (n * (len(times) - n))
-        if gain > best:
-            best, cut = gain, n
-    return cut

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost, split
 
 
@@ -23,7 +24,7 @@ class Plan:
     """
 
     start: int
-    costs: tuple[Cost, ...]
+    costs: tuple[Cost | Curve, ...]
     low: tuple[int, ...]
     high: tuple[int, ...]
     reach: tuple[float, ...] = ()
@@ -68,4 +69,4 @@ def _split_units(plan: Plan, units: int, width: int) -> list[int]:
         low[rank] = high[rank] = 0
     if sum(high) < units:  # too small even for one
         low, high = [0] * len(low), [n // width for n in plan.high]
-    return split(units, [Cost(c.fixed, c.per_sample * width) for c in plan.costs], low, high)
+    return split(units, [cost.in_units(width) for cost in plan.costs], low, high)

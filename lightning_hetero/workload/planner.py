@@ -11,10 +11,11 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from lightning_hetero.errors import ShareError
+from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.limits import fixed_shares, per_rank
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.report import Report
-from lightning_hetero.workload.shares import Cost, makespan
+from lightning_hetero.workload.shares import Cost, cost_of, makespan, row_of
 
 
 class Look(NamedTuple):
@@ -212,7 +213,7 @@ class Planner:
 
     def _better(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
         """The best split if it surely beats the latest; the even one if nothing surely beats that."""
-        costs = tuple(Cost(r.fixed, r.per_sample) for r in reports)
+        costs = tuple(r.cost for r in reports)
         reach = tuple(min(1.0, self.GROWTH * part) for part in self._most)
         best, even = (
             Plan(0, c, self._low, self._high, reach, self._need) for c in (costs, (Cost(0.0, 1.0),) * self.world)
@@ -234,24 +235,26 @@ class Planner:
             self._trial = None  # nobody knows how long steps would take now without the re-split
         return best
 
-    def _pays(self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost], noise: Sequence[float]) -> bool:
+    def _pays(
+        self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost | Curve], noise: Sequence[float]
+    ) -> bool:
         """Whether ``new`` is faster, even if who gives was measured at its slowest, and who takes at its fastest."""
         factors = [1 + x if n > o else 1 / (1 + x) if n < o else 1.0 for o, n, x in zip(old, new, noise, strict=True)]
-        likely = [Cost(f * c.fixed, f * c.per_sample) for f, c in zip(factors, costs, strict=True)]
+        likely = [c.times(f) for f, c in zip(factors, costs, strict=True)]
         return makespan(new, likely) < (1 - self.min_gain) * makespan(old, likely)
 
     def state_dict(self) -> dict[str, Any]:
         """The latest plan and what it rests on; builtins only."""
         plan = self.plans[-1]
         return {
-            "costs": [list(cost) for cost in plan.costs],
+            "costs": [row_of(cost) for cost in plan.costs],
             "reach": list(plan.reach),
             "most": list(self._most),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""
-        costs = tuple(Cost(*cost) for cost in state["costs"])
+        costs = tuple(cost_of(*cost) for cost in state["costs"])
         self.plans = [Plan(0, costs, self._low, self._high, tuple(state["reach"]), self._need)]
         self._most = list(state["most"])
 

@@ -1,7 +1,8 @@
 """Integer shares of a batch that let all ranks finish together.
 
-The time of rank ``i`` on ``n`` samples is modelled as ``a_i + k_i * n``. A global batch takes as long as its slowest
-rank, so the best shares minimise ``max_i (a_i + k_i * n_i)``.
+The time ``t_i(n)`` of rank ``i`` on ``n`` samples is modelled as ``a_i + k_i * n``, or as a convex curve where the
+measured times show one. A global batch takes as long as its slowest rank, so the best shares minimise
+``max_i t_i(n_i)``.
 """
 
 import heapq
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_hetero.errors import ShareError
+from lightning_hetero.workload.curve import Curve
 
 
 class Cost(NamedTuple):
@@ -27,22 +29,63 @@ class Cost(NamedTuple):
         """Predicted seconds for ``samples`` samples."""
         return self.fixed + self.per_sample * samples
 
+    @property
+    def bends(self) -> tuple[tuple[float, float], ...]:
+        """None, for a straight line."""
+        return ()
+
+    def samples(self, deadline: float) -> float:
+        """How many samples are done by a deadline in seconds, with fractions; below 0 if it is before ``a``."""
+        return (deadline - self.fixed) / self.per_sample
+
+    def times(self, factor: float) -> "Cost":
+        """The cost of a device that takes ``factor`` times as long."""
+        return Cost(factor * self.fixed, factor * self.per_sample)
+
+    def in_units(self, width: int) -> "Cost":
+        """The same cost for samples that are counted in units of ``width``."""
+        return Cost(self.fixed, self.per_sample * width)
+
+    def is_valid(self) -> bool:
+        """Whether time is finite and increases with the samples."""
+        return math.isfinite(self.fixed) and math.isfinite(self.per_sample) and self.per_sample > 0
+
+
+def bends_of(numbers: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Bends from a flat row of numbers, two for each; rows may be padded with zeros."""
+    return tuple((at, more) for at, more in zip(numbers[::2], numbers[1::2], strict=True) if more > 0)
+
+
+def cost_of(fixed: float, per_sample: float, *bends: float) -> Cost | Curve:
+    """A cost from a flat row of numbers, such as :func:`row_of` makes: ``a``, ``k``, then two for each bend."""
+    found = bends_of(bends)
+    return Curve(fixed, per_sample, found) if found else Cost(fixed, per_sample)
+
+
+def row_of(cost: Cost | Curve) -> list[float]:
+    """A cost as a flat list of numbers, which checkpoints and reports hold."""
+    return [cost.fixed, cost.per_sample, *(number for bend in cost.bends for number in bend)]
+
 
 def split(
     total: int,
-    costs: Sequence[Cost],
+    costs: Sequence[Cost | Curve],
     low: Sequence[int] | None = None,
     high: Sequence[int] | None = None,
 ) -> list[int]:
-    """Shares ``n_i`` that minimise ``max_i (a_i + k_i * n_i)``, exactly.
+    """Shares ``n_i`` that minimise ``max_i t_i(n_i)``, exactly.
 
-    Give one sample at a time to the rank that would finish it first. The finishing times of each rank's samples
-    increase, so this picks the ``total`` earliest of them all, and no other choice has an earlier last one. All but
-    the last few samples are given at once, by the continuous solution, so the cost does not grow with ``total``.
+    Give one sample at a time to the rank that would finish it first. Proof that nothing is faster: write each rank's
+    finishing times ``t_i(l_i + 1), ..., t_i(h_i)`` in a list. Each list increases, as costs do, so the greedy choice
+    takes them in the order of the merged lists: the earliest ones of all. A split is a choice of as many entries, the
+    first ones of each list, and ends with the latest of them. No choice of as many entries has an earlier latest one.
+
+    All but the last few samples are given at once, by the continuous solution, so the effort does not grow with
+    ``total``.
 
     Args:
         total: samples to split, at least 0.
-        costs: one cost per rank.
+        costs: one per rank: a straight line, or a convex curve.
         low: least samples per rank; default 0.
         high: most samples per rank; default ``total``.
 
@@ -50,7 +93,7 @@ def split(
         One share per rank, in samples, with ``sum(shares) == total``. Ties go to the lower rank.
 
     Raises:
-        ShareError: a cost is not finite, ``k <= 0``, or the limits admit no split.
+        ShareError: a cost is not finite, ``k <= 0``, a curve bends down, or the limits admit no split.
     """
     world = len(costs)
     low = [0] * world if low is None else list(low)
@@ -60,8 +103,7 @@ def split(
     # Every sample that finishes before the continuous optimum is surely given; one less per rank, for rounding.
     deadline = bound(total, costs, low, high)
     shares = [
-        min(h, max(lo, math.floor((deadline - cost.fixed) / cost.per_sample) - 1))
-        for cost, lo, h in zip(costs, low, high, strict=True)
+        min(h, max(lo, math.floor(cost.samples(deadline)) - 1)) for cost, lo, h in zip(costs, low, high, strict=True)
     ]
     queue = [(costs[i].seconds(shares[i] + 1), i) for i in range(world) if shares[i] < high[i]]
     heapq.heapify(queue)
@@ -74,19 +116,18 @@ def split(
 
 
 def bound(
-    total: int, costs: Sequence[Cost], low: Sequence[int] | None = None, high: Sequence[int] | None = None
+    total: int, costs: Sequence[Cost | Curve], low: Sequence[int] | None = None, high: Sequence[int] | None = None
 ) -> float:
     """Earliest time at which ``total`` samples could be done if a sample could be cut, in seconds.
 
-    No integer split is faster. With no limits it solves ``sum_i max(0, (T - a_i) / k_i) = total``.
+    No integer split is faster. With no limits it solves ``sum_i max(0, (T - a_i) / k_i) = total`` for straight
+    lines; for curves it takes their inverses.
     """
     low = [0] * len(costs) if low is None else low
     high = [total] * len(costs) if high is None else high
 
     def done_by(deadline: float) -> float:
-        return sum(
-            min(h, max(lo, (deadline - c.fixed) / c.per_sample)) for c, lo, h in zip(costs, low, high, strict=True)
-        )
+        return sum(min(h, max(lo, c.samples(deadline))) for c, lo, h in zip(costs, low, high, strict=True))
 
     early, late = min(c.fixed for c in costs), max(c.seconds(h) for c, h in zip(costs, high, strict=True))
     for _ in range(100):  # bisection down to the last bit of a float
@@ -97,15 +138,18 @@ def bound(
     return late
 
 
-def makespan(shares: Sequence[int], costs: Sequence[Cost]) -> float:
+def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve]) -> float:
     """Seconds until the slowest rank has done its share."""
     return max(cost.seconds(n) for n, cost in zip(shares, costs, strict=True))
 
 
-def _check(total: int, costs: Sequence[Cost], low: Sequence[int], high: Sequence[int]) -> None:
+def _check(total: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> None:
     for rank, cost in enumerate(costs):
-        if not (math.isfinite(cost.fixed) and math.isfinite(cost.per_sample) and cost.per_sample > 0):
-            raise ShareError(f"rank {rank} has cost {tuple(cost)}: a must be finite, and k finite and above 0.")
+        if not cost.is_valid():
+            raise ShareError(
+                f"rank {rank} has cost {tuple(cost)}: a must be finite, k finite and above 0, and a curve must bend "
+                "upwards only, at increasing numbers of samples."
+            )
     if not len(costs) == len(low) == len(high):
         raise ShareError(
             f"{len(costs)} costs, {len(low)} lower and {len(high)} upper limits: give one of each per rank."

@@ -131,7 +131,11 @@ class Cluster:
         speed = evidence.speed(model.cost)
         error = speed.noise if model.ready else math.inf
         drawn = self.step + self.ahead[rank] + 1
-        return Report(*speed.cost, error, drawn, samples, compute, wait, len(laps), speed.since)
+        cost, means = speed.cost, (samples, compute, wait)
+        row = Report(
+            cost.fixed, cost.per_sample, error, drawn, *means, len(laps), speed.since, *speed.bump, bends=cost.bends
+        ).row
+        return Report.of_row(row)
 
 
 def optimum(costs: Sequence[Cost], total: int) -> float:

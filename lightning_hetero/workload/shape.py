@@ -1,0 +1,189 @@
+"""Whether a rank's times lie on a straight line, and on which convex curve if they do not."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from lightning_hetero.workload.curve import Curve, curve_below
+
+
+class Point(NamedTuple):
+    """What is known of one batch size.
+
+    Attributes:
+        samples: the size.
+        seconds: of a step, median.
+        error: how far that may be off by noise, as a fraction.
+    """
+
+    samples: int
+    seconds: float
+    error: float
+
+
+class Timed(NamedTuple):
+    """Steps of one size in a row.
+
+    Attributes:
+        number: how many of these came before.
+        seconds: of one step.
+    """
+
+    number: int
+    seconds: float
+
+
+class Shape:
+    """Remembers the times of each batch size that a rank has had.
+
+    A straight line with ``a >= 0`` is taken for the truth until the times of the sizes differ from it by more than
+    noise can explain. Only then is there a curve. What was measured before a lasting change of speed is forgotten. A
+    slow drift moves all sizes together.
+
+    Args:
+        stretch: seconds that steps last together, at least, before they count.
+        state: so many stretches of one size tell no more than one would that is independent.
+        change: a change of speed is larger than so many times the noise before and after it.
+        least: a size's time is never known better than this, as a fraction.
+    """
+
+    #: Sizes that are remembered, and stretches of each.
+    SIZES, EACH = 32, 32
+    #: Stretches from which on a size counts: one alone may be a stall.
+    ENOUGH = 2
+    #: How unlikely the line must be: squared deviations, in errors, added up over the sizes.
+    UNLIKELY = 16.0
+    #: A bump is so high above the curve, as a fraction, and shows in so many stretches of each size.
+    BUMP, SURE = 0.05, 4
+
+    def __init__(self, stretch: float, state: int, change: float, least: float) -> None:
+        self._stretch, self._state, self._change, self._least = stretch, state, change, least
+        self._sizes: dict[int, deque[Timed]] = {}  # the size of the latest stretch last
+        self._open: dict[int, tuple[int, float, float]] = {}  # steps, work, seconds: no stretch yet
+        self._count = 0
+        self._assumed: Curve | None = None  # a checkpoint's, until the first size has been measured
+
+    def observe(self, samples: int, work: float, wait: float) -> None:
+        """Take in a step of ``samples`` samples: ``work`` seconds of this rank's own work, and a wait for others."""
+        steps, own, whole = self._open.pop(samples, (0, 0.0, 0.0))
+        steps, own, whole = steps + 1, own + work, whole + work + wait
+        if whole < self._stretch:
+            self._open[samples] = steps, own, whole
+            if len(self._open) > self.SIZES:
+                del self._open[next(iter(self._open))]
+            return
+        times = self._sizes.pop(samples, None) or deque(maxlen=self.EACH)
+        self._sizes[samples] = times
+        if len(self._sizes) > self.SIZES:
+            del self._sizes[next(iter(self._sizes))]
+        full, before = len(times) == self.EACH, median(t.seconds for t in times) if times else 0.0
+        times.append(Timed(self._count, own / steps))
+        self._count += 1
+        if self._forget_before_a_change(times) or not full:
+            return
+        drift = median(t.seconds for t in times) / before
+        for size in self._sizes:
+            if size != samples:
+                moved = (t._replace(seconds=drift * t.seconds) for t in self._sizes[size])
+                self._sizes[size] = deque(moved, maxlen=self.EACH)
+
+    def assume(self, curve: Curve) -> None:
+        """Continue from a known curve, such as a checkpoint's, until a batch size contradicts it."""
+        self._assumed = curve
+
+    def curve(self) -> Curve | None:
+        """The curve that the times lie on or above; None while a straight line explains them."""
+        points = self.points()
+        if self._assumed is not None and points:
+            points = self._go_on_from(self._assumed, points[0])
+        if len(points) < 2 or _off_a_line(points) < self.UNLIKELY:
+            return None
+        return curve_below([(p.samples, p.seconds) for p in points])
+
+    def bump(self) -> tuple[float, float]:
+        """Samples and seconds of the size that is farthest above a convex curve, beyond noise; zeros if none is."""
+        sure = [p for p in self.points() if len(self._sizes[p.samples]) >= self.SURE]
+        if len(sure) < 3:
+            return 0.0, 0.0
+        curve = curve_below([(p.samples, p.seconds) for p in sure])
+        high, _, point = max((p.seconds / curve.seconds(p.samples) - 1, p.samples, p) for p in sure)
+        return (point.samples, point.seconds) if high > max(self.BUMP, 3 * point.error) else (0.0, 0.0)
+
+    def points(self) -> list[Point]:
+        """What is known, in the order of the sizes."""
+        known = {size: [t.seconds for t in times] for size, times in self._sizes.items() if len(times) >= self.ENOUGH}
+        if not known:
+            return []
+        noise = noise_of(*known.values())
+        return [
+            Point(size, median(times), max(noise * math.sqrt(self._state / len(times)), self._least))
+            for size, times in sorted(known.items())
+        ]
+
+    def _go_on_from(self, curve: Curve, first: Point) -> list[Point]:
+        """Take what an assumed curve says of other sizes for measured, at the present speed."""
+        self._assumed = None
+        scaled, number = curve.times(first.seconds / curve.seconds(first.samples)), self._count - 1
+        bends = [round(at) for at, _ in curve.bends]
+        for size in (max(bends[0] // 2, 1), *bends, 2 * bends[-1]):
+            if size not in self._sizes:
+                times = [Timed(number, scaled.seconds(size))] * self.ENOUGH
+                self._sizes = {size: deque(times, maxlen=self.EACH), **self._sizes}
+        return self.points()
+
+    def _forget_before_a_change(self, times: deque[Timed]) -> bool:
+        """Forget all sizes' times before a lasting change of speed, which shows in those of one size."""
+        seconds = [t.seconds for t in times]
+        cut = cut_of(seconds)
+        before, after = seconds[:cut], seconds[cut:]
+        if min(len(before), len(after)) < self.ENOUGH:
+            return False
+        if abs(math.log(median(after) / median(before))) <= self._change * max(noise_of(before, after), self._least):
+            return False
+        first = times[cut].number
+        for size in list(self._sizes):
+            kept = deque((t for t in self._sizes[size] if t.number >= first), maxlen=self.EACH)
+            self._sizes[size] = kept
+            if not kept:
+                del self._sizes[size]
+        return True
+
+
+def _off_a_line(points: Sequence[Point]) -> float:
+    """How far the points are off the best line with ``a >= 0`` and ``k >= 0``: squared deviations, in errors."""
+    weights = [1 / (p.error * p.seconds) ** 2 for p in points]
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+    n, t = [float(p.samples) for p in points], [p.seconds for p in points]
+    n_mean, t_mean = mean(n), mean(t)
+    k = mean([(x - n_mean) * (y - t_mean) for x, y in zip(n, t, strict=True)])
+    k = max(k / mean([(x - n_mean) ** 2 for x in n]), 0.0)
+    a = t_mean - k * n_mean
+    if a < 0:
+        a, k = 0.0, mean([x * y for x, y in zip(n, t, strict=True)]) / mean([x * x for x in n])
+    return sum(w * (y - a - k * x) ** 2 for w, x, y in zip(weights, n, t, strict=True))
+
+
+def noise_of(*parts: Sequence[float]) -> float:
+    """How far times are off the median of their part, as a fraction: what nine in ten stay below."""
+    off: list[float] = []
+    for part in parts:
+        middle = median(part) if part else 0.0
+        off += [abs(seconds / middle - 1) for seconds in part]
+    off.sort()
+    return off[int(0.9 * (len(off) - 1))]
+
+
+def cut_of(times: Sequence[float]) -> int:
+    """Where the latter part begins if times are cut in two that differ most (least squares); 0 if they do not."""
+    mean, left, best, cut = sum(times) / len(times), 0.0, 0.0, 0
+    for n, seconds in enumerate(times[:-1], 1):
+        left += seconds
+        gain = (left - n * mean) ** 2 / (n * (len(times) - n))
+        if gain > best:
+            best, cut = gain, n
+    return cut
