@@ -16,15 +16,17 @@ class Point(NamedTuple):
         samples: the size.
         seconds: of a step, median.
         error: how far that may be off by noise, as a fraction.
+        stretches: how many it rests on.
     """
 
     samples: int
     seconds: float
     error: float
+    stretches: int
 
 
 class Timed(NamedTuple):
-    """Steps of one size in a row.
+    """Some steps of one size.
 
     Attributes:
         number: how many of these came before.
@@ -35,12 +37,26 @@ class Timed(NamedTuple):
     seconds: float
 
 
+class Far(NamedTuple):
+    """Times that are far from the usual ones of their sizes, in a row and on one side.
+
+    Attributes:
+        first: number of the first one.
+        longer: on which side.
+        samples: size of the latest one.
+    """
+
+    first: int
+    longer: bool
+    samples: int
+
+
 class Shape:
     """Remembers the times of each batch size that a rank has had.
 
     A straight line with ``a >= 0`` is taken for the truth until the times of the sizes differ from it by more than
-    noise can explain. Only then is there a curve. What was measured before a lasting change of speed is forgotten. A
-    slow drift moves all sizes together.
+    noise can explain. Only then is there a curve: the greatest convex one that is nowhere above the times. What was
+    measured before a lasting change of speed is forgotten. A slow drift moves all sizes together.
 
     Args:
         stretch: seconds that steps last together, at least, before they count.
@@ -55,6 +71,8 @@ class Shape:
     ENOUGH = 2
     #: How unlikely the line must be: squared deviations, in errors, added up over the sizes.
     UNLIKELY = 16.0
+    #: Times of two sizes that are so far from the usual ones, one after the other, are a change of speed.
+    FAR = 0.1
     #: A bump is so high above the curve, as a fraction, and shows in so many stretches of each size.
     BUMP, SURE = 0.05, 4
 
@@ -63,34 +81,22 @@ class Shape:
         self._sizes: dict[int, deque[Timed]] = {}  # the size of the latest stretch last
         self._open: dict[int, tuple[int, float, float]] = {}  # steps, work, seconds: no stretch yet
         self._count = 0
+        self._far: Far | None = None
         self._assumed: Curve | None = None  # a checkpoint's, until the first size has been measured
 
     def observe(self, samples: int, work: float, wait: float) -> None:
         """Take in a step of ``samples`` samples: ``work`` seconds of this rank's own work, and a wait for others."""
         steps, own, whole = self._open.pop(samples, (0, 0.0, 0.0))
         steps, own, whole = steps + 1, own + work, whole + work + wait
-        if whole < self._stretch:
-            self._open[samples] = steps, own, whole
-            if len(self._open) > self.SIZES:
-                del self._open[next(iter(self._open))]
+        if whole >= self._stretch:
+            self._add(samples, own / steps)
             return
-        times = self._sizes.pop(samples, None) or deque(maxlen=self.EACH)
-        self._sizes[samples] = times
-        if len(self._sizes) > self.SIZES:
-            del self._sizes[next(iter(self._sizes))]
-        full, before = len(times) == self.EACH, median(t.seconds for t in times) if times else 0.0
-        times.append(Timed(self._count, own / steps))
-        self._count += 1
-        if self._forget_before_a_change(times) or not full:
-            return
-        drift = median(t.seconds for t in times) / before
-        for size in self._sizes:
-            if size != samples:
-                moved = (t._replace(seconds=drift * t.seconds) for t in self._sizes[size])
-                self._sizes[size] = deque(moved, maxlen=self.EACH)
+        self._open[samples] = steps, own, whole
+        if len(self._open) > self.SIZES:
+            del self._open[next(iter(self._open))]
 
     def assume(self, curve: Curve) -> None:
-        """Continue from a known curve, such as a checkpoint's, until a batch size contradicts it."""
+        """Continue from a known curve, such as a checkpoint's, at the speed that is measured from now on."""
         self._assumed = curve
 
     def curve(self) -> Curve | None:
@@ -104,7 +110,7 @@ class Shape:
 
     def bump(self) -> tuple[float, float]:
         """Samples and seconds of the size that is farthest above a convex curve, beyond noise; zeros if none is."""
-        sure = [p for p in self.points() if len(self._sizes[p.samples]) >= self.SURE]
+        sure = [p for p in self.points() if p.stretches >= self.SURE]
         if len(sure) < 3:
             return 0.0, 0.0
         curve = curve_below([(p.samples, p.seconds) for p in sure])
@@ -113,14 +119,68 @@ class Shape:
 
     def points(self) -> list[Point]:
         """What is known, in the order of the sizes."""
-        known = {size: [t.seconds for t in times] for size, times in self._sizes.items() if len(times) >= self.ENOUGH}
-        if not known:
-            return []
-        noise = noise_of(*known.values())
+        noise = self._noise()
         return [
-            Point(size, median(times), max(noise * math.sqrt(self._state / len(times)), self._least))
-            for size, times in sorted(known.items())
+            Point(size, self._usual(size), max(noise * math.sqrt(self._state / len(times)), self._least), len(times))
+            for size, times in sorted(self._sizes.items())
+            if len(times) >= self.ENOUGH
         ]
+
+    def _add(self, samples: int, seconds: float) -> None:
+        times = self._sizes.pop(samples, None) or deque(maxlen=self.EACH)
+        self._sizes[samples] = times
+        if len(self._sizes) > self.SIZES:
+            del self._sizes[next(iter(self._sizes))]
+        now, drifts = Timed(self._count, seconds), len(times) == self.EACH
+        before = self._usual(samples) if times else seconds
+        first = self._first_far(samples, now) if len(times) >= self.ENOUGH else None
+        self._count += 1
+        times.append(now)
+        if first is None:
+            first = self._first_changed(times)
+        if first is not None:
+            self._forget_before(first)
+        elif drifts:
+            self._move_others(samples, self._usual(samples) / before)
+
+    def _usual(self, samples: int) -> float:
+        return median(t.seconds for t in self._sizes[samples])
+
+    def _noise(self) -> float:
+        known = [[t.seconds for t in times] for times in self._sizes.values() if len(times) >= self.ENOUGH]
+        return noise_of(*known) if known else 0.0
+
+    def _first_far(self, samples: int, now: Timed) -> int | None:
+        """The first of two or more far times in a row, if they are of several sizes."""
+        off = math.log(now.seconds / self._usual(samples))
+        far, self._far = self._far, None
+        if abs(off) <= max(self._change * self._noise(), self.FAR):
+            return None
+        if far is None or far.longer != (off > 0):
+            self._far = Far(now.number, off > 0, samples)
+            return None
+        self._far = far._replace(samples=samples)
+        return far.first if far.samples != samples else None
+
+    def _first_changed(self, times: deque[Timed]) -> int | None:
+        """The first time after a lasting change of speed that shows in the times of one size."""
+        seconds = [t.seconds for t in times]
+        cut = cut_of(seconds)
+        before, after = seconds[:cut], seconds[cut:]
+        if min(len(before), len(after)) < self.ENOUGH:
+            return None
+        noise = max(noise_of(before, after), self._least)
+        return times[cut].number if abs(math.log(median(after) / median(before))) > self._change * noise else None
+
+    def _forget_before(self, first: int) -> None:
+        kept = {size: [t for t in times if t.number >= first] for size, times in self._sizes.items()}
+        self._sizes = {size: deque(times, maxlen=self.EACH) for size, times in kept.items() if times}
+        self._far = None
+
+    def _move_others(self, samples: int, drift: float) -> None:
+        for size, times in self._sizes.items():
+            if size != samples:
+                self._sizes[size] = deque((t._replace(seconds=drift * t.seconds) for t in times), maxlen=self.EACH)
 
     def _go_on_from(self, curve: Curve, first: Point) -> list[Point]:
         """Take what an assumed curve says of other sizes for measured, at the present speed."""
@@ -132,23 +192,6 @@ class Shape:
                 times = [Timed(number, scaled.seconds(size))] * self.ENOUGH
                 self._sizes = {size: deque(times, maxlen=self.EACH), **self._sizes}
         return self.points()
-
-    def _forget_before_a_change(self, times: deque[Timed]) -> bool:
-        """Forget all sizes' times before a lasting change of speed, which shows in those of one size."""
-        seconds = [t.seconds for t in times]
-        cut = cut_of(seconds)
-        before, after = seconds[:cut], seconds[cut:]
-        if min(len(before), len(after)) < self.ENOUGH:
-            return False
-        if abs(math.log(median(after) / median(before))) <= self._change * max(noise_of(before, after), self._least):
-            return False
-        first = times[cut].number
-        for size in list(self._sizes):
-            kept = deque((t for t in self._sizes[size] if t.number >= first), maxlen=self.EACH)
-            self._sizes[size] = kept
-            if not kept:
-                del self._sizes[size]
-        return True
 
 
 def _off_a_line(points: Sequence[Point]) -> float:
