@@ -70,7 +70,7 @@ class Shape:
     #: Stretches from which on a size counts: one alone may be a stall.
     ENOUGH = 2
     #: How unlikely the line must be: squared deviations, in errors, added up over the sizes.
-    UNLIKELY = 16.0
+    UNLIKELY = 6.0
     #: Times of two sizes that are so far from the usual ones, one after the other, are a change of speed.
     FAR = 0.1
     #: A bump is so high above the curve, as a fraction, and shows in so many stretches of each size.
@@ -133,11 +133,11 @@ class Shape:
             del self._sizes[next(iter(self._sizes))]
         now, drifts = Timed(self._count, seconds), len(times) == self.EACH
         before = self._usual(samples) if times else seconds
-        first = self._first_far(samples, now) if len(times) >= self.ENOUGH else None
-        self._count += 1
+        noise, self._count = self._noise(without=samples), self._count + 1
+        first = self._first_far(samples, now, noise) if len(times) >= self.ENOUGH else None
         times.append(now)
         if first is None:
-            first = self._first_changed(times)
+            first = self._first_changed(times, noise)
         if first is not None:
             self._forget_before(first)
         elif drifts:
@@ -146,15 +146,17 @@ class Shape:
     def _usual(self, samples: int) -> float:
         return median(t.seconds for t in self._sizes[samples])
 
-    def _noise(self) -> float:
-        known = [[t.seconds for t in times] for times in self._sizes.values() if len(times) >= self.ENOUGH]
+    def _noise(self, without: int = 0) -> float:
+        counted = {n: times for n, times in self._sizes.items() if len(times) >= self.ENOUGH and n != without}
+        known = [[t.seconds for t in times] for times in counted.values()]
         return noise_of(*known) if known else 0.0
 
-    def _first_far(self, samples: int, now: Timed) -> int | None:
+    def _first_far(self, samples: int, now: Timed, noise: float) -> int | None:
         """The first of two or more far times in a row, if they are of several sizes."""
         off = math.log(now.seconds / self._usual(samples))
         far, self._far = self._far, None
-        if abs(off) <= max(self._change * self._noise(), self.FAR):
+        own = noise_of([t.seconds for t in self._sizes[samples]])
+        if abs(off) <= max(self._change * noise, self._change * own, self.FAR):
             return None
         if far is None or far.longer != (off > 0):
             self._far = Far(now.number, off > 0, samples)
@@ -162,14 +164,15 @@ class Shape:
         self._far = far._replace(samples=samples)
         return far.first if far.samples != samples else None
 
-    def _first_changed(self, times: deque[Timed]) -> int | None:
+    def _first_changed(self, times: deque[Timed], noise: float) -> int | None:
         """The first time after a lasting change of speed that shows in the times of one size."""
         seconds = [t.seconds for t in times]
         cut = cut_of(seconds)
         before, after = seconds[:cut], seconds[cut:]
         if min(len(before), len(after)) < self.ENOUGH:
             return None
-        noise = max(noise_of(before, after), self._least)
+        # A few values may agree by chance, and so may their parts if they are cut where that makes most of it.
+        noise = max(noise_of(before, after) * (1 + 4 / len(seconds)), noise, self._least)
         return times[cut].number if abs(math.log(median(after) / median(before))) > self._change * noise else None
 
     def _forget_before(self, first: int) -> None:
