@@ -54,4 +54,4 @@ class Report(NamedTuple):
     def of_row(cls, row: Sequence[float]) -> "Report":
         """The report that a row holds."""
         numbers = len(cls._fields) - 1
-        return cls(*row[:numbers])._replace(bends=bends_of(row[numbers:]))
+        return cls._make([*row[:numbers], bends_of(row[numbers:])])
