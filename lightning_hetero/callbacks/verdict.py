@@ -52,7 +52,7 @@ def judge(ranks: Sequence[Totals], lockstep: bool, automatic: bool, missing: int
     from all of them; where they meet one by one, the time that a rank may have waited there for a slower one does not
     count (``own_exchanges``).
 
-    Ranks are compared with equal shares of the batch, by their fitted ``a + k n``: cost per sample would take a rank
+    Ranks are compared with equal shares of the batch, by their fitted cost: cost per sample would take a rank
     with few samples for slow, because its fixed cost ``a`` is spread over few. If a rank has never had a share of about
     this size, the fit says nothing about it, and the ranks are compared with the shares that they have.
 

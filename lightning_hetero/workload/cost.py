@@ -1,4 +1,4 @@
-"""What a batch costs on this rank, learned from its own measured times."""
+"""What a batch costs on this rank as long as a straight line explains it, learned from its own measured times."""
 
 import math
 
