@@ -76,8 +76,8 @@ class Run:
         groups: makes process groups; ``None`` in tests that have no job.
         interface: this rank's address in the network between the ranks.
         skip: whether a replica that holds values that are not finite is left out, instead of raising an error.
-        length: gives the number of optimizer steps of the fit (infinite if nobody knows), and of an epoch. It sets the
-            training data up, so ask only if you need to know.
+        length: gives the number of optimizer steps of the fit, and of an epoch; infinite where nobody knows. It sets
+            the training data up, so ask only if you need to know.
         fast_dev_run: whether this is the Trainer's trial of a few batches.
 
     Example::
@@ -92,7 +92,7 @@ class Run:
     groups: Groups | None = None
     interface: str = "127.0.0.1"
     skip: bool = False
-    length: Callable[[], tuple[float, int]] = lambda: (math.inf, 0)
+    length: Callable[[], tuple[float, float]] = lambda: (math.inf, math.inf)
     fast_dev_run: bool = False
 
 

@@ -247,14 +247,14 @@ def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int
         replica.add(average.away, part)
 
 
-def steps_of(name: str, length: float | int | str, total: float, per_epoch: int) -> int:
+def steps_of(name: str, length: float | int | str, total: float, per_epoch: float) -> int:
     """The length of a phase in optimizer steps.
 
     Args:
         name: of the option, for the message.
         length: a part of the run (float), steps (int), or epochs (``"4 epochs"``).
         total: steps of the run; infinite if nobody knows.
-        per_epoch: steps of an epoch.
+        per_epoch: steps of an epoch; infinite if nobody knows.
 
     Raises:
         ConfigurationError: none of these, or a part of a run without a known length.
@@ -262,7 +262,9 @@ def steps_of(name: str, length: float | int | str, total: float, per_epoch: int)
     if isinstance(length, str):
         number, _, unit = length.partition(" ")
         if unit.strip() in ("epoch", "epochs") and number.isdigit():
-            return int(number) * per_epoch
+            if math.isinf(per_epoch):
+                raise ConfigurationError(f"{name}={length!r}, but the length of an epoch is unknown: give steps.")
+            return int(number) * int(per_epoch)
     elif isinstance(length, int) and length >= 0:
         return length
     elif isinstance(length, float) and 0 <= length < 1:

@@ -87,6 +87,18 @@ class Groups:
             self._groups[key] = group
         return self._groups[key]
 
+    def store(self, purpose: str) -> dist.Store:
+        """The store of the job, which all ranks can read and write, with keys of its own for a purpose.
+
+        Args:
+            purpose: the same on every rank, and different for each user.
+        """
+        return _store(f"{self._name}/{purpose}")
+
+
+def _store(name: str) -> dist.Store:
+    return dist.PrefixStore(name, distributed_c10d._get_default_store())
+
 
 def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
     """Make a group under a name on which its members agree (collective over them).

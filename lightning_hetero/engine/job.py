@@ -124,6 +124,10 @@ class Job:
         """The group of all ranks for their reports; ``None`` for one rank (collective over all ranks)."""
         return self.groups.get("reports", range(self.view.world))
 
+    def store(self, purpose: str) -> dist.Store:
+        """The store of the job, with keys of its own for a purpose."""
+        return self.groups.store(purpose)
+
 
 def tell_failure(exception: BaseException) -> None:
     """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""

@@ -20,3 +20,12 @@ def no_gradients(module: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def same_buffers(module: nn.Module) -> Iterator[None]:
+    """Forward passes in this block leave the buffers as they were, such as BatchNorm's running statistics."""
+    before = [buffer.detach().clone() for buffer in module.buffers()]
+    yield
+    for buffer, value in zip(module.buffers(), before, strict=True):
+        buffer.data.copy_(value)  # `.data`: the backward pass that follows must not take it for a change

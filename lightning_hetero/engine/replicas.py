@@ -102,10 +102,13 @@ class ReplicaEngine:
         return self.links.traffic
 
     def samples_per_replica(self) -> list[int]:
-        """What each replica takes of a batch, by the plan in force."""
-        samples = self.view.per_replica(self._share.planner.shares(self._share.step))
-        # Nothing is planned before the training data has been looked at, as in the sanity check.
-        return samples if any(samples) else [len(ranks) for ranks in self.view.ranks]
+        """What each replica takes of a full batch; where all meet at once, 0 for those that have no more data."""
+        assert self.averager is not None
+        samples = self.view.per_replica(self._share.samples_per_rank())
+        if not self.averager.facts.lockstep:
+            return samples
+        left = [0 if self._share.ended[ranks[0]] else n for ranks, n in zip(self.view.ranks, samples, strict=True)]
+        return left if any(left) else samples
 
     def context(self, epoch_ends: bool) -> StepContext:
         """What all ranks know alike about the latest optimizer step."""

@@ -34,6 +34,11 @@ class Draws(Protocol):
     def take(self) -> Drawn:
         """What was drawn for the batch that is about to be trained on."""
 
+    def ended(self) -> bool:
+        """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
+
+    own_sizes: list[int]  # of each rank's batches, where its own loader sizes them; 0: not known
+
 
 class Workshare:
     """Accompanies every training batch from its draw to its report.
@@ -69,6 +74,7 @@ class Workshare:
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self._reported_at = 0  # the step of the reports that are on their way
         self._told = False  # that a rank's times bend down
+        self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps
         self._laps: list[Lap] = []  # since the last report
@@ -91,6 +97,7 @@ class Workshare:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
         self.listen()  # or the next plan could begin at a step that is drawn now
         self._fresh_pass = True
+        self.ended = [False] * self.planner.world
 
     def begin(self) -> None:
         """A training batch has arrived.
@@ -152,6 +159,9 @@ class Workshare:
             return
         with self.timer.waiting():
             self.reports = [Report.of_row(row) for row in self._gathering.collect()]
+        ended = [bool(report.ended) for report in self.reports]
+        if not all(ended):
+            self.ended = ended
         self._say_where_times_bend_down()
         # Since the reports were sent every rank has drawn a batch for each step, and one more.
         drawn_since = self.step - self._reported_at + 1
@@ -171,6 +181,14 @@ class Workshare:
             "the best split by a step. If that matters, give shares that fit the device: `balance=[...]`.",
             stacklevel=2,
         )
+
+    def samples_per_rank(self) -> Sequence[int]:
+        """What each rank takes of a full batch: by the plan in force, or by its own loader; 1 each where nobody knows.
+
+        Nothing is planned before the training data has been looked at, as in the sanity check.
+        """
+        planned, own = self.planner.shares(self.step), self.loaders.own_sizes
+        return planned if any(planned) else own if all(own) else [1] * self.planner.world
 
     def weigh(self, measure: Callable[[Any], Any], batch: Any) -> None:
         """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
@@ -227,8 +245,8 @@ class Workshare:
         laps, self._laps = len(self._laps), []
         speed = self.evidence.speed(self.cost.cost)
         error = speed.noise if self.cost.ready else math.inf
-        drawn, cost = self.loaders.next_step(), speed.cost
+        drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
         means = samples, work, wait
         return Report(
-            cost.fixed, cost.per_sample, error, drawn, *means, laps, speed.since, *speed.bump, bends=cost.bends
+            cost.fixed, cost.per_sample, error, drawn, *means, laps, speed.since, *speed.bump, ended, bends=cost.bends
         )

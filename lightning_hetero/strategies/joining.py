@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +10,12 @@ import torch.distributed as dist
 
 from lightning_hetero import _lightning
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
-from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.topology import Place, device_identity
 from lightning_hetero.engine.finite import FiniteSteps
 from lightning_hetero.engine.job import Address, Job, meet
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
+from lightning_hetero.engine.streams import StreamPeers
 from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.strategies.guards import samples_in
@@ -23,7 +24,6 @@ from lightning_hetero.strategies.position import describe, position
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.training import TrainingStep
 from lightning_hetero.workload.sampler import Position
-from lightning_hetero.workload.stream import Tally
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -155,20 +155,14 @@ def make_parts(strategy: "HeteroStrategy", job: Job, former: Parts | None) -> Pa
             return 1.0  # the user's own weights count
         return samples_in(batch)
 
-    def exchange(tally: Tally) -> Tally:
-        row = torch.tensor(tally, dtype=torch.float64)
-        with timer.waiting(), deadline("exchange batch sizes"):
-            if (group := job.small_group()) is not None:
-                dist.all_reduce(row, group=group)
-        return Tally(*row.tolist())
-
+    streams = count()
     loaders = Loaders(
         view.rank,
         view.replica.ranks,
         planner,
         begin_pass,
         strategy.broadcast,
-        exchange,
+        lambda length: StreamPeers(job, timer, length, next(streams)),
         samples_of,
         options.global_batch_size,
         options.sizes,

@@ -36,7 +36,7 @@ from lightning_hetero.workload.order import (
 )
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, ShareSampler, check_enough
-from lightning_hetero.workload.stream import SizedStream, Stream, Tally, VaryingBatchSizes
+from lightning_hetero.workload.stream import Peers, SizedStream, Stream, VaryingBatchSizes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,7 +51,7 @@ class Loaders:
         planner: the agreed plans.
         begin: says where training stands; called whenever an epoch's first batch is drawn.
         broadcast: sends an object from rank 0 (collective).
-        exchange: sums a tally over the ranks (collective).
+        peers: the other ranks, for a stream; given the batches of the longest one, if known (collective).
         size_of: samples in a batch.
         global_batch_size: samples in a step of all ranks; default: the loader's ``batch_size`` times the ranks.
         sized_by_user: whether the user has given shares, a batch size or limits.
@@ -65,17 +65,18 @@ class Loaders:
         planner: Planner,
         begin: Callable[[], Position],
         broadcast: Callable[[Any], Any],
-        exchange: Callable[[Tally], Tally],
+        peers: Callable[[int | None], Peers],
         size_of: Callable[[Any], float],
         global_batch_size: int | None,
         sized_by_user: bool,
         balance_iterable: bool,
     ) -> None:
         self.rank, self.replica, self.planner = rank, replica, planner
-        self._begin, self._broadcast, self._exchange, self._size_of = begin, broadcast, exchange, size_of
+        self._begin, self._broadcast, self._peers, self._size_of = begin, broadcast, peers, size_of
         self._global_batch_size = global_batch_size
         self._sized_by_user, self._balance_iterable = sized_by_user, balance_iterable
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
+        self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
 
     # -- entry -------------------------------------------------------------------------------------
 
@@ -140,6 +141,10 @@ class Loaders:
         parts = [source.drawn.popleft() for source in self.sources() if source.drawn]
         return Drawn(sum(part.samples for part in parts), sum(part.total for part in parts))
 
+    def ended(self) -> bool:
+        """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
+        return all(isinstance(source, Stream) and source.padding_follows for source in self.sources())
+
     # -- one kind at a time ------------------------------------------------------------------------
 
     def _batches(self, loader: Any, evaluation: bool) -> GlobalBatches:
@@ -179,6 +184,8 @@ class Loaders:
     def _stream(self, loader: Any, kind: str) -> Stream:
         if kind == "stream":
             self.planner.expect(0)
+            sizes = gather(getattr(loader, "batch_size", None), "the sizes of batches")
+            self.own_sizes = [size if type(size) is int else 0 for size in sizes]
             if self.planner.auto and has_iterable_dataset(loader):
                 rank_zero_info(
                     "Every rank takes batch_size samples of its own part of the iterable dataset per step, fast or "
@@ -195,8 +202,9 @@ class Loaders:
         add_worker_init_fn(loader, self.rank)
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
         if all(length is not None for length in lengths):
-            return SizedStream(loader, self._size_of, self._exchange, max(lengths))
-        return Stream(loader, self._size_of, self._exchange)
+            longest, own = max(lengths), max(lengths[rank] for rank in self.replica)
+            return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own)
+        return Stream(loader, self._size_of, self._begin, self._peers(None))
 
     def _shares(self, sampler: ShareSampler, step: int, in_epoch: int, size: int) -> Sequence[int]:
         """Shares of one loader's batch, in proportion to those of the loaders that it is combined with."""
@@ -240,8 +248,8 @@ class Loaders:
         return source.batches.size(in_epoch) if in_epoch < length else 0
 
     def _describe(self, loader: Any, kind: str) -> dict[str, Any]:
-        if kind != "map":
-            return {"batch_size": getattr(loader, "batch_size", None)}
+        if kind != "map":  # a plan needs to know the size of all ranks' batches together
+            return {"batch_size": loader.batch_size} if kind == "resizable stream" else {}
         sampler = getattr(loader.batch_sampler, "sampler", None)
         decided = isinstance(self._batches(loader, evaluation=False).sampler, AgreedOrder)
         return {

@@ -27,14 +27,13 @@ from lightning_hetero.engine.checkpoint import Identity, add_replicas
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.metrics import LoggedMetrics
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.replica_guards import averages_again, complex_parameters, unfreezing, unsupported
 from lightning_hetero.strategies.training import apply
-from lightning_hetero.workload.stream import Stream
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -181,27 +180,18 @@ class ReplicaStrategy(HeteroStrategy):
             bool(getattr(self.trainer, "fast_dev_run", False)),
         )
 
-    def _length(self) -> tuple[float, int]:
+    def _length(self) -> tuple[float, float]:
         trainer = self.trainer
         total = trainer.estimated_stepping_batches
         if math.isinf(trainer.num_training_batches):  # it has not asked for the data yet
             trainer.fit_loop.setup_data()
-        return total, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        batches = trainer.num_training_batches / trainer.accumulate_grad_batches
+        return total if total >= 0 else math.inf, batches if math.isinf(batches) else math.ceil(batches)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._metrics.begin()
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        loader = super().process_dataloader(dataloader)
-        if isinstance(loader, Stream) and self.engine.view.count > 1:
-            raise UnsupportedError(
-                f"{type(self).__name__} needs map-style datasets: with iterable ones, or shards of your own, replicas "
-                "could not run the same number of steps without waiting for each other at each. Use hetero_ddp."
-            )
-        return loader
 
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""

@@ -13,7 +13,7 @@ from lightning_hetero.averaging.averager import Outcome
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.engine.collectives import Collectives
 from lightning_hetero.engine.finite import FiniteSteps, StepLeftOutError
-from lightning_hetero.engine.padding import no_gradients
+from lightning_hetero.engine.padding import no_gradients, same_buffers
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies.logged import counting, counting_nothing
@@ -38,6 +38,7 @@ class TrainingStep:
     def __init__(self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives) -> None:
         self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
         self._timer = share.timer
+        self._samples = 0.0  # of the replica, in the running window
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
 
     def begin(self, trainer: "pl.Trainer") -> None:
@@ -53,13 +54,15 @@ class TrainingStep:
 
         With manual optimization that ends a window.
         """
-        module, samples = trainer.lightning_module, self._share.current().samples
+        module, (samples, total) = trainer.lightning_module, self._share.current()
+        self._samples += total
         if callable(measure := getattr(module, "batch_weight", None)):
             self._share.weigh(measure, batch)
         self._finite.before_forward(module)
         results = _lightning.results_of(trainer)
         counts = counting(self._collectives, lambda: samples, results)
-        with counts if samples > 0 else counting_nothing(self._collectives, results):
+        buffers = nullcontext() if total > 0 else same_buffers(module)
+        with buffers, counts if samples > 0 else counting_nothing(self._collectives, results):
             yield
         if not module.automatic_optimization:
             self.window_ended(trainer)
@@ -100,7 +103,9 @@ class TrainingStep:
     def optimize(
         self, trainer: "pl.Trainer", optimizer: Optimizer, closure: Callable, step: Callable[[Callable], Any]
     ) -> Any:
-        """Let an optimizer step, unless what it would take in is not finite; with automatic optimization a window ends.
+        """Let an optimizer step, unless what it would take in is not finite, or no sample at all.
+
+        With automatic optimization that ends a window.
 
         Args:
             trainer: runs the fit.
@@ -109,8 +114,16 @@ class TrainingStep:
             step: lets it step, given the closure.
         """
         module, scaled = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None) is not None
+        checked = self._finite.checked(closure, module, scaled)
+
+        def counted() -> Any:
+            output = checked()
+            if self._samples == 0:  # padding only: momentum and weight decay would move the replica all the same
+                raise StepLeftOutError
+            return output
+
         try:
-            output = step(self._finite.checked(closure, module, scaled))
+            output = step(counted)
         except StepLeftOutError:
             optimizer.zero_grad()
             output = None
@@ -127,6 +140,7 @@ class TrainingStep:
     def window_ended(self, trainer: "pl.Trainer") -> None:
         """An optimizer has stepped (with manual optimization, however often); replicas may meet."""
         self.batch_ended(trainer, window=True)
+        self._samples = 0.0
         apply(self._engine.after_window(), type(trainer.strategy).__name__)
 
 

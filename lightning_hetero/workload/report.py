@@ -23,6 +23,7 @@ class Report(NamedTuple):
         since: seconds of steps since the rank's speed has changed; infinite if it is not known to have.
         bump: samples of a batch that takes longer than the curve says, because the times bend down; 0 if none does.
         bump_seconds: how long it takes.
+        ended: whether its replica has come to the end of its own data, and runs padding batches.
         bends: of its cost, at most ``MOST_BENDS``; none if it is a straight line.
     """
 
@@ -37,6 +38,7 @@ class Report(NamedTuple):
     since: float = math.inf
     bump: float = 0.0
     bump_seconds: float = 0.0
+    ended: float = 0.0
     bends: tuple[tuple[float, float], ...] = ()
 
     @property

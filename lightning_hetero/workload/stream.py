@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lightning_hetero.errors import DataError
 from lightning_hetero.workload.sampler import Drawn
@@ -23,6 +23,30 @@ class Tally(NamedTuple):
     empty: float
 
 
+class Peers(Protocol):
+    """The ranks that iterate over a stream at the same time, each over its own part."""
+
+    def begin(self) -> None:
+        """A pass over the data is about to begin, on all ranks."""
+
+    def compare(self, batch: Any) -> None:
+        """Look whether ranks were given the same first batch; ``None``: this one has none (collective)."""
+
+    def sum(self, tally: Tally) -> Tally:
+        """The tallies of the ranks of this replica together (collective over them)."""
+
+    def sum_all(self, tally: Tally) -> Tally:
+        """The tallies of all ranks together (collective)."""
+
+    def goes_on(self, drawn: int, alive: bool) -> bool:
+        """Whether all ranks run another batch in this pass, maybe a padding batch (collective over the replica).
+
+        Args:
+            drawn: batches of this pass so far.
+            alive: whether a rank of this replica has another one with data.
+        """
+
+
 class Stream:
     """Iterates over a loader in step with the other ranks, which learn its batch sizes as they come.
 
@@ -32,14 +56,26 @@ class Stream:
     Args:
         loader: any iterable of batches. Attributes that are not found here are looked up on it.
         size_of: samples in a batch; raises if it cannot tell.
-        exchange: sums (samples, alive, empty) over the ranks (collective).
+        begin: called whenever an epoch's first batch is drawn.
+        peers: the other ranks.
     """
 
     def __init__(
-        self, loader: Iterable[Any], size_of: Callable[[Any], float], exchange: Callable[[Tally], Tally]
+        self,
+        loader: Iterable[Any],
+        size_of: Callable[[Any], float],
+        begin: Callable[[], object],
+        peers: Peers,
     ) -> None:
-        self.loader, self._size_of, self._exchange = loader, size_of, exchange
+        self.loader, self._size_of, self._begin, self._peers = loader, size_of, begin, peers
         self.drawn: deque[Drawn] = deque()
+        self._count = 0  # batches of this pass so far
+        self._over = False  # whether the pass is
+
+    @property
+    def padding_follows(self) -> bool:
+        """Whether the batch after the one that is trained on is a padding batch on all ranks of this replica."""
+        return self.drawn[0].total == 0 if self.drawn else self._over
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: unpickling, copying
@@ -57,32 +93,49 @@ class Stream:
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
+        self._begin()
+        self._peers.begin()
         end = object()
         batches = iter(self.loader)
         batch = current = end
-        ended = False
+        self._count, self._over, ended = 0, False, False
         while True:
             current = end if ended else next(batches, end)
             ended = current is end
             samples, problem = self._measure(current) if not ended else (0.0, None)
-            tally = self._exchange(Tally(samples, float(not ended), float(ended and batch is end)))
-            if math.isnan(tally.samples):  # on every rank at once
-                raise DataError(
-                    "the number of samples in a training batch is unknown"
-                    + (f": {problem}" if problem else " on another rank.")
-                    + " Return tensors with the batch as their first dimension, or define `batch_weight(batch)` "
-                    "on the LightningModule."
-                )
-            if tally.alive == 0:
-                return
-            if tally.empty:
-                raise DataError(
-                    f"{int(tally.empty)} rank(s) got no training batch at all while others did. Give every rank at "
-                    "least one: check how the dataset is sharded."
-                )
-            batch = batch if ended else current
+            mine = Tally(samples, float(not ended), float(ended and batch is end))
+            if self._count == 0:
+                self._peers.compare(None if ended else current)
+                if not self._somebody_has_data(self._peers.sum_all(mine), problem):
+                    break
+            tally = self._peers.sum(mine)
+            self._check_size(tally, problem)
+            if not self._peers.goes_on(self._count, tally.alive > 0):
+                break
+            batch, self._count = batch if ended else current, self._count + 1
             self.drawn.append(Drawn(samples, tally.samples))
             yield batch
+        self._over = True
+
+    def _somebody_has_data(self, everyone: Tally, problem: str | None) -> bool:
+        """Look at the first batches of all ranks; an error is raised on every rank at once."""
+        self._check_size(everyone, problem)
+        if everyone.alive and everyone.empty:
+            raise DataError(
+                f"{int(everyone.empty)} rank(s) got no training batch at all while others did. Give every rank at "
+                "least one: check how the dataset is sharded."
+            )
+        return everyone.alive > 0
+
+    @staticmethod
+    def _check_size(tally: Tally, problem: str | None) -> None:
+        if math.isnan(tally.samples):  # on every rank of the replica at once
+            raise DataError(
+                "the number of samples in a training batch is unknown"
+                + (f": {problem}" if problem else " on another rank.")
+                + " Return tensors with the batch as their first dimension, or define `batch_weight(batch)` "
+                "on the LightningModule."
+            )
 
     def _measure(self, batch: Any) -> tuple[float, str | None]:
         try:
@@ -97,19 +150,28 @@ class SizedStream(Stream):
     Args:
         loader: iterates over this rank's batches.
         size_of: counts the samples of a batch.
-        exchange: sums tallies over all ranks.
+        begin: called whenever an epoch's first batch is drawn.
+        peers: the other ranks.
         length: batches until the last rank's stream ends.
+        replica_length: batches until the last one ends in this replica.
     """
 
     def __init__(
         self,
         loader: Iterable[Any],
         size_of: Callable[[Any], float],
-        exchange: Callable[[Tally], Tally],
+        begin: Callable[[], object],
+        peers: Peers,
         length: int,
+        replica_length: int,
     ) -> None:
-        super().__init__(loader, size_of, exchange)
-        self._length = length
+        super().__init__(loader, size_of, begin, peers)
+        self._length, self._replica_length = length, replica_length
+
+    @property
+    def padding_follows(self) -> bool:
+        """See :class:`Stream`."""
+        return super().padding_follows or self._count >= self._replica_length
 
     def __len__(self) -> int:
         return self._length

@@ -14,6 +14,26 @@ from lightning_hetero.workload.sampler import Drawn
 from lightning_hetero.workload.stream import SizedStream, Stream, Tally, VaryingBatchSizes
 
 
+class OneReplica:
+    """Peers that average gradients at every step, and sum their tallies with a given function."""
+
+    def __init__(self, sum_up=lambda tally: tally):
+        self.sum = self.sum_all = sum_up
+
+    def begin(self):
+        pass
+
+    def compare(self, batch):
+        pass
+
+    def goes_on(self, drawn, alive):
+        return alive
+
+
+def nothing():
+    pass
+
+
 class Wire:
     """Sums what each rank gives, when all have given."""
 
@@ -22,6 +42,8 @@ class Wire:
         self.barrier = threading.Barrier(world, timeout=60)
 
     def exchange(self, rank):
+        """The peers of a rank where there is one replica."""
+
         def sum_up(tally):
             self.given[rank] = tally
             self.barrier.wait()
@@ -30,7 +52,7 @@ class Wire:
             self.barrier.wait()
             return total
 
-        return sum_up
+        return OneReplica(sum_up)
 
 
 def run(streams, wire, steps=None):
@@ -61,7 +83,7 @@ def run(streams, wire, steps=None):
 
 def job(loaders, size_of=len, kind=Stream, **options):
     wire = Wire(len(loaders))
-    streams = [kind(loader, size_of, wire.exchange(r), **options) for r, loader in enumerate(loaders)]
+    streams = [kind(loader, size_of, nothing, wire.exchange(r), **options) for r, loader in enumerate(loaders)]
     return streams, wire
 
 
@@ -97,11 +119,11 @@ def test_every_sample_counts_once_and_all_ranks_run_the_same_steps(lengths):
 
 def test_the_exchange_is_told_who_is_alive():
     tallies = []
-    stream = Stream([[1, 2], [3]], len, lambda tally: tallies.append(tally) or tally)
+    stream = Stream([[1, 2], [3]], len, nothing, OneReplica(lambda tally: tallies.append(tally) or tally))
     assert list(stream) == [[1, 2], [3]]
-    assert tallies == [(2, 1, 0), (1, 1, 0), (0, 0, 0)]
+    assert tallies == [(2, 1, 0), (2, 1, 0), (1, 1, 0), (0, 0, 0)]  # the first once more, of all ranks
     tallies.clear()
-    assert list(Stream([], len, lambda tally: tallies.append(tally) or tally)) == []
+    assert list(Stream([], len, nothing, OneReplica(lambda tally: tallies.append(tally) or tally))) == []
     assert tallies == [(0, 0, 1)]
 
 
@@ -133,7 +155,7 @@ def test_a_batch_of_unknown_size_on_one_rank_is_an_error_on_all_ranks(step):
     assert ["no tensor in it" in str(result) for result in results] == [False, True, False]
     assert ["on another rank" in str(result) for result in results] == [True, False, True]
     assert all("batch_weight" in str(result) for result in results)
-    assert wire.exchanges == step + 1
+    assert wire.exchanges == step + 1 + (step > 0)  # at the first batch of all ranks, then of the replica's
 
 
 def test_what_was_drawn_before_a_cut_is_void():
@@ -163,7 +185,7 @@ class Loader:
 
 def test_attributes_are_the_loaders():
     loader = Loader()
-    stream = Stream(loader, len, lambda tally: tally)
+    stream = Stream(loader, len, nothing, OneReplica())
     assert stream.dataset == "the dataset"
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = stream.no_such_thing
@@ -176,23 +198,23 @@ def test_attributes_are_the_loaders():
 
 def test_a_loader_without_an_iterator_is_given_none():
     loader = [[1]]
-    stream = Stream(loader, len, lambda tally: tally)
+    stream = Stream(loader, len, nothing, OneReplica())
     assert stream._iterator is None
     stream._iterator = None
     assert loader == [[1]]
 
 
 def test_a_stream_can_be_copied():
-    stream = copy.copy(Stream(Loader(), len, lambda tally: tally))
+    stream = copy.copy(Stream(Loader(), len, nothing, OneReplica()))
     assert list(stream) == [[1]]
 
 
 def test_a_sized_stream_has_the_length_that_it_is_given_and_another_none():
-    stream = SizedStream([[1]], len, lambda tally: tally, length=7)
+    stream = SizedStream([[1]], len, nothing, OneReplica(), length=7, replica_length=7)
     assert len(stream) == 7
     assert list(stream) == [[1]]
     with pytest.raises(TypeError):
-        len(Stream([[1]], len, lambda tally: tally))
+        len(Stream([[1]], len, nothing, OneReplica()))
 
 
 # -- batches that grow and shrink ------------------------------------------------------------------------
