@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         StepContext,
         strategy_for,
     )
+    from lightning_hetero.workload.shared_stream import SharedStream
 
 __all__ = [
     "Averager",
@@ -66,12 +67,13 @@ __all__ = [
     "Outcome",
     "ReplicaStrategy",
     "Run",
+    "SharedStream",
     "StepContext",
     "__version__",
     "strategy_for",
 ]
 __version__ = "0.1.0"
-_PARTS = ("strategies", "callbacks", "errors")
+_PARTS = ("strategies", "callbacks", "errors", "workload.shared_stream")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,15 +1,17 @@
 """What kinds of training loaders there are, and which of them cannot be split."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader
 
 from lightning_hetero._lightning import has_own_batches
 from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.workload.shared_stream import SharedStream
 
 #: Batches of a map-style dataset, which any rank can take; of each rank's own, with sizes that can be chosen; or not.
-Kind = Literal["map", "resizable stream", "stream"]
+#: Or a stream that all ranks read alike.
+Kind = Literal["map", "shared stream", "resizable stream", "stream"]
 
 
 def kind_of(loader: object, sharded_by_user: bool, sized_by_user: bool, balance_iterable: bool) -> Kind:
@@ -31,6 +33,12 @@ def kind_of(loader: object, sharded_by_user: bool, sized_by_user: bool, balance_
             "DataLoader(in_order=False) delivers batches in any order, so the weights of the batches are unknown. "
             "Use in_order=True."
         )
+    if isinstance(loader.dataset, SharedStream):
+        if loader.batch_size is None:
+            raise UnsupportedError(
+                "a DataLoader of a SharedStream needs a batch_size: the strategy makes the batches. Give one."
+            )
+        return "shared stream"
     if has_iterable_dataset(loader) or sharded_by_user:
         resizable = has_iterable_dataset(loader) and sized_len(loader) is None and loader.batch_size is not None
         if resizable and (balance_iterable or sized_by_user):
@@ -67,3 +75,29 @@ def no_batches(loader: DataLoader, name: str) -> HeteroError | None:
             f"nobody knows how many batches an epoch has. Give it a `__len__`, {otherwise}"
         )
     return None
+
+
+def described(loader: Any, kind: Kind, agreed: bool) -> dict[str, Any]:
+    """What must be the same on every rank, by what a message calls it.
+
+    Args:
+        loader: a training or evaluation loader.
+        kind: of training loader, or ``"map"``.
+        agreed: whether rank 0 sends the order of the samples.
+    """
+    if kind == "stream":
+        return {}
+    if kind != "map":  # a plan needs to know the size of all ranks' batches together
+        return {"batch_size": loader.batch_size}
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    return {
+        # Rank 0 sends such an order when it is drawn: with workers at once, without them at the first batch.
+        "num_workers above 0, with a sampler of yours": agreed and loader.num_workers > 0,
+        "samples": sized_len(loader.dataset),
+        "batch_size": loader.batch_size,
+        "batch sampler": type(loader.batch_sampler).__name__,
+        "its batches": sized_len(loader.batch_sampler) if has_own_batches(loader) else None,
+        "drop_last": loader.drop_last,
+        "sampler": type(sampler).__name__,
+        "seed (seed_everything)": getattr(sampler, "seed", None),
+    }

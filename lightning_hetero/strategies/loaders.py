@@ -16,7 +16,6 @@ from lightning_hetero._lightning import (
     IndexBatchSamplerWrapper,
     add_worker_init_fn,
     combined_loader,
-    has_own_batches,
     inner_batch_sampler,
     inner_sampler,
     is_sharded,
@@ -25,7 +24,7 @@ from lightning_hetero._lightning import (
 )
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
-from lightning_hetero.strategies.loader_kinds import Kind, kind_of, no_batches
+from lightning_hetero.strategies.loader_kinds import Kind, described, kind_of, no_batches
 from lightning_hetero.workload.order import (
     AgreedOrder,
     EvaluatedGroups,
@@ -36,10 +35,14 @@ from lightning_hetero.workload.order import (
 )
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, ShareSampler, check_enough
+from lightning_hetero.workload.shared_stream import Requests, SharedStreamLoader
 from lightning_hetero.workload.stream import Peers, SizedStream, Stream, VaryingBatchSizes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+#: Where the parts of a training batch come from.
+Source = ShareSampler | Stream | SharedStreamLoader
 
 
 class Loaders:
@@ -99,8 +102,8 @@ class Loaders:
         except HeteroError as error:
             problem = error
         raise_on_all(problem, "the training dataloader")
-        check_equal("the training dataloader", {"kind": kind, **self._describe(loader, kind)})
-        self.planner.hold(kind != "map" and not self._balance_iterable)
+        check_equal("the training dataloader", {"kind": kind, **self._described(loader, kind)})
+        self.planner.hold(kind not in ("map", "shared stream") and not self._balance_iterable)
         if kind == "map":
             batches = self._batches(loader, evaluation=False)
             check_enough(_samples(batches), self.planner.world, "training")
@@ -108,14 +111,14 @@ class Loaders:
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._shares)
             sampler.padding = self.planner.least
             return _with_batch_sampler(loader, sampler)
-        return self._stream(loader, kind)
+        return self._shared(loader) if kind == "shared stream" else self._stream(loader, kind)
 
     def evaluation(self, loader: object, sharded_by_user: bool, name: str) -> object:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
         if sharded_by_user or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
             return loader
         raise_on_all(no_batches(loader, name), f"the {name} dataloader")
-        check_equal(f"the {name} dataloader", self._describe(loader, "map"))
+        check_equal(f"the {name} dataloader", self._described(loader, "map"))
         batches = self._batches(loader, evaluation=True)
         check_enough(_samples(batches), self.planner.world, name)
         sampler = EvaluationSampler(batches, self.rank, self.planner.world, lambda: self.planner.plans[-1])
@@ -124,7 +127,7 @@ class Loaders:
 
     # -- what was drawn ----------------------------------------------------------------------------
 
-    def sources(self) -> list[ShareSampler | Stream]:
+    def sources(self) -> list[Source]:
         """Where the parts of a training batch come from, one per loader."""
         combined = self.combined()
         found = [] if combined is None else [_source(loader) for loader in combined.flattened]
@@ -133,12 +136,12 @@ class Loaders:
     def next_step(self) -> int:
         """The first step that this rank has not drawn yet."""
         samplers = [getattr(source, "batch_sampler", source) for source in self.sources()]
-        ahead = [s.next_step for s in samplers if isinstance(s, ShareSampler | VaryingBatchSizes)]
+        ahead = [s.next_step for s in samplers if isinstance(s, ShareSampler | VaryingBatchSizes | Requests)]
         return max(ahead, default=0)  # streams of the user's own sizes follow no plan
 
     def take(self) -> Drawn:
         """What was drawn for the batch that is about to be trained on: samples of all loaders together."""
-        parts = [source.drawn.popleft() for source in self.sources() if source.drawn]
+        parts = [source.take() for source in self.sources() if source.drawn]
         return Drawn(sum(part.samples for part in parts), sum(part.total for part in parts))
 
     def ended(self) -> bool:
@@ -164,6 +167,10 @@ class Loaders:
             else FixedBatches(order, size, batch_sampler.drop_last)
         )
 
+    def _described(self, loader: Any, kind: Kind) -> dict[str, Any]:
+        agreed = kind == "map" and isinstance(self._batches(loader, evaluation=False).sampler, AgreedOrder)
+        return described(loader, kind, agreed)
+
     def _order(self, sampler: Any) -> Any:
         # Lightning has put a DistributedSampler here, of one replica: around the dataset, in which case the order
         # follows from seed and epoch, or around the user's own sampler, and then its order is kept.
@@ -180,6 +187,13 @@ class Loaders:
             return self._global_batch_size
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         return int(size) * self.planner.world
+
+    def _shared(self, loader: Any) -> SharedStreamLoader:
+        total = self._batch_size(loader)
+        self.planner.expect(total)
+        requests = Requests(total, self.planner.at, self._begin_pass)
+        add_worker_init_fn(loader, self.rank)
+        return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least)
 
     def _stream(self, loader: Any, kind: str) -> Stream:
         if kind == "stream":
@@ -218,6 +232,11 @@ class Loaders:
     def _begin_pass(self) -> Position:
         sources, combined = self.sources(), self.combined()
         if combined is not None and len(sources) > 1:
+            if any(isinstance(source, SharedStreamLoader) for source in sources):
+                raise UnsupportedError(
+                    "a SharedStream cannot be one of several training loaders: all parts of a batch must have equal "
+                    "proportions on every rank. Combine the streams into one before the DataLoader."
+                )
             length = max(len(source) for source in sources if isinstance(source, ShareSampler))
             steps = [[self._size_at(source, i, mode_of(combined)) for source in sources] for i in range(length)]
             self.planner.expect(sum(steps[0]))
@@ -236,7 +255,7 @@ class Loaders:
             )
 
     @staticmethod
-    def _size_at(source: ShareSampler | Stream, in_epoch: int, mode: str) -> int:
+    def _size_at(source: Source, in_epoch: int, mode: str) -> int:
         if not isinstance(source, ShareSampler) or not isinstance(source.batches, FixedBatches):
             raise UnsupportedError(
                 "a CombinedLoader for training needs map-style datasets with a fixed batch size: their parts of a "
@@ -247,26 +266,9 @@ class Loaders:
             in_epoch %= length
         return source.batches.size(in_epoch) if in_epoch < length else 0
 
-    def _describe(self, loader: Any, kind: str) -> dict[str, Any]:
-        if kind != "map":  # a plan needs to know the size of all ranks' batches together
-            return {"batch_size": loader.batch_size} if kind == "resizable stream" else {}
-        sampler = getattr(loader.batch_sampler, "sampler", None)
-        decided = isinstance(self._batches(loader, evaluation=False).sampler, AgreedOrder)
-        return {
-            # Rank 0 sends such an order when it is drawn: with workers at once, without them at the first batch.
-            "num_workers above 0, with a sampler of yours": decided and loader.num_workers > 0,
-            "samples": sized_len(loader.dataset),
-            "batch_size": loader.batch_size,
-            "batch sampler": type(loader.batch_sampler).__name__,
-            "its batches": sized_len(loader.batch_sampler) if has_own_batches(loader) else None,
-            "drop_last": loader.drop_last,
-            "sampler": type(sampler).__name__,
-            "seed (seed_everything)": getattr(sampler, "seed", None),
-        }
 
-
-def _source(loader: Any) -> ShareSampler | Stream | None:
-    if isinstance(loader, Stream):
+def _source(loader: Any) -> Source | None:
+    if isinstance(loader, Stream | SharedStreamLoader):
         return loader
     sampler = getattr(loader, "batch_sampler", None)
     return sampler if isinstance(sampler, ShareSampler) else None

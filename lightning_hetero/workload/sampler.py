@@ -92,6 +92,10 @@ class ShareSampler:
             self.drawn.append(Drawn(len(own), sum(shares[rank] for rank in self.replica)))
             yield own or (batch * self.padding)[: self.padding]
 
+    def take(self) -> Drawn:
+        """What was drawn for the batch that is about to be trained on."""
+        return self.drawn.popleft()
+
 
 class EvaluationSampler:
     """This rank's slices of the global batches, in evaluation: every sample once, on one rank.

@@ -253,7 +253,6 @@ def _train(**kwargs: Any) -> None:
     [
         ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging averages the weights"),
         ({"max_time": "00:00:01:00"}, "acts at certain times"),
-        ({"loader": DataLoader(Shard(60), batch_size=4)}, "needs map-style datasets"),
     ],
 )
 def test_what_makes_no_sense_with_replicas_is_refused(options: dict[str, Any], words: str) -> None:
