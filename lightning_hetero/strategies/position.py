@@ -1,8 +1,10 @@
 """Where training stands, and loaders that have to begin again there."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import _lightning
+from lightning_hetero.engine import loader_states
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.workload.sampler import Position
 
@@ -24,11 +26,19 @@ def describe(trainer: "pl.Trainer") -> str:
     return f"step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch {batch})"
 
 
-def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare) -> None:
-    """If the loaders were set up before a checkpoint was restored, let them begin again where it stands."""
+def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare, checkpoint: Mapping[str, Any] | None) -> None:
+    """If the loaders were set up before a checkpoint was restored, let them begin again where it stands.
+
+    Args:
+        trainer: runs the fit.
+        share: this rank's part of the work.
+        checkpoint: that was restored, if any.
+    """
     here = position(trainer, share.step)
-    begun = [getattr(source, "begun", None) for source in share.loaders.sources()]
-    if any(b is not None and (b.epoch, b.batch) != (here.epoch, here.batch) for b in begun):
+    sources = share.loaders.sources()
+    resumed = checkpoint is not None and loader_states.restore(checkpoint, sources)
+    begun = [getattr(source, "begun", None) for source in sources]
+    if resumed or any(b is not None and (b.epoch, b.batch) != (here.epoch, here.batch) for b in begun):
         _lightning.fetch_anew(trainer)
 
 

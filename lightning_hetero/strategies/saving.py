@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_hetero._lightning import WrappingCheckpointIO
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.engine import random_states, shards
+from lightning_hetero.engine import loader_states, random_states, shards
 from lightning_hetero.engine.checkpoint import (
     Identity,
     add_plan,
@@ -66,10 +66,11 @@ def told_to_all(alone: bool) -> Iterator[None]:
 
 
 class RankState:
-    """What a checkpoint holds of each rank: its part of the plan, and its random states."""
+    """What a checkpoint holds of each rank: its part of the plan, where its loaders stand, and its random states."""
 
     def __init__(self) -> None:
         self._random: dict[str, Any] | None = None  # to restore once training starts
+        self._checkpoint: Mapping[str, Any] | None = None  # that was loaded, until training starts
 
     @contextmanager
     def saving(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> Iterator[None]:
@@ -84,6 +85,7 @@ class RankState:
             add_plan(checkpoint, strategy.share)
             if not alone:
                 random_states.gather_into(checkpoint)
+                loader_states.gather_into(checkpoint, strategy.share.loaders.sources())
         with told_to_all(alone):
             yield
         strategy.timer.restart()  # it is no part of a step's time
@@ -98,11 +100,12 @@ class RankState:
         """
         warn_if_too_new(checkpoint)
         restore_plan(checkpoint, share, rank)
-        self._random = random_states.find(checkpoint)
+        self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
 
     def begin(self, trainer: "pl.Trainer", share: Workshare) -> None:
         """Training starts: let loaders and random numbers go on where the checkpoint stands."""
-        fetch_anew_if_moved(trainer, share)
+        fetch_anew_if_moved(trainer, share, self._checkpoint)
+        self._checkpoint = None
         if self._random is not None:  # after the loaders were made, which draws random numbers
             random_states.restore(self._random)
             self._random = None

@@ -1,12 +1,13 @@
 """Batches of sizes that only their own rank knows: iterable datasets, and loaders that the user has sharded."""
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from lightning_hetero.errors import DataError
-from lightning_hetero.workload.sampler import Drawn
+from lightning_hetero.workload.sampler import Drawn, Position
 
 
 class Tally(NamedTuple):
@@ -21,6 +22,23 @@ class Tally(NamedTuple):
     samples: float
     alive: float
     empty: float
+
+
+class Place(NamedTuple):
+    """Where a stream stands.
+
+    Attributes:
+        epoch: epochs done before the running one.
+        batches: of this epoch that have been trained on, padding batches included.
+        state: of the loader after its latest batch; before it if the loader has come to its end, since that batch
+            serves for padding. ``None``: the loader cannot tell, or this is its first batch.
+        ended: whether the loader has come to its end.
+    """
+
+    epoch: int
+    batches: int
+    state: Any
+    ended: bool
 
 
 class Peers(Protocol):
@@ -56,7 +74,7 @@ class Stream:
     Args:
         loader: any iterable of batches. Attributes that are not found here are looked up on it.
         size_of: samples in a batch; raises if it cannot tell.
-        begin: called whenever an epoch's first batch is drawn.
+        begin: says where training stands; called whenever an epoch's first batch is drawn.
         peers: the other ranks.
     """
 
@@ -64,13 +82,16 @@ class Stream:
         self,
         loader: Iterable[Any],
         size_of: Callable[[Any], float],
-        begin: Callable[[], object],
+        begin: Callable[[], Position],
         peers: Peers,
     ) -> None:
         self.loader, self._size_of, self._begin, self._peers = loader, size_of, begin, peers
         self.drawn: deque[Drawn] = deque()
         self._count = 0  # batches of this pass so far
         self._over = False  # whether the pass is
+        self._states: deque[Place] = deque()  # after each batch drawn but not yet trained on
+        self._place: Place | None = None  # after the batch that is trained on, of a loader that can tell
+        self._resumed: Place | None = None  # where to go on, until a batch has been trained on
 
     @property
     def padding_follows(self) -> bool:
@@ -80,6 +101,8 @@ class Stream:
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: unpickling, copying
             raise AttributeError(name)
+        if name in ("state_dict", "load_state_dict") and self.stateful:
+            return _keep_nothing  # Lightning saves rank 0's state only; this tells it that the loader resumes
         return getattr(self.loader, name)
 
     @property
@@ -93,18 +116,21 @@ class Stream:
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
-        self._begin()
+        self._states.clear()
+        epoch = self._begin().epoch
         self._peers.begin()
         end = object()
+        first = self._count = self._go_on(epoch)
         batches = iter(self.loader)
-        batch = current = end
-        self._count, self._over, ended = 0, False, False
+        batch = next(batches, end) if first and self._resumed and self._resumed.ended else end
+        before = after = None if self._resumed is None else self._resumed.state
+        self._over, ended = False, False
         while True:
             current = end if ended else next(batches, end)
             ended = current is end
             samples, problem = self._measure(current) if not ended else (0.0, None)
             mine = Tally(samples, float(not ended), float(ended and batch is end))
-            if self._count == 0:
+            if self._count == first:
                 self._peers.compare(None if ended else current)
                 if not self._somebody_has_data(self._peers.sum_all(mine), problem):
                     break
@@ -114,8 +140,41 @@ class Stream:
                 break
             batch, self._count = batch if ended else current, self._count + 1
             self.drawn.append(Drawn(samples, tally.samples))
+            if self.stateful and not ended:
+                before, after = after, copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
+            self._states.append(Place(epoch, self._count, before if ended else after, ended))
             yield batch
         self._over = True
+
+    def take(self) -> Drawn:
+        """What was drawn for the batch that is about to be trained on."""
+        self._place, self._resumed = self._states.popleft(), None
+        return self.drawn.popleft()
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the loader can tell where it stands, and go on there."""
+        return all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def position(self) -> dict[str, Any] | None:
+        """Where the data stand after the batch that is trained on; builtins, and what the loader tells."""
+        return self._place._asdict() if self.stateful and self._place is not None else None
+
+    def go_on_from(self, position: dict[str, Any]) -> None:
+        """Let the next iteration begin at what :meth:`position` has told."""
+        self._resumed = Place(**position)
+
+    def _go_on(self, epoch: int) -> int:
+        """Bring the loader where the checkpoint says; the batches of this epoch that come before."""
+        if (place := self._resumed) is None:
+            return 0
+        if place.state is not None:
+            self.loader.load_state_dict(place.state)  # type: ignore[attr-defined]
+        if place.epoch == epoch:
+            return place.batches
+        for _, _ in zip(range(1 + place.ended), self.loader, strict=False):
+            pass  # ends the epoch that the checkpoint knows; the next iteration begins another
+        return 0
 
     def _somebody_has_data(self, everyone: Tally, problem: str | None) -> bool:
         """Look at the first batches of all ranks; an error is raised on every rank at once."""
@@ -150,7 +209,7 @@ class SizedStream(Stream):
     Args:
         loader: iterates over this rank's batches.
         size_of: counts the samples of a batch.
-        begin: called whenever an epoch's first batch is drawn.
+        begin: says where training stands; called whenever an epoch's first batch is drawn.
         peers: the other ranks.
         length: batches until the last rank's stream ends.
         replica_length: batches until the last one ends in this replica.
@@ -160,7 +219,7 @@ class SizedStream(Stream):
         self,
         loader: Iterable[Any],
         size_of: Callable[[Any], float],
-        begin: Callable[[], object],
+        begin: Callable[[], Position],
         peers: Peers,
         length: int,
         replica_length: int,
@@ -175,6 +234,10 @@ class SizedStream(Stream):
 
     def __len__(self) -> int:
         return self._length
+
+
+def _keep_nothing(*_: Any) -> dict[str, Any]:
+    return {}
 
 
 class VaryingBatchSizes:

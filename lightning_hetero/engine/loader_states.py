@@ -1,0 +1,57 @@
+"""Where each rank's own data stand, in a checkpoint: loaders that can tell go on there."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
+from lightning_hetero.workload.stream import Stream
+
+_NAME = "loaders"
+
+
+def gather_into(checkpoint: dict[str, Any], sources: Sequence[Any]) -> None:
+    """Add the states of all ranks' loaders to rank 0's checkpoint (collective)."""
+    own = [source.position() if isinstance(source, Stream) else None for source in sources]
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with deadline("gather where dataloaders stand, to save it"):
+        dist.gather_object(own, everyone)
+    if everyone is not None and any(state is not None for states in everyone for state in states):
+        checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
+
+
+def restore(checkpoint: Mapping[str, Any], sources: Sequence[Any]) -> bool:
+    """Let this rank's loaders go on where a checkpoint says, once they are iterated over again.
+
+    Args:
+        checkpoint: as loaded.
+        sources: of the training batches' parts, one per loader.
+
+    Returns:
+        Whether a loader does.
+    """
+    everyone = part_of(checkpoint).get(_NAME)
+    if everyone is None:
+        return False
+    if len(everyone) != dist.get_world_size():
+        rank_zero_warn(
+            f"The checkpoint says where the dataloaders of {len(everyone)} ranks stood; this job has "
+            f"{dist.get_world_size()} ranks. All of them begin their epoch anew: samples may come twice."
+        )
+        return False
+    states = everyone[dist.get_rank()]
+    if len(states) != len(sources):
+        rank_zero_warn(
+            f"The checkpoint says where {len(states)} training dataloader(s) stood; now there are {len(sources)}. All "
+            "of them begin their epoch anew, so that samples of this epoch may come twice."
+        )
+        return False
+    resumed = False
+    for source, state in zip(sources, states, strict=True):
+        if state is not None and isinstance(source, Stream) and source.stateful:
+            source.go_on_from(state)
+            resumed = True
+    return resumed

@@ -1,0 +1,148 @@
+"""Loaders that can tell where they stand go on there, on every rank, within an epoch and between two."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from ranks import run
+from tasks import FAST, Net, dataset, parameters
+from torch.utils.data import DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_hetero import (
+    DASOStrategy,
+    DiLoCoStrategy,
+    EASGDAsyncStrategy,
+    GossipAsyncStrategy,
+    HeteroDDPStrategy,
+    NodeAverageStrategy,
+)
+
+BATCH = 4
+LENGTHS = (3, 7)  # batches of each rank and epoch
+ONE_EACH = {"ranks_per_node": 1, "balance": "off"}
+KINDS = [
+    (HeteroDDPStrategy, {"balance": "off"}),
+    (NodeAverageStrategy, {**ONE_EACH, "every_n_steps": 2}),
+    (DASOStrategy, {**ONE_EACH, "warmup": 2, "cooldown": 2}),
+    (EASGDAsyncStrategy, {**ONE_EACH, "tau": 2, "moving_rate": "auto"}),
+    (GossipAsyncStrategy, ONE_EACH),
+    (DiLoCoStrategy, {**ONE_EACH, "tau": 2}),
+]
+NAMES = [kind.__name__ for kind, _ in KINDS]
+BY_THE_CLOCK = (EASGDAsyncStrategy, GossipAsyncStrategy)  # who meets whom
+
+
+class Shard(IterableDataset):
+    """This rank's samples, in an order of each pass of its own; tells where it stands."""
+
+    def __init__(self) -> None:
+        self.data = dataset(BATCH * sum(LENGTHS))
+        self.passes, self.at = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = int(os.environ["RANK"])
+        own = BATCH * LENGTHS[rank]
+        order = torch.randperm(own, generator=torch.Generator().manual_seed(100 * rank + self.passes))
+        for i in order[self.at :]:
+            self.at += 1
+            yield self.data[BATCH * sum(LENGTHS[:rank]) + int(i)]
+        self.passes, self.at = self.passes + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes, self.at = state["passes"], state["at"]
+
+
+class SaveAt(pl.Callback):
+    """Saves after so many steps, or at the end of so many epochs."""
+
+    def __init__(self, folder: Any) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step in (2, 5, 7, 9):
+            trainer.save_checkpoint(f"{self.folder}/step-{trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(f"{self.folder}/epoch-{trainer.current_epoch}.ckpt")
+
+
+def _fit(kind: Any, options: Any, loader: Any, path: Any = None, **more: Any) -> dict[str, Any]:
+    module = Net("adamw")
+    trainer = pl.Trainer(strategy=kind(**options), **{**FAST, "max_epochs": 3, **more})
+    trainer.fit(module, loader, ckpt_path=path)
+    return {"seen": module.seen, "parameters": parameters(module), "steps": trainer.global_step}
+
+
+def _loader(data: str, workers: int) -> Any:
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it
+    if data == "stream":
+        return StatefulDataLoader(Shard(), batch_size=BATCH, num_workers=workers)
+    samples = dataset(56)
+    if data == "sharded":
+        sampler = DistributedSampler(samples, num_replicas=2, rank=int(os.environ["RANK"]), seed=3)
+        return StatefulDataLoader(samples, batch_size=BATCH, sampler=sampler, num_workers=workers)
+    return StatefulDataLoader(samples, batch_size=BATCH, shuffle=True, num_workers=workers)
+
+
+def _resumed(kind: Any, options: Any, folder: str, data: str, workers: int, names: list[str]) -> list[dict[str, Any]]:
+    pl.seed_everything(4)
+    whole = _fit(kind, options, _loader(data, workers), callbacks=[SaveAt(folder)])
+    results = [whole]
+    for name in names:
+        pl.seed_everything(4)
+        results.append(_fit(kind, options, _loader(data, workers), f"{folder}/{name}.ckpt"))
+    return results
+
+
+def check(results: list[Any], names: list[str], exact: bool) -> None:
+    for whole, *resumed in results:
+        assert whole["steps"] == 3 * max(LENGTHS)
+        for name, rest in zip(names, resumed, strict=True):
+            kind, number = name.split("-")
+            done = int(number) if kind == "step" else (int(number) + 1) * max(LENGTHS)
+            assert rest["seen"] == whole["seen"][done:], name
+            if exact:
+                assert torch.equal(rest["parameters"], whole["parameters"]), name
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=NAMES)
+def test_streams_go_on_where_they_were(kind: Any, options: Any, tmp_path: Any) -> None:
+    """At step 5 rank 0 has come to the end of its data, at 7 all have; step 9 is in the second epoch."""
+    names = ["step-2", "step-5", "step-7", "step-9", "epoch-0"]
+    results = run(_resumed, 2, kind, options, str(tmp_path), "stream", 0, names)
+    check(results, names, exact=kind not in BY_THE_CLOCK)
+
+
+@pytest.mark.parametrize(("kind", "options"), [KINDS[0], KINDS[1]], ids=NAMES[:2])
+@pytest.mark.parametrize("data", ["stream", "sharded", "map"])
+def test_with_workers(kind: Any, options: Any, data: str, tmp_path: Any) -> None:
+    names = ["step-2", "step-9", "epoch-0"]
+    results = run(_resumed, 2, kind, options, str(tmp_path), data, 2, names)
+    check(results, names, exact=True)
+
+
+def _elsewhere(folder: str, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        path = f"{folder}/step-2.ckpt"
+        kind, options = KINDS[0]
+        if world == 2:
+            _fit(kind, options, _loader("stream", 0), callbacks=[SaveAt(folder)], max_epochs=1)
+        else:
+            _fit(kind, options, _loader("stream", 0), path, max_epochs=1)
+    return [str(w.message) for w in said if "dataloaders of 2 ranks" in str(w.message)]
+
+
+def test_states_of_another_number_of_ranks_are_not_used_and_it_is_said(tmp_path: Any) -> None:
+    run(_elsewhere, 2, str(tmp_path), 2)
+    [said] = run(_elsewhere, 1, str(tmp_path), 1)
+    assert len(said) == 1
+    assert "this job has 1 ranks. All of them begin their epoch anew" in said[0]
