@@ -26,7 +26,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -194,7 +194,17 @@ class _Connector(_DataConnector):
                 loader = copy.copy(dataloader)  # the user's own stays as it is
                 loader._iterator = None
                 return loader
+            if not sharded and _shuffles_by_itself(dataloader):
+                dataloader = copy.copy(dataloader)
+                object.__setattr__(dataloader, "sampler", RandomSampler(dataloader.dataset))  # type: ignore[arg-type]
         return super()._prepare_dataloader(dataloader, shuffle, mode)
+
+
+def _shuffles_by_itself(loader: DataLoader) -> bool:
+    """Whether ``shuffle=True`` has made a sampler that Lightning does not know, as torchdata's loader does."""
+    sampler = loader.sampler
+    made = type(sampler).__module__.startswith("torchdata.") and type(sampler).__name__ == "RandomSampler"
+    return made and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore
 
 
 class _Both:

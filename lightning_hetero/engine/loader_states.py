@@ -8,19 +8,27 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
+from lightning_hetero.engine.step import Workshare
 from lightning_hetero.workload.stream import Stream
 
-_NAME = "loaders"
+_NAME, _ENDED = "loaders", "ended"
 
 
-def gather_into(checkpoint: dict[str, Any], sources: Sequence[Any]) -> None:
+def gather_into(checkpoint: dict[str, Any], share: Workshare) -> None:
     """Add the states of all ranks' loaders to rank 0's checkpoint (collective)."""
-    own = [source.position() if isinstance(source, Stream) else None for source in sources]
+    own = [source.position() if isinstance(source, Stream) else None for source in share.loaders.sources()]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     with deadline("gather where dataloaders stand, to save it"):
         dist.gather_object(own, everyone)
     if everyone is not None and any(state is not None for states in everyone for state in states):
-        checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
+        part = checkpoint.setdefault(KEY, {"format": FORMAT})
+        part.update({_NAME: everyone, _ENDED: list(share.ended)})
+
+
+def ended(checkpoint: Mapping[str, Any], share: Workshare) -> list[bool] | None:
+    """Which ranks had come to the end of their data; ``None`` if the loaders do not go on within an epoch."""
+    within = any(isinstance(source, Stream) and source.goes_on for source in share.loaders.sources())
+    return part_of(checkpoint).get(_ENDED) if within else None
 
 
 def restore(checkpoint: Mapping[str, Any], sources: Sequence[Any]) -> bool:

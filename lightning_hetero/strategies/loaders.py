@@ -152,7 +152,7 @@ class Loaders:
 
     def _batches(self, loader: Any, evaluation: bool) -> GlobalBatches:
         batch_sampler = inner_batch_sampler(loader.batch_sampler)
-        if type(batch_sampler) is not BatchSampler:
+        if type(batch_sampler) is not BatchSampler and loader.batch_size is None:
             if self._global_batch_size is not None:
                 raise UnsupportedError(
                     f"global_batch_size={self._global_batch_size} and the batch sampler "

@@ -40,6 +40,8 @@ def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare, checkpoint: Map
     begun = [getattr(source, "begun", None) for source in sources]
     if resumed or any(b is not None and (b.epoch, b.batch) != (here.epoch, here.batch) for b in begun):
         _lightning.fetch_anew(trainer)
+    if checkpoint is not None and (ended := loader_states.ended(checkpoint, share)) is not None:
+        share.ended = ended
 
 
 def fetch_anew_between_epochs(trainer: "pl.Trainer", share: Workshare) -> None:

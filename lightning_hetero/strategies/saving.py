@@ -85,7 +85,7 @@ class RankState:
             add_plan(checkpoint, strategy.share)
             if not alone:
                 random_states.gather_into(checkpoint)
-                loader_states.gather_into(checkpoint, strategy.share.loaders.sources())
+                loader_states.gather_into(checkpoint, strategy.share)
         with told_to_all(alone):
             yield
         strategy.timer.restart()  # it is no part of a step's time

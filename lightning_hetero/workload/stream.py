@@ -92,6 +92,7 @@ class Stream:
         self._states: deque[Place] = deque()  # after each batch drawn but not yet trained on
         self._place: Place | None = None  # after the batch that is trained on, of a loader that can tell
         self._resumed: Place | None = None  # where to go on, until a batch has been trained on
+        self.goes_on = False  # whether that is within the running epoch
 
     @property
     def padding_follows(self) -> bool:
@@ -170,7 +171,8 @@ class Stream:
             return 0
         if place.state is not None:
             self.loader.load_state_dict(place.state)  # type: ignore[attr-defined]
-        if place.epoch == epoch:
+        self.goes_on = place.epoch == epoch
+        if self.goes_on:
             return place.batches
         for _, _ in zip(range(1 + place.ended), self.loader, strict=False):
             pass  # ends the epoch that the checkpoint knows; the next iteration begins another

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run
 from tasks import FAST, Net, dataset, parameters
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import (
@@ -38,19 +38,20 @@ BY_THE_CLOCK = (EASGDAsyncStrategy, GossipAsyncStrategy)  # who meets whom
 
 
 class Shard(IterableDataset):
-    """This rank's samples, in an order of each pass of its own; tells where it stands."""
+    """This rank's samples, in another order in each pass; tells where it stands. Workers take batches in turns."""
 
     def __init__(self) -> None:
         self.data = dataset(BATCH * sum(LENGTHS))
         self.passes, self.at = 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        rank = int(os.environ["RANK"])
-        own = BATCH * LENGTHS[rank]
-        order = torch.randperm(own, generator=torch.Generator().manual_seed(100 * rank + self.passes))
-        for i in order[self.at :]:
+        rank, info = int(os.environ["RANK"]), get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        order = torch.randperm(BATCH * LENGTHS[rank], generator=torch.Generator().manual_seed(100 * rank + self.passes))
+        own = [i for i in range(len(order)) if i // BATCH % workers == worker]
+        for i in own[self.at :]:
             self.at += 1
-            yield self.data[BATCH * sum(LENGTHS[:rank]) + int(i)]
+            yield self.data[BATCH * sum(LENGTHS[:rank]) + int(order[i])]
         self.passes, self.at = self.passes + 1, 0
 
     def state_dict(self) -> dict[str, int]:
