@@ -23,7 +23,7 @@ from lightning_hetero import (
     GossipStrategy,
     NodeAverageStrategy,
 )
-from lightning_hetero.errors import CommunicationError, DataError
+from lightning_hetero.errors import CommunicationError, ConfigurationError, DataError
 
 BATCH = 4
 LENGTHS = (3, 7)  # batches of each rank
@@ -250,6 +250,7 @@ def test_ranks_that_read_the_same_samples_are_told(kind: Any) -> None:
 
 def test_daso_needs_steps_where_the_length_is_unknown() -> None:
     for outcome in attempt(_stream, 2, DASOStrategy, {"warmup": "1 epochs"}, Shard()):
+        assert isinstance(outcome.error, ConfigurationError), outcome.trace
         assert "the length of an epoch is unknown: give steps" in str(outcome.error)
 
 
