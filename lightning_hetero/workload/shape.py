@@ -73,6 +73,8 @@ class Shape:
     UNLIKELY = 6.0
     #: Times of two sizes that are so far from the usual ones, one after the other, are a change of speed.
     FAR = 0.1
+    #: Steps are long if so many or fewer make a stretch: then two in a row tell of a change as well as two stretches.
+    FEW = 8
     #: A bump is so high above the curve, as a fraction, and shows in so many stretches of each size.
     BUMP, SURE = 0.05, 4
 
@@ -82,10 +84,14 @@ class Shape:
         self._open: dict[int, tuple[int, float, float]] = {}  # steps, work, seconds: no stretch yet
         self._count = 0
         self._far: Far | None = None
+        self._last = (0, 0.0)  # the latest step's size, and how far it was from the usual time: 0.0 if it was not
         self._assumed: Curve | None = None  # a checkpoint's, until the first size has been measured
 
     def observe(self, samples: int, work: float, wait: float) -> None:
         """Take in a step of ``samples`` samples: ``work`` seconds of this rank's own work, and a wait for others."""
+        if self._has_changed(samples, work):
+            self._forget_before(self._count)
+            self._open.clear()
         steps, own, whole = self._open.pop(samples, (0, 0.0, 0.0))
         steps, own, whole = steps + 1, own + work, whole + work + wait
         if whole >= self._stretch:
@@ -142,6 +148,17 @@ class Shape:
             self._forget_before(first)
         elif drifts:
             self._move_others(samples, self._usual(samples) / before)
+
+    def _has_changed(self, samples: int, work: float) -> bool:
+        """Whether two steps of one size in a row, not too short, were far from the usual time on the same side."""
+        before, self._last = self._last, (samples, 0.0)
+        if work < self._stretch / self.FEW or len(self._sizes.get(samples, ())) < self.ENOUGH:
+            return False
+        off = math.log(work / self._usual(samples))
+        own = noise_of([t.seconds for t in self._sizes[samples]])
+        if abs(off) > max(self._change * own, self._change * self._noise(without=samples), 2 * self.FAR):
+            self._last = samples, off
+        return before[0] == samples and before[1] * self._last[1] > 0
 
     def _usual(self, samples: int) -> float:
         return median(t.seconds for t in self._sizes[samples])

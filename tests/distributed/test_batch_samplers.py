@@ -167,8 +167,8 @@ class Slow(Net):
 
 def _measured() -> dict[str, Any]:
     module = Slow()
-    strategy = HeteroDDPStrategy(rebalance_every_n_steps=2)
     with virtual_time(sys.modules[__name__]):
+        strategy = HeteroDDPStrategy(rebalance_every_n_steps=2)
         trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 8})
         trainer.fit(module, DataLoader(dataset(SAMPLES), batch_sampler=Lists()))
     return {"seen": module.seen, "shares": strategy.share.planner.shares(strategy.share.step)}

@@ -113,6 +113,18 @@ def test_also_if_each_size_has_been_measured_only_once_since(factor):
     assert [p.samples for p in found.points()] == [40]
 
 
+@pytest.mark.parametrize("factor", [0.4, 4.0])
+def test_two_long_steps_are_enough(factor):
+    found = seen(line, [32, 16])
+    for _ in range(2):
+        found.observe(16, factor * line(16), 0.0)
+    assert found.points() == []
+    found = seen(line, [32, 16])
+    for n, times in ((16, factor), *[(16, 1)] * 9, (16, factor)):  # hiccups
+        found.observe(n, times * line(n), 0.0)
+    assert [p.samples for p in found.points()] == [16, 32]
+
+
 def test_a_slow_drift_moves_what_is_known_of_other_sizes():
     found = seen(flat, [32, 16, 24], times=40)
     for step in range(1000):  # to twice the time, and no two measurements differ by more than 0.1%
