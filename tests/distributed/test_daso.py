@@ -1,11 +1,14 @@
 """`hetero_daso` against loops written by hand with NumPy's means only."""
 
+import warnings
+
+import lightning.pytorch as pl
 import pytest
 import torch
 from oracles import oracle
 from ranks import run
-from tasks import Net, dataset, error, fit, parameters
-from torch.utils.data import DistributedSampler
+from tasks import FAST, Net, dataset, error, fit, parameters
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import DASOStrategy
 
@@ -100,3 +103,30 @@ def test_a_single_node_says_so_and_trains_alone() -> None:
     truth = parameters(oracle(Net, 12, 96))
     for result in run(fit, 2, Net, 12, 96, strategy={"balance": [2.0, 1.0]}, **DASO):
         assert error(result["parameters"], truth) <= 1e-10
+
+
+class Logging(Net):
+    """Logs a level that rises on one rank as it falls on the other: its mean stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[tuple[int, int]] = []
+
+    def on_train_epoch_end(self) -> None:
+        schedule = self.trainer.strategy.averager.schedule
+        self.rates.append((schedule.every, schedule.wait))
+        self.log("level", 10.0 + self.current_epoch * (1 if self.global_rank else -1))
+
+
+def _monitored() -> list[tuple[int, int]]:
+    warnings.filterwarnings("ignore", ".*recommended to use.*sync_dist=True")
+    module = Logging()
+    strategy = DASOStrategy(balance="off", global_batch_size=12, warmup=0, cooldown=0, patience=1, monitor="level")
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 4})
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4))
+    return module.rates
+
+
+def test_the_monitored_metric_is_the_mean_of_all_ranks() -> None:
+    for rates in run(_monitored, 2, nodes=[1, 1]):
+        assert rates == [(4, 1), (4, 1), (2, 1), (1, 1)]

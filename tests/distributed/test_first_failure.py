@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +12,12 @@ from ranks import attempt
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
 
+from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.strategies.registry import ENTRIES
 
-KILL = {
-    entry.name: number % 3 for number, entry in enumerate(ENTRIES)
-}  # each rank's turn, the center's host among them
+#: Which rank is killed: each in turn, the center's host among them.
+KILL = {entry.name: number % 3 for number, entry in enumerate(ENTRIES)}
 
 
 class Ends(Net):
@@ -74,3 +75,51 @@ def test_a_rank_that_fails_is_named_by_all_others(name: str) -> None:
     rank = (KILL[name] + 1) % 3
     for text in said(name, rank, "failed"):
         assert f"rank {rank} failed with ValueError: a fault of rank {rank}" in text
+
+
+# -- under hetero_ddp ----------------------------------------------------------------------------------------
+
+
+def _under_ddp(module: Any, timeout_of_strategy: float = 1800) -> None:
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(timeout=timeout_of_strategy), **{**FAST, "max_epochs": 1})
+    trainer.fit(module(), DataLoader(dataset(96), batch_size=4))
+
+
+class FailsOnOne(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == 2:
+            raise RuntimeError("a fault of rank 1")
+        return super().training_step(batch, batch_idx)
+
+
+def test_nothing_hangs_when_a_rank_fails() -> None:
+    outcomes = attempt(_under_ddp, 3, FailsOnOne)
+    assert not any(outcome.late for outcome in outcomes)
+    assert "a fault of rank 1" in str(outcomes[1].error)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, CommunicationError), outcomes[rank].trace
+        assert "rank 1 failed with RuntimeError: a fault of rank 1" in str(outcomes[rank].error)
+
+
+class BreaksBackward(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+def test_an_error_in_backward_is_not_taken_for_a_lost_rank() -> None:
+    for outcome in attempt(_under_ddp, 2, BreaksBackward):
+        assert type(outcome.error) is RuntimeError, outcome.trace
+        assert "does not require grad" in str(outcome.error)
+
+
+class Stalls(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == 2:
+            time.sleep(9)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_rank_that_stalls_ends_the_others_within_the_timeout() -> None:
+    outcome = attempt(_under_ddp, 2, Stalls, timeout_of_strategy=4)[0]
+    assert isinstance(outcome.error, CommunicationError), outcome.trace
+    assert "timeout" in str(outcome.error)

@@ -1,291 +1,228 @@
-"""Mistakes end in one clear error, on every rank, before training starts where they can be known then."""
+"""What cannot work ends in one clear error, on every rank, before anything is saved: one table for all strategies."""
 
-import time
-from datetime import timedelta
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
+import refused as bad
+import torch.distributed as dist
+from center_tasks import STRATEGIES
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import attempt
-from tasks import FAST, EvaluatedNet, Net, TokenNet, dataset
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from ranks import attempt, free_port
+from tasks import FAST, EvaluatedNet, Net, dataset
+from torch.optim import SGD, Adam, AdamW
+from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroDDPStrategy, HeteroError
+from lightning_hetero import DASOStrategy, GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy, HeteroDDPStrategy
 from lightning_hetero.errors import (
-    CommunicationError,
     ConfigurationError,
     DataError,
     DisagreementError,
+    HeteroError,
     LaunchError,
     ShareError,
     UnsupportedError,
 )
+from lightning_hetero.strategies import joining
+from lightning_hetero.strategies.guards import precision_problem
 
 
-def _train(
-    folder: str,
-    module: Any = None,
-    strategy: dict[str, Any] | None = None,
-    loader: Any = None,
-    trainer: dict[str, Any] | None = None,
-) -> None:
-    chosen = HeteroDDPStrategy(**(strategy or {}))
-    keep = ModelCheckpoint(folder, every_n_train_steps=1, save_on_exception=True)
-    options = {**FAST, "max_epochs": 1, "enable_checkpointing": True, "callbacks": [keep], **(trainer or {})}
-    data = loader() if callable(loader) else DataLoader(dataset(96), **(loader or {"batch_size": 4}))
-    pl.Trainer(strategy=chosen, **options).fit(module() if module else Net(), data)
+@dataclass
+class Row:
+    """What is refused.
+
+    Attributes:
+        strategy: class of the strategy, or its name in ``center_tasks``.
+        options: of the strategy.
+        error: on every rank.
+        words: of its message.
+        by_rank: options that differ between ranks.
+        module: makes the model.
+        loader: makes the data.
+        trainer: settings of the Trainer, or what makes them.
+        env: environment variables of a rank.
+        late: it cannot be known before the end of an epoch, for which there is a checkpoint then.
+    """
+
+    strategy: Any
+    options: dict[str, Any]
+    error: type[HeteroError]
+    words: list[str]
+    by_rank: dict[str, list[Any]] = field(default_factory=dict)
+    module: Callable[[], Any] = Net
+    loader: Callable[[], Any] = lambda: DataLoader(dataset(96), batch_size=4)
+    trainer: Any = field(default_factory=dict)
+    env: Callable[[int], dict[str, str]] = lambda rank: {}
+    late: bool = False
 
 
-def refused(
-    folder: Path, kind: type[HeteroError], *words: str, world: int = 2, env_of: Any = None, **kwargs: Any
-) -> list[str]:
-    """See every rank refuse with these words, without waiting for a timeout, and leave no checkpoint."""
-    outcomes = attempt(_train, world, str(folder), env_of=env_of, **kwargs)
-    assert not any(outcome.late for outcome in outcomes)
-    for outcome in outcomes:
-        assert isinstance(outcome.error, HeteroError), outcome.trace
-        assert isinstance(outcome.error, kind), outcome.trace
-        for word in words:
-            assert word in str(outcome.error)
-    assert not list(folder.iterdir())
-    return [str(outcome.error) for outcome in outcomes]
+def ddp(error: type[HeteroError], *words: str, options: Any = None, **more: Any) -> Row:
+    return Row(HeteroDDPStrategy, options or {}, error, list(words), **more)
 
 
-# -- known without other ranks -------------------------------------------------------------------------------
+def replicas(kind: Any, options: dict[str, Any], error: type[HeteroError], *words: str, **more: Any) -> Row:
+    """Of 12 samples two replicas take 8 and 4."""
+    given = {"balance": [2.0, 1.0], "global_batch_size": 12, **options}
+    return Row(STRATEGIES.get(kind, kind) if isinstance(kind, str) else kind, given, error, list(words), **more)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"balance": [1.0, -1.0]}, "at least 0"),
-        ({"balance": [1.0, float("nan")]}, "finite"),
-        ({"balance": [0.0, 0.0]}, "not all 0"),
-        ({"balance": "fair"}, "'fair'"),
-        ({"global_batch_size": 0}, "global_batch_size=0"),
-        ({"rebalance_every_n_steps": 0}, "rebalance_every_n_steps=0"),
-        ({"timeout": 0}, "timeout=0"),
-        ({"timeout": timedelta(seconds=-1)}, "timeout=-1 s: the longest wait must be above 0"),
-        ({"balance": "off", "balance_iterable": True}, "balance='off' fixes them"),
-        ({"balance_iterable": 2}, "balance_iterable=2 must be one of True, False"),
-        ({"start_method": "x"}, "start_method='x' must be one of 'popen'"),
-        ({"process_group_backend": "nccl"}, "All ranks meet over gloo"),
-        ({"balance": [1.0, 1.0], "min_batch_size": 9, "max_batch_size": 3}, "min_batch_size=[9, 9]"),
-        ({"balance": [1.0, 1.0], "min_batch_size": [1, 2, 3]}, "3 limits for 2 ranks"),
-        ({"balance": [1.0, 1.0], "max_batch_size": -1}, "at least 0"),
-    ],
-)
-def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError) as raised:
-        HeteroDDPStrategy(**options)
-    assert words in str(raised.value)
-    assert isinstance(raised.value, ValueError)
-
-
-# -- known once the ranks have met ---------------------------------------------------------------------------
-
-
-def test_a_wrong_number_of_shares(tmp_path: Path) -> None:
-    refused(tmp_path, ConfigurationError, "3 shares for 2 ranks", strategy={"balance": [1.0, 1.0, 1.0]})
-
-
-def test_limits_that_cannot_be_met(tmp_path: Path) -> None:
-    refused(tmp_path, ShareError, "at most [3, 3]", "8 samples", strategy={"max_batch_size": 3})
-    refused(tmp_path, ShareError, "8 samples is too small", strategy={"min_batch_size": 5})
-
-
-def test_a_batch_smaller_than_the_world(tmp_path: Path) -> None:
-    refused(tmp_path, ShareError, "1 samples is too small for 2 ranks", strategy={"global_batch_size": 1})
-
-
-def test_nodes_that_do_not_add_up(tmp_path: Path) -> None:
-    refused(tmp_path, ConfigurationError, "does not fit 2 ranks", strategy={"ranks_per_node": 3})
-
-
-def _tiny() -> DataLoader:
-    return DataLoader(dataset(1), batch_size=4)
-
-
-def test_a_dataset_smaller_than_the_world(tmp_path: Path) -> None:
-    refused(tmp_path, DataError, "1 samples for 2 ranks", loader=_tiny)
-
-
-class Rows(IterableDataset):
-    """Batches of strings, of unknown size."""
-
-    def __iter__(self) -> Any:
-        yield from ("text" for _ in range(8))
-
-
-def _sizeless() -> DataLoader:
-    return DataLoader(Rows(), batch_size=4)
-
-
-def test_a_batch_whose_size_cannot_be_told(tmp_path: Path) -> None:
-    refused(tmp_path, DataError, "is unknown", "batch_weight", loader=_sizeless)
-
-
-def _unbatched() -> DataLoader:
-    return DataLoader(dataset(96), batch_size=None)
-
-
-def test_no_batch_size(tmp_path: Path) -> None:
-    refused(tmp_path, UnsupportedError, "batch_size=None", "use_distributed_sampler=False", loader=_unbatched)
-
-
-def _unordered() -> DataLoader:
-    return DataLoader(dataset(96), batch_size=4, num_workers=2, in_order=False)
-
-
-def test_unordered_workers(tmp_path: Path) -> None:
-    refused(tmp_path, UnsupportedError, "in_order=True", loader=_unordered)
-
-
-class TwoLoaders(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch["a"]) + self.loss(batch["b"])
-
-
-def _incommensurable() -> dict[str, DataLoader]:
-    return {"a": DataLoader(dataset(192), batch_size=32), "b": DataLoader(dataset(191), batch_size=32)}
-
-
-def test_combined_tails_without_a_common_divisor(tmp_path: Path) -> None:
-    refused(
-        tmp_path,
-        DataError,
-        "[96, 95]",
-        "equal proportions",
-        "drop_last",
-        world=3,
-        module=TwoLoaders,
-        loader=_incommensurable,
+def daso(options: dict[str, Any], error: type[HeteroError], *words: str, **more: Any) -> Row:
+    return replicas(
+        DASOStrategy, {"balance": "off", **options}, error, *words, **{"trainer": {"max_epochs": 2}, **more}
     )
 
 
-class FetchesItself(Net):
-    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
-        batch, *_ = next(dataloader_iter)
-        return self.loss(batch)
+def center(kind: str, options: dict[str, Any], error: type[HeteroError], *words: str, **more: Any) -> Row:
+    return replicas(kind, options, error, *words, **{"module": bad.Optimized, **more})
 
 
-def test_fetching_batches_in_training_step(tmp_path: Path) -> None:
-    refused(tmp_path, UnsupportedError, "dataloader_iter", module=FetchesItself)
+def gossip(kind: Any, words: str, by_rank: dict[str, list[Any]]) -> Row:
+    return replicas(kind, {}, DisagreementError, words, by_rank=by_rank)
 
 
-class Normed(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+def optimizer(kind: str, make: Any, *words: str) -> Row:
+    return center(kind, AUTO, UnsupportedError, *words, module=partial(bad.Optimized, make))
 
 
-def test_synchronised_batchnorm_on_cpu(tmp_path: Path) -> None:
-    refused(tmp_path, UnsupportedError, "sync_batchnorm", "CPU", module=Normed, trainer={"sync_batchnorm": True})
+AUTO = {"moving_rate": "auto"}
+HOSTS = {"host": ["host0", "host1"]}  # where a rank thinks it is
+ENDLESS = {"max_epochs": -1, "max_steps": -1}
+TIMED = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
+TWO_RANKS = [
+    ddp(ConfigurationError, "3 shares for 2 ranks", options={"balance": [1.0, 1.0, 1.0]}),
+    ddp(ShareError, "at most [3, 3]", "8 samples", options={"max_batch_size": 3}),
+    ddp(ShareError, "8 samples is too small", options={"min_batch_size": 5}),
+    ddp(ShareError, "1 samples is too small for 2 ranks", options={"global_batch_size": 1}),
+    ddp(ConfigurationError, "does not fit 2 ranks", options={"ranks_per_node": 3}),
+    ddp(DataError, "1 samples for 2 ranks", loader=bad.tiny),
+    ddp(DataError, "is unknown", "batch_weight", loader=bad.sizeless),
+    ddp(UnsupportedError, "batch_size=None", "use_distributed_sampler=False", loader=bad.unbatched),
+    ddp(UnsupportedError, "in_order=True", loader=bad.unordered),
+    ddp(UnsupportedError, "dataloader_iter", module=bad.FetchesItself),
+    ddp(UnsupportedError, "sync_batchnorm", "CPU", module=bad.Normed, trainer={"sync_batchnorm": True}),
+    ddp(UnsupportedError, "val_check_interval", "own clock", trainer=TIMED),
+    ddp(DataError, "batch_weight", "negative or NaN", module=bad.BadWeight),
+    ddp(DisagreementError, "net.0.weight: rank 0: (16, 8) float64, rank 1: (20, 8) float64", module=bad.ByRank),
+    ddp(
+        DisagreementError,
+        "rebalance_every_n_steps: rank 0: 3, rank 1: 4",
+        by_rank={"rebalance_every_n_steps": [3, 4]},
+    ),
+    ddp(
+        DisagreementError,
+        "precision: rank 0: 32-true, rank 1: bf16-mixed",
+        "accumulate_grad_batches: rank 0: 1, rank 1: 2",
+        trainer=bad.settings_of_rank,
+    ),
+    ddp(DisagreementError, "samples: rank 0: 96, rank 1: 97", loader=bad.of_rank),
+    ddp(DisagreementError, "seed_everything", env=lambda rank: {"PL_GLOBAL_SEED": str(rank)}),
+    ddp(LaunchError, "WORLD_SIZE", "torchrun", env=lambda rank: {"WORLD_SIZE": ""}),
+    ddp(LaunchError, "LOCAL_RANK", "torchrun", env=lambda rank: {"LOCAL_RANK": ""}),
+    ddp(LaunchError, "MASTER_ADDR", "torchrun", env=lambda rank: {"MASTER_ADDR": ""}),
+    ddp(LaunchError, "MASTER_PORT", "torchrun", env=lambda rank: {"MASTER_PORT": ""}),
+]
+TWO_NODES = [
+    daso({"warmup": 10, "cooldown": 10}, ConfigurationError, "of 16 optimizer steps"),
+    daso({"warmup": "1 epoch", "cooldown": "2 epochs"}, ConfigurationError, "of 16 optimizer steps"),
+    daso({}, ConfigurationError, "length of the run is unknown: give steps", trainer=ENDLESS),
+    daso({"monitor": "val_loss", "warmup": 0}, ConfigurationError, "monitor='val_loss' is NaN, or has not", late=True),
+    daso({}, DisagreementError, "wire: rank 0: fp32, rank 1: bf16", by_rank={"wire": ["fp32", "bf16"]}),
+    daso({}, UnsupportedError, "EMAWeightAveraging averages", trainer=bad.averages_weights),
+    center("easgd", {"moving_rate": 1.0, "beta": 1.0}, ConfigurationError, "unstable"),
+    center("easgd", {"moving_rate": 0.7}, ConfigurationError, "alpha=0.7 ", " and beta=1.4"),
+    center("round_robin", {"rho": 70.0}, ConfigurationError, "alpha=0.7 ", " and beta=1.4"),
+    center("overlap", {**AUTO, "exclude": ["*.bais"]}, ConfigurationError, "exclude: '*.bais' is the name of no"),
+    optimizer("eamsgd", partial(Adam, lr=0.01), "EAMSGD needs ", " gave Adam"),
+    optimizer("eamsgd", bad.HEAVY, "gave SGD with {'momentum': 0.9, 'nesterov': False}"),
+    optimizer("eamsgd", partial(SGD, lr=0.01), "gave SGD with {'momentum': 0"),
+    optimizer("measgd", partial(bad.HEAVY, nesterov=True), "'nesterov': True"),
+    optimizer("measgd", partial(AdamW, lr=0.01), "MEASGD needs ", " gave AdamW"),
+    center("easgd", AUTO, DisagreementError, "tau: rank 0: 3, rank 1: 4", by_rank={"tau": [3, 4]}),
+    center(
+        "easgd", {}, DisagreementError, "moving_rate: rank 0: 0.1, rank 1: 0.2", by_rank={"moving_rate": [0.1, 0.2]}
+    ),
+    center("async", AUTO, DisagreementError, "center: rank 0: thread", by_rank={"center": ["thread", "auto"]}),
+    center("async", AUTO, DisagreementError, "debias: rank 0: True", by_rank={"debias": [True, False]}),
+    center("diloco", {}, DisagreementError, "outer: rank 0: ", "0.7", "0.8", by_rank={"outer_lr": [0.7, 0.8]}),
+    center("easgd", AUTO, DisagreementError, "exclude: rank 0: ", by_rank={"exclude": [["*bias"], []]}),
+    center("hogwild", AUTO, UnsupportedError, "serves one host", "host0, host1", by_rank=HOSTS),
+    center("async", {**AUTO, "center": "shared_memory"}, UnsupportedError, "Use center='thread'", by_rank=HOSTS),
+    center("async", {**AUTO, "center": "mpi"}, UnsupportedError, "center='mpi'", "mpiexec"),
+    gossip(GossipStrategy, "overlap: rank 0: True, rank 1: False", {"overlap": [True, False]}),
+    gossip(GossipPushSumStrategy, "topology: rank 0: ring, rank 1: random", {"topology": ["ring", "random"]}),
+    gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
+]
+THREE_RANKS = [
+    ddp(DataError, "[96, 95]", "equal proportions", "drop_last", module=bad.TwoLoaders, loader=bad.incommensurable),
+]
+#: Rows, and ranks of each node.
+JOBS = {"two ranks": (TWO_RANKS, [2]), "two nodes": (TWO_NODES, [1, 1]), "three ranks": (THREE_RANKS, [3])}
 
 
-def test_validation_by_the_clock(tmp_path: Path) -> None:
-    trainer = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
-    refused(tmp_path, UnsupportedError, "val_check_interval", "own clock", trainer=trainer)
+def _train(row: Row, folder: str) -> None:
+    mine = {name: values[bad.rank()] for name, values in row.by_rank.items()}
+    if host := mine.pop("host", None):
+        joining.hostname = lambda: host
+    keep = ModelCheckpoint(folder, every_n_train_steps=1, save_on_exception=True)
+    trainer = dict(row.trainer() if callable(row.trainer) else row.trainer)
+    trainer["callbacks"] = [keep, *trainer.pop("callbacks", [])]
+    settings = {**FAST, "max_epochs": 1, "enable_checkpointing": True, **trainer}
+    pl.Trainer(strategy=row.strategy(**row.options, **mine), **settings).fit(row.module(), row.loader())
 
 
-class BadWeight(TokenNet):
-    def batch_weight(self, batch: Any) -> float:
-        return -1.0 if self.global_rank == 1 else 1.0
+def _try_all(folder: str, job: str, ports: list[int]) -> list[tuple[str, str, list[str]]]:
+    """The class of each row's error, with those that it inherits from, and its message."""
+    found, hostname, usual = [], joining.hostname, dict(os.environ)
+    for number, (row, port) in enumerate(zip(JOBS[job][0], ports, strict=True)):
+        Path(folder, f"at-{os.environ['RANK']}").write_text(f"row {number}: {row}")  # to be named if it hangs
+        os.environ.update({"MASTER_PORT": str(port), **row.env(bad.rank())})
+        try:
+            _train(row, f"{folder}/{number}")
+            found.append(("nothing", []))
+        except Exception as error:
+            found.append((f"{type(error).__name__}: {error}", [kind.__name__ for kind in type(error).__mro__]))
+        finally:
+            joining.hostname = hostname
+            os.environ.clear()
+            os.environ.update(usual)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return found
 
 
-def test_negative_batch_weights(tmp_path: Path) -> None:
-    refused(tmp_path, DataError, "batch_weight", "negative or NaN", module=BadWeight)
+@pytest.mark.parametrize("job", JOBS)
+def test_every_rank_refuses_with_the_same_words_and_saves_nothing(tmp_path: Path, job: str) -> None:
+    rows, nodes = JOBS[job]
+    outcomes = attempt(_try_all, sum(nodes), str(tmp_path), job, [free_port() for _ in rows], nodes=nodes)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.value is not None, (outcome.trace, (tmp_path / f"at-{rank}").read_text())
+        for row, (message, kinds), (first, _) in zip(rows, outcome.value, outcomes[0].value, strict=True):
+            assert row.error.__name__ in kinds, (row, message)
+            for words in row.words:
+                assert words in message, (row, message)
+            assert message == first or row.error is not DisagreementError, row
+    for number, row in enumerate(rows):
+        assert row.late or not list((tmp_path / str(number)).glob("*")), row
 
 
-# -- ranks that differ ---------------------------------------------------------------------------------------
+# -- what no row can say -------------------------------------------------------------------------------------
 
 
-class ByRank(Net):
-    """A model whose width depends on the rank."""
-
-    def __init__(self) -> None:
-        import os
-
-        super().__init__()
-        width = 16 + 4 * int(os.environ["RANK"])
-        self.net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1)).double()
+def _one_sided() -> None:
+    module = bad.FetchesItself() if bad.rank() == 1 else Net()
+    pl.Trainer(strategy=HeteroDDPStrategy(), max_epochs=1, **FAST).fit(module, DataLoader(dataset(96), batch_size=4))
 
 
-def test_model_shapes_that_differ(tmp_path: Path) -> None:
-    words = ("parameter net.0.weight", "rank 0: (16, 8) float64", "rank 1: (20, 8) float64")
-    messages = refused(tmp_path, DisagreementError, *words, module=ByRank)
-    assert messages[0] == messages[1]
-
-
-def _train_by_rank(folder: str) -> None:
-    import os
-
-    _train(folder, strategy={"rebalance_every_n_steps": 3 + int(os.environ["RANK"])})
-
-
-def test_options_that_differ(tmp_path: Path) -> None:
-    for outcome in attempt(_train_by_rank, 2, str(tmp_path)):
-        assert isinstance(outcome.error, DisagreementError), outcome.trace
-        assert "rebalance_every_n_steps: rank 0: 3, rank 1: 4" in str(outcome.error)
-
-
-def _settings_by_rank(folder: str) -> None:
-    import os
-
-    rank = int(os.environ["RANK"])
-    _train(folder, trainer={"precision": ["32-true", "bf16-mixed"][rank], "accumulate_grad_batches": 1 + rank})
-
-
-def test_trainer_settings_that_differ(tmp_path: Path) -> None:
-    # As when one rank is on a CPU, where 16-mixed silently becomes bf16-mixed.
-    for outcome in attempt(_settings_by_rank, 2, str(tmp_path)):
-        assert isinstance(outcome.error, DisagreementError), outcome.trace
-        assert "precision: rank 0: 32-true, rank 1: bf16-mixed" in str(outcome.error)
-        assert "accumulate_grad_batches: rank 0: 1, rank 1: 2" in str(outcome.error)
-
-
-def _data_by_rank() -> DataLoader:
-    import os
-
-    return DataLoader(dataset(96 + int(os.environ["RANK"])), batch_size=4)
-
-
-def test_data_that_differs(tmp_path: Path) -> None:
-    refused(tmp_path, DisagreementError, "samples: rank 0: 96, rank 1: 97", loader=_data_by_rank)
-
-
-def test_seeds_that_differ(tmp_path: Path) -> None:
-    refused(tmp_path, DisagreementError, "seed_everything", env_of=lambda rank: {"PL_GLOBAL_SEED": str(rank)})
-
-
-def test_an_unsupported_setting_on_one_rank_only(tmp_path: Path) -> None:
-    outcomes = attempt(_train_one_sided, 2, str(tmp_path))
+def test_an_unsupported_setting_on_one_rank_only() -> None:
+    outcomes = attempt(_one_sided, 2)
     assert isinstance(outcomes[1].error, UnsupportedError), outcomes[1].trace
     assert isinstance(outcomes[0].error, DisagreementError), outcomes[0].trace
     assert "rank 1" in str(outcomes[0].error)
-
-
-def _train_one_sided(folder: str) -> None:
-    import os
-
-    _train(folder, module=FetchesItself if os.environ["RANK"] == "1" else Net)
-
-
-# -- launch --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_missing_launcher_variables(tmp_path: Path, name: str) -> None:
-    refused(tmp_path, LaunchError, name, "torchrun", env_of=lambda rank: {name: ""})
-
-
-def test_too_few_samples_to_validate(tmp_path: Path) -> None:
-    for outcome in attempt(_validate, 3):
-        assert isinstance(outcome.error, DataError), outcome.trace
-        assert "2 samples for 3 ranks" in str(outcome.error)
 
 
 def _validate() -> None:
@@ -293,50 +230,16 @@ def _validate() -> None:
     trainer.validate(EvaluatedNet(), DataLoader(dataset(2), batch_size=4), verbose=False)
 
 
-# -- a rank that fails while training ------------------------------------------------------------------------
+def test_too_few_samples_to_validate() -> None:
+    for outcome in attempt(_validate, 3):
+        assert isinstance(outcome.error, DataError), outcome.trace
+        assert "2 samples for 3 ranks" in str(outcome.error)
 
 
-class FailsOnOne(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
-            raise RuntimeError("a fault of rank 1")
-        return super().training_step(batch, batch_idx)
-
-
-def test_nothing_hangs_when_a_rank_fails() -> None:
-    outcomes = attempt(_failing, 3)
-    assert not any(outcome.late for outcome in outcomes)
-    assert "a fault of rank 1" in str(outcomes[1].error)
-    for rank in (0, 2):
-        assert isinstance(outcomes[rank].error, CommunicationError), outcomes[rank].trace
-        assert "rank 1 failed with RuntimeError: a fault of rank 1" in str(outcomes[rank].error)
-
-
-class BreaksBackward(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx).detach()
-
-
-def test_an_error_in_backward_is_not_taken_for_a_lost_rank(tmp_path: Path) -> None:
-    for outcome in attempt(_train, 2, str(tmp_path), module=BreaksBackward):
-        assert type(outcome.error) is RuntimeError, outcome.trace
-        assert "does not require grad" in str(outcome.error)
-
-
-class Stalls(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
-            time.sleep(9)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_rank_that_stalls_ends_the_others_within_the_timeout(tmp_path: Path) -> None:
-    outcome = attempt(_train, 2, str(tmp_path), module=Stalls, strategy={"timeout": 4}, trainer={"callbacks": []})[0]
-    assert isinstance(outcome.error, CommunicationError), outcome.trace
-    assert "timeout" in str(outcome.error)
-
-
-def _failing() -> None:
-    pl.Trainer(strategy=HeteroDDPStrategy(), **{**FAST, "max_epochs": 1}).fit(
-        FailsOnOne(), DataLoader(dataset(96), batch_size=4)
-    )
+def test_16_mixed_over_cpus_and_gpus() -> None:
+    cpu, gpu = ("cpu", "bf16-mixed"), ("cuda", "16-mixed")  # as Lightning sets them for precision="16-mixed"
+    problem = precision_problem([gpu, cpu], [[0, 1]])
+    assert isinstance(problem, UnsupportedError)
+    assert "rank 1: cpu in bf16-mixed" in str(problem)
+    assert precision_problem([gpu, gpu, cpu], [[0, 1], [2]]) is None  # alike within each replica
+    assert precision_problem([("cuda", "bf16-mixed"), cpu], [[0, 1]]) is None

@@ -1,0 +1,109 @@
+"""Models, data and settings that strategies refuse, for the table of ``test_refusals``."""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from tasks import Net, TokenNet, dataset
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+HEAVY = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+class Optimized(Net):
+    """Trains with an optimizer of a given kind."""
+
+    def __init__(self, make: Callable[..., Any] = HEAVY) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+class TwoLoaders(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch["a"]) + self.loss(batch["b"])
+
+
+class FetchesItself(Net):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, *_ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+class BadWeight(TokenNet):
+    def batch_weight(self, batch: Any) -> float:
+        return -1.0 if self.global_rank == 1 else 1.0
+
+
+class ByRank(Net):
+    """Its width depends on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 16 + 4 * rank()
+        self.net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1)).double()
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+class Rows(IterableDataset):
+    """Batches of strings, of unknown size."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from ("text" for _ in range(8))
+
+
+def tiny() -> DataLoader:
+    return DataLoader(dataset(1), batch_size=4)
+
+
+def sizeless() -> DataLoader:
+    return DataLoader(Rows(), batch_size=4)
+
+
+def unbatched() -> DataLoader:
+    return DataLoader(dataset(96), batch_size=None)
+
+
+def unordered() -> DataLoader:
+    return DataLoader(dataset(96), batch_size=4, num_workers=2, in_order=False)
+
+
+def incommensurable() -> dict[str, DataLoader]:
+    return {"a": DataLoader(dataset(192), batch_size=32), "b": DataLoader(dataset(191), batch_size=32)}
+
+
+def of_rank() -> DataLoader:
+    return DataLoader(dataset(96 + rank()), batch_size=4)
+
+
+# -- settings of the Trainer ---------------------------------------------------------------------------------
+
+
+def settings_of_rank() -> dict[str, Any]:
+    """As when one rank is on a CPU, where 16-mixed silently becomes bf16-mixed."""
+    return {"precision": ["32-true", "bf16-mixed"][rank()], "accumulate_grad_batches": 1 + rank()}
+
+
+def averages_weights() -> dict[str, Any]:
+    return {"callbacks": [EMAWeightAveraging()]}

@@ -1,0 +1,110 @@
+"""Options that cannot work are refused by the constructor, with the option's name and value: one table for all."""
+
+import sys
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from center_tasks import STRATEGIES
+from torch.optim import SGD
+
+from lightning_hetero import DASOStrategy, GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy, HeteroDDPStrategy
+from lightning_hetero.errors import ConfigurationError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from own_averager import SlowMoStrategy
+
+AUTO = {"moving_rate": "auto"}
+ELASTIC = [kind for name, kind in STRATEGIES.items() if name not in ("diloco", "node")]
+OF_ALL_ELASTIC: list[tuple[dict[str, Any], str]] = [
+    ({}, "neither is given"),
+    ({"moving_rate": 0.1, "rho": 1.0}, "both are given"),
+    ({"moving_rate": -1}, "moving_rate=-1"),
+    ({"rho": float("nan")}, "rho=nan"),
+    ({**AUTO, "beta": float("inf")}, "beta=inf"),
+    ({**AUTO, "tau": 0}, "tau=0"),
+    ({**AUTO, "tau": 2.0}, "tau=2.0"),
+    ({**AUTO, "tau": True}, "tau=True"),
+    ({**AUTO, "order": "seidel"}, "order='seidel'"),
+    ({**AUTO, "replica": "gpu"}, "replica='gpu' must be one of 'rank', 'node'"),
+    ({**AUTO, "exclude": "bias"}, "exclude='bias': give a list"),
+    ({**AUTO, "on_nan": "ignore"}, "on_nan='ignore'"),
+    ({**AUTO, "moving_rat": 1}, "unknown option"),
+]
+ROWS: list[tuple[Any, dict[str, Any], str]] = [
+    (HeteroDDPStrategy, {"balance": [1.0, -1.0]}, "at least 0"),
+    (HeteroDDPStrategy, {"balance": [1.0, float("nan")]}, "finite"),
+    (HeteroDDPStrategy, {"balance": [0.0, 0.0]}, "not all 0"),
+    (HeteroDDPStrategy, {"balance": "fair"}, "'fair'"),
+    (HeteroDDPStrategy, {"global_batch_size": 0}, "global_batch_size=0"),
+    (HeteroDDPStrategy, {"rebalance_every_n_steps": 0}, "rebalance_every_n_steps=0"),
+    (HeteroDDPStrategy, {"timeout": 0}, "timeout=0"),
+    (HeteroDDPStrategy, {"timeout": timedelta(seconds=-1)}, "timeout=-1 s: the longest wait must be above 0"),
+    (HeteroDDPStrategy, {"balance": "off", "balance_iterable": True}, "balance='off' fixes them"),
+    (HeteroDDPStrategy, {"balance_iterable": 2}, "balance_iterable=2 must be one of True, False"),
+    (HeteroDDPStrategy, {"start_method": "x"}, "start_method='x' must be one of 'popen'"),
+    (HeteroDDPStrategy, {"process_group_backend": "nccl"}, "All ranks meet over gloo"),
+    (HeteroDDPStrategy, {"balance": [1.0, 1.0], "min_batch_size": 9, "max_batch_size": 3}, "min_batch_size=[9, 9]"),
+    (HeteroDDPStrategy, {"balance": [1.0, 1.0], "min_batch_size": [1, 2, 3]}, "3 limits for 2 ranks"),
+    (HeteroDDPStrategy, {"balance": [1.0, 1.0], "max_batch_size": -1}, "at least 0"),
+    (DASOStrategy, {"global_every": 0}, "global_every=0"),
+    (DASOStrategy, {"wait": 5}, "wait=5"),
+    (DASOStrategy, {"wait": "soon"}, "wait='soon'"),
+    (DASOStrategy, {"max_global_every": 0}, "max_global_every=0"),
+    (DASOStrategy, {"mixing": "mean"}, "mixing='mean' must be one of 'daso', 'delta'"),
+    (DASOStrategy, {"wire": "int8"}, "wire='int8' must be one of 'fp32', 'bf16', 'fp16'"),
+    (DASOStrategy, {"warmup": "soon"}, "warmup='soon'"),
+    (DASOStrategy, {"warmup": -1}, "warmup=-1"),
+    (DASOStrategy, {"cooldown": 1.5}, "cooldown=1.5"),
+    (DASOStrategy, {"schedule_every_n_steps": 0}, "schedule_every_n_steps=0"),
+    (DASOStrategy, {"threshold": 1}, "threshold=1"),
+    (DASOStrategy, {"on_nan": "ignore"}, "on_nan='ignore'"),
+    (DASOStrategy, {"warm_up": 1}, "unknown option"),
+    *((kind, options, words) for kind in ELASTIC for options, words in OF_ALL_ELASTIC),
+    (STRATEGIES["easgd"], {**AUTO, "wire": "int8"}, "wire='int8' must be one of 'fp32', 'bf16', 'fp16'"),
+    (STRATEGIES["overlap"], {**AUTO, "order": "gauss_seidel"}, "order='gauss_seidel': hetero_easgd_overlap"),
+    (STRATEGIES["async"], {**AUTO, "center": "disk"}, "center='disk' must be one of"),
+    (STRATEGIES["async"], {**AUTO, "center": "shared_memory", "wire": "bf16"}, "memory has no wire"),
+    (STRATEGIES["diloco"], {"wire": "int8"}, "wire='int8'"),
+    (STRATEGIES["diloco"], {"tau": -1}, "tau=-1"),
+    (STRATEGIES["diloco"], {"outer_lr": 0}, "outer_lr=0"),
+    (STRATEGIES["diloco"], {"outer_lr": float("nan")}, "outer_lr=nan"),
+    (STRATEGIES["diloco"], {"outer_lr": -0.7}, "outer_lr=-0.7"),
+    (STRATEGIES["diloco"], {"outer_lr": "fast"}, "outer_lr="),
+    (STRATEGIES["diloco"], {"outer_momentum": 1.0}, "outer_momentum=1.0"),
+    (STRATEGIES["diloco"], {"outer_momentum": -0.1}, "outer_momentum=-0.1"),
+    (STRATEGIES["diloco"], {"outer_momentum": "much"}, "outer_lr="),
+    (STRATEGIES["diloco"], {"outer": lambda parameters: list(parameters)}, "made a list, not a torch.optim.Optimizer"),
+    (STRATEGIES["diloco"], {"outer": partial(SGD, lr=-1.0)}, "does not make an optimizer"),
+    (STRATEGIES["diloco"], {"outer": partial(SGD, lr=1.0), "outer_lr": 0.5}, "would have no effect"),
+    (STRATEGIES["diloco"], {"outer": "sgd"}, "outer='sgd' does not make an optimizer"),
+    (GossipStrategy, {"topology": "star"}, "topology='star' is unknown"),
+    (GossipStrategy, {"topology": "exponential"}, "cannot be used by exchange='pairwise'"),
+    (GossipPushSumStrategy, {"topology": "star"}, "topology='star' is unknown"),
+    (GossipStrategy, {"exchange": "both"}, "exchange='both' must be one of"),
+    (GossipStrategy, {"every_n_steps": 0}, "every_n_steps=0"),
+    (GossipStrategy, {"every_n_steps": True}, "every_n_steps=True"),
+    (GossipAsyncStrategy, {"every_n_steps": 1.5}, "every_n_steps=1.5"),
+    (GossipStrategy, {"deadline": 0}, "deadline=0"),
+    (GossipStrategy, {"deadline": float("inf")}, "deadline=inf"),
+    (GossipStrategy, {"deadline": "soon"}, "deadline='soon'"),
+    (GossipStrategy, {"deadline": True}, "deadline=True"),
+    (GossipStrategy, {"seed": 1.0}, "seed=1.0"),
+    (GossipStrategy, {"wire": "int8"}, "wire='int8' must be one of"),
+    (GossipStrategy, {"replica": "socket"}, "replica='socket' must be one of"),
+    (GossipStrategy, {"on_nan": "ignore"}, "on_nan='ignore'"),
+    (GossipStrategy, {"topologie": "ring"}, "unknown option"),
+    (GossipStrategy, {"overlap": "no"}, "overlap='no'"),
+    *((SlowMoStrategy, wrong, "SlowMo(tau=") for wrong in ({"tau": 0}, {"alpha": 0.0}, {"beta": 1.0})),
+    *((SlowMoStrategy, wrong, "tau must be at least 1") for wrong in ({"tau": 0}, {"alpha": 0.0}, {"beta": 1.0})),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "words"), ROWS, ids=[f"{row[0].__name__}-{row[2]}" for row in ROWS])
+def test_options_that_cannot_work(kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        kind(**options)
+    assert words in str(raised.value)
+    assert isinstance(raised.value, ValueError)
