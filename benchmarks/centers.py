@@ -1,9 +1,9 @@
-"""How fast a center on this machine is read and visited, against a plain copy in memory, in the same run.
+"""How fast a center on this machine is read and exchanged with, against a plain copy in memory, in the same run.
 
     mpiexec -n 2 python benchmarks/centers.py [--megabytes 100] [--repeats 9]
 
-Rank 0 keeps a center in shared memory and one in a window of MPI; rank 1 reads and visits them. Needs mpi4py and an MPI
-library, such as ``pip install mpi4py mpich``.
+Rank 0 keeps a center in shared memory and one in a window of MPI; rank 1 reads and exchanges with them. Needs mpi4py
+and an MPI library, such as ``pip install mpi4py mpich``.
 """
 
 import argparse
@@ -48,18 +48,18 @@ def main() -> None:
     if rank == 1:
         source, target = torch.randn_like(start[0]), [torch.empty_like(start[0])]
         runs: dict[str, list[list[float]]] = {name: [] for name in ("copy", *centers)}
-        visits: dict[str, list[list[float]]] = {name: [] for name in centers}
+        exchanges: dict[str, list[list[float]]] = {name: [] for name in centers}
         for _ in range(3):  # alternating
             runs["copy"].append(seconds(options.repeats, lambda: target[0].copy_(source)))
             for name, center in centers.items():
                 runs[name].append(seconds(options.repeats, lambda center=center: center.read(target)))
-                visits[name].append(seconds(options.repeats, lambda center=center: center.push_pull(target, 0.1)))
+                exchanges[name].append(seconds(options.repeats, lambda center=center: center.push_pull(target, 0.1)))
         load = os.getloadavg()[0]
         print(
             f"{options.megabytes} MB, 3 alternating runs of {options.repeats}; {os.cpu_count()} cores, load {load:.2f}"
         )
         for name in centers:
-            for what, of in (("reading", runs), ("a visit", visits)):
+            for what, of in (("reading", runs), ("an exchange", exchanges)):
                 pairs = zip(runs["copy"], of[name], strict=True)
                 rates = [statistics.median(copy) / statistics.median(own) for copy, own in pairs]
                 ratio = f"{statistics.median(rates):.2f} ({min(rates):.2f} to {max(rates):.2f})"

@@ -45,7 +45,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--center", default="mpi", help="mpi, shared_memory or thread (%(default)s)")
     parser.add_argument("--devices", default="auto", help="ranks, unless mpiexec has started them (%(default)s)")
-    parser.add_argument("--tau", type=int, default=4, help="steps from one visit to the next (%(default)s)")
+    parser.add_argument("--tau", type=int, default=4, help="steps from one exchange to the next (%(default)s)")
     parser.add_argument("--late", type=float, default=0.04, help="seconds per step of the slow rank (%(default)s)")
     parser.add_argument("--epochs", type=int, default=12, help="passes over the data (%(default)s)")
     options = parser.parse_args()
@@ -76,11 +76,13 @@ def main():
     if trainer.is_global_zero:
         record = monitor.exchanges[-1]
         print(f"accuracy of the center on the test digits: {trainer.callback_metrics['center_accuracy']:.1%}")
-        print(f"rank 0: {record.exchanges} visits of the center, {record.hidden + record.exposed:.2f} s in all, for")
+        print(
+            f"rank 0: {record.exchanges} exchanges with the center, {record.hidden + record.exposed:.2f} s in all, for"
+        )
         print(
             f"  {record.exposed:.2f} s of which it waited; now {record.status['center_distance']:.2f} from the center"
         )
-        print("visits per second, as rank 0 ended its first epoch:")
+        print("exchanges per second, as rank 0 ended its first epoch:")
         first = [seen for seen in monitor.exchanges if seen.step <= trainer.num_training_batches][-1]
         for name, rate in first.status.items():
             if name.startswith("exchanges_per_s/"):

@@ -102,7 +102,7 @@ class DASOAverager(Averager):
         self.links.prepare()
         self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
         self._pending: Pending | None = None
-        self._turn = 0
+        self._member = 0
         self._since = 0  # steps of the cycling phase since the last exchange began
         self._pace = Pace()
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
@@ -172,11 +172,11 @@ class DASOAverager(Averager):
     def _begin(self, context: StepContext) -> None:
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
-        samples, turn = context.samples_per_replica, self._turn
+        samples, member = context.samples_per_replica, self._member
         own = Contribution(self._snapshot, samples, self.reference, self.wire, self._pace.lasted)
-        exchange = self.links.begin(own, self._mean, turn, WANT[self.mixing])
+        exchange = self.links.begin(own, self._mean, member, WANT[self.mixing])
         self._pending = Pending(context.step, self.schedule.wait, exchange)
-        self._since, self._turn = 0, (turn + 1) % self.links.turns
+        self._since, self._member = 0, (member + 1) % self.links.members
         if self._pending.wait == 0:
             self._mix(context.step)
 
@@ -218,14 +218,14 @@ class DASOAverager(Averager):
         if self._pending is not None:
             average = self._arrived()._asdict()
             pending = {**self._pending._asdict(), "average": average}
-        counts = {"turn": self._turn, "since": self._since}
+        counts = {"turn": self._member, "since": self._since}
         return {**super().state_dict(), "schedule": self.schedule.state_dict(), **counts, "pending": pending}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
-        self._turn, self._since = state["turn"], state["since"]
+        self._member, self._since = state["turn"], state["since"]
         pending = state["pending"]
         self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
 

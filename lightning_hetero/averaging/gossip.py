@@ -186,11 +186,11 @@ class PushAverager(GossipAverager[Pushing]):
 
     kind = Pushing
 
-    def send(self, peer: int, turn: int, weight: float) -> bool:
+    def send(self, peer: int, round_number: int, weight: float) -> bool:
         """Send what is laid out; whether it has gone (collective over the replica)."""
         began, sent = time.perf_counter(), None
         if self._transport is not None:
-            sent = self._transport.push(peer, turn, weight)
+            sent = self._transport.push(peer, round_number, weight)
         gone, bytes_sent = self.broadcast([sent is not None, sent or 0], ())
         self._waited(began)
         if not gone:
@@ -202,17 +202,19 @@ class PushAverager(GossipAverager[Pushing]):
         return True
 
     @contextmanager
-    def receiving(self, turn: int, sources: Sequence[int]) -> Iterator[list[Push]]:
+    def receiving(self, round_number: int, sources: Sequence[int]) -> Iterator[list[Push]]:
         """What has come by a round, waiting for some peers (collective over the replica); valid within the block."""
         began = time.perf_counter()
-        pushes = [] if self._transport is None else self._transport.collect(turn, sources, self._endpoint.deadline)
+        pushes = (
+            [] if self._transport is None else self._transport.collect(round_number, sources, self._endpoint.deadline)
+        )
         taken = []
         for i in range(int(self.broadcast([len(pushes)], ())[0])):
             push = pushes[i] if pushes else Push(0, 0, 0.0, [torch.empty_like(sent) for sent in self._outgoing])
             weight, peer, then = self.broadcast([push.weight, push.peer, push.round_number], push.vectors)
             taken.append(Push(int(peer), int(then), weight, push.vectors if weight else []))
         self._waited(began)
-        for peer in set(sources) - {push.peer for push in taken if push.round_number == turn}:
+        for peer in set(sources) - {push.peer for push in taken if push.round_number == round_number}:
             self.miss(peer)
         yield taken
         if self._transport is not None:
@@ -241,13 +243,13 @@ class PairAverager(GossipAverager[Pairing]):
         self._theirs = [torch.empty_like(own) for own in self._outgoing]  # where other ranks than the leader get it
         return outcome
 
-    def offer(self, context: StepContext, whom: Sequence[int], turn: float) -> None:
+    def offer(self, context: StepContext, whom: Sequence[int], round_number: float) -> None:
         """Offer this replica's values to some peers."""
         self.lay_out(self._outgoing)
         self._weight, self._whom, self._offered = context.samples_per_replica[self.links.index], whom, True
         self._began = time.perf_counter()
         if self._transport is not None:
-            self._transport.offer(self._weight, whom, turn)
+            self._transport.offer(self._weight, whom, round_number)
 
     def found(self, wait: float, withdraw: bool) -> Swap | None:
         """What the offer has brought within so many seconds, on all ranks of the replica (collective over it).

@@ -12,26 +12,26 @@ from lightning_hetero.errors import ConfigurationError
 Sends = list[tuple[int, ...]]
 
 
-def random_matching(n: int, turn: int, seed: int) -> Sends:
+def random_matching(n: int, round_number: int, seed: int) -> Sends:
     """Pairs at random; if there is an odd one, each is idle equally often in the long run."""
     order = list(range(n))
-    Random(f"{seed}/{turn}").shuffle(order)
+    Random(f"{seed}/{round_number}").shuffle(order)
     return _paired(n, zip(order[::2], order[1::2], strict=False))
 
 
-def ring_matching(n: int, turn: int, seed: int) -> Sends:
+def ring_matching(n: int, round_number: int, seed: int) -> Sends:
     """Neighbours on a ring: (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...; an odd ring's gap moves on."""
-    first = turn % n if n % 2 else turn % 2
+    first = round_number % n if n % 2 else round_number % 2
     return _paired(n, (((first + i) % n, (first + i + 1) % n) for i in range(0, n - 1, 2)))
 
 
-def hypercube(n: int, turn: int, seed: int) -> Sends:
+def hypercube(n: int, round_number: int, seed: int) -> Sends:
     """Partners across one dimension after the other, and others in each such cycle (GossipGraD's rotation).
 
     Where ``n`` is no power of 2, who has no partner in a dimension is idle.
     """
     dimensions = _dimensions(n)
-    cycle, dimension = divmod(turn, dimensions)
+    cycle, dimension = divmod(round_number, dimensions)
     order = list(range(n))
     if cycle:
         Random(f"{seed}/{cycle}").shuffle(order)
@@ -39,19 +39,19 @@ def hypercube(n: int, turn: int, seed: int) -> Sends:
     return _paired(n, ((order[i], order[j]) for i, j in pairs if i < j < n))
 
 
-def one_peer_exponential(n: int, turn: int, seed: int) -> Sends:
-    """Each sends to the one that is 1, 2, 4, ... places on, in turn: exact after log2 n rounds if n is a power of 2."""
-    step = 1 << turn % _dimensions(n)
+def one_peer_exponential(n: int, round_number: int, seed: int) -> Sends:
+    """Each sends to the one that is 1, then 2, 4, ... places on: exact after log2 n rounds if n is a power of 2."""
+    step = 1 << round_number % _dimensions(n)
     return [((i + step) % n,) if n > 1 else () for i in range(n)]
 
 
-def exponential(n: int, turn: int, seed: int) -> Sends:
+def exponential(n: int, round_number: int, seed: int) -> Sends:
     """Each sends to all that are 1, 2, 4, ... places on."""
     steps = dict.fromkeys((1 << k) % n for k in range(_dimensions(n)))
     return [tuple((i + step) % n for step in steps if step) for i in range(n)]
 
 
-def ring(n: int, turn: int, seed: int) -> Sends:
+def ring(n: int, round_number: int, seed: int) -> Sends:
     """Each sends to both of its neighbours on a ring."""
     return [tuple(dict.fromkeys(j % n for j in (i - 1, i + 1) if j % n != i)) for i in range(n)]
 
@@ -69,26 +69,26 @@ DIRECTED: dict[str, Rule] = {
 }
 
 
-def sends(rule: Rule, members: Sequence[int], turn: int, seed: int) -> dict[int, tuple[int, ...]]:
+def sends(rule: Rule, members: Sequence[int], round_number: int, seed: int) -> dict[int, tuple[int, ...]]:
     """To whom each member sends in a round.
 
     Args:
         rule: a topology.
         members: who takes part; in the same order on every member.
-        turn: the round, from 0.
+        round_number: the round, from 0.
         seed: of what is drawn at random.
     """
-    places = rule(len(members), turn, seed)
+    places = rule(len(members), round_number, seed)
     return {member: tuple(members[j] for j in to) for member, to in zip(members, places, strict=True)}
 
 
-def matrix(rule: Rule, n: int, turn: int, seed: int) -> np.ndarray:
+def matrix(rule: Rule, n: int, round_number: int, seed: int) -> np.ndarray:
     """The mixing matrix of a round: everyone keeps as large a part as it sends to each. Float64, ``n`` by ``n``.
 
     Column ``j`` says where the values of ``j`` go; its sum is 1.
     """
     result = np.zeros((n, n))
-    for j, to in enumerate(rule(n, turn, seed)):
+    for j, to in enumerate(rule(n, round_number, seed)):
         result[[j, *to], j] = 1 / (len(to) + 1)
     return result
 

@@ -67,11 +67,11 @@ class PushSumAverager(PushAverager):
     def after_step(self, context: StepContext) -> None:
         if context.step % self.every_n_steps == 0:
             self._learn(self.pack(), context.samples_per_replica)
-            turn = context.step // self.every_n_steps
-            to = sends(self.rule, range(self.links.count), turn, self.seed)
-            self._give(to[self.links.index], turn)
+            round_number = context.step // self.every_n_steps
+            to = sends(self.rule, range(self.links.count), round_number, self.seed)
+            self._give(to[self.links.index], round_number)
             sources = [peer for peer, targets in to.items() if self.links.index in targets]
-            with self.receiving(turn, sources) as pushes:
+            with self.receiving(round_number, sources) as pushes:
                 self._alone = bool(sources) and not pushes
                 for push in pushes:
                     self._add(push.vectors, push.weight, 1)
@@ -94,12 +94,12 @@ class PushSumAverager(PushAverager):
             for x, value in zip(self._x, z, strict=True):
                 x.add_(value - x / self._weight, alpha=s)
 
-    def _give(self, to: Sequence[int], turn: int) -> None:
+    def _give(self, to: Sequence[int], round_number: int) -> None:
         part = 0.0 if self._alone or self._weight < _LEAST else self._weight / (len(to) + 1)
         for own, x, origin in zip(self._outgoing, self._x, self.reference, strict=True):
             own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
         self.check_wire(self._outgoing)
-        gone = [peer for peer in to if self.send(peer, turn, part)]
+        gone = [peer for peer in to if self.send(peer, round_number, part)]
         for _ in gone:
             self._add(self._outgoing, part, -1)
 

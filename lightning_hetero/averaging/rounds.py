@@ -63,9 +63,9 @@ class MatchedAverager(Rounds, PairAverager):
             if not self.take(self._endpoint.deadline):
                 self.miss(self._whom[0])
 
-    def _offer(self, turn: int, context: StepContext) -> None:
-        if whom := sends(self.rule, range(self.links.count), turn, self.seed)[self.links.index]:
-            self.offer(context, whom, turn)
+    def _offer(self, round_number: int, context: StepContext) -> None:
+        if whom := sends(self.rule, range(self.links.count), round_number, self.seed)[self.links.index]:
+            self.offer(context, whom, round_number)
 
 
 @dataclass
@@ -83,15 +83,15 @@ class DirectedAverager(Rounds, PushAverager):
     def after_step(self, context: StepContext) -> None:
         if context.step % self.every_n_steps:
             return
-        turn, me = context.step // self.every_n_steps, self.links.index
-        to = sends(self.rule, range(self.links.count), turn, self.seed)
+        round_number, me = context.step // self.every_n_steps, self.links.index
+        to = sends(self.rule, range(self.links.count), round_number, self.seed)
         targets, sources = to[me], tuple(peer for peer, others in to.items() if me in others)
         if self.exchange == "pull":
             targets, sources = sources, targets
         self.lay_out(self._outgoing)
         for peer in targets:
-            self.send(peer, turn, 1.0)
-        with self.receiving(turn, sources) as pushes:
-            fresh = [push for push in pushes if push.round_number >= turn]  # others' values have long moved on
+            self.send(peer, round_number, 1.0)
+        with self.receiving(round_number, sources) as pushes:
+            fresh = [push for push in pushes if push.round_number >= round_number]  # others' values have long moved on
             for push in fresh:
                 self.replica.add(self.apart(push.vectors, self._outgoing), 1 / (len(fresh) + 1))

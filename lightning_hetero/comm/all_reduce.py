@@ -84,7 +84,7 @@ class Route(NamedTuple):
 class ReplicaAllReduce:
     """Takes one average at a time, over process groups of its own.
 
-    In each replica one rank exchanges with the other replicas: in turn ``i`` its member ``i``, modulo its size.
+    In each replica one rank exchanges with the other replicas: its member ``i``, modulo its size.
 
     Args:
         rank: this process.
@@ -100,12 +100,12 @@ class ReplicaAllReduce:
         self._index = group_of(rank, replicas)
         self._pool = BufferPool()
 
-    def route(self, turn: int) -> Route:
-        """Make the process groups for one turn, unless they are there (collective over all ranks; not on a thread)."""
-        members = [ranks[turn % len(ranks)] for ranks in self._replicas]
+    def route(self, member: int) -> Route:
+        """Make the process groups of one member per replica, unless they are there (collective; not on a thread)."""
+        members = [ranks[member % len(ranks)] for ranks in self._replicas]
         active, across = members[self._index], None
         if self._rank == active:
-            across = self._groups.get(f"{self._purpose}, across replicas, turn {turn}", members)
+            across = self._groups.get(f"{self._purpose}, across replicas, member {member}", members)
         inner = self._groups.get(f"{self._purpose}, within a replica", self._replicas[self._index])
         return Route(across, inner, active)
 

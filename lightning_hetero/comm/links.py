@@ -63,7 +63,7 @@ class ReplicaLinks:
         index: number of this rank's replica.
         count: number of replicas.
         leads: whether this rank is the first of its replica, its leader.
-        turns: how many ranks of a replica can take turns in :meth:`begin`: as many as the largest replica has.
+        members: how many members the largest replica has, of which one exchanges in :meth:`begin`.
         traffic: what exchanges have cost so far.
     """
 
@@ -81,7 +81,7 @@ class ReplicaLinks:
         self.index, self.count = group_of(rank, replicas), len(replicas)
         self._ranks = replicas[self.index]
         self.leads = rank == self._ranks[0]
-        self.turns = max(len(ranks) for ranks in replicas)
+        self.members = max(len(ranks) for ranks in replicas)
         self.traffic = Traffic()
         self._latest: Exchange | None = None
 
@@ -156,10 +156,10 @@ class ReplicaLinks:
 
     def prepare(self) -> None:
         """Make the process groups that :meth:`begin` needs, so that it never has to (collective over all ranks)."""
-        for turn in range(self.turns if self.count > 1 else 0):
-            self._background.route(turn)
+        for member in range(self.members if self.count > 1 else 0):
+            self._background.route(member)
 
-    def begin(self, own: Contribution, out: Sequence[Tensor], turn: int = 0, want: Want = "mean") -> "Exchange":
+    def begin(self, own: Contribution, out: Sequence[Tensor], member: int = 0, want: Want = "mean") -> "Exchange":
         """Begin to average in the background (collective over all ranks).
 
         If the exchange before is still under way, this one waits for it, in the background: so messages have the same
@@ -168,10 +168,10 @@ class ReplicaLinks:
         Args:
             own: what this replica brings. Neither its values nor its reference may change until the result is there.
             out: where to write the mean, or the difference; like the reference.
-            turn: which rank of each replica exchanges: its member ``turn``, modulo the size of the replica.
+            member: which rank of each replica exchanges, modulo the size of the replica.
             want: which vectors to compute. ``"away"`` overwrites this replica's values with them.
         """
-        route, own, before = self._background.route(turn), _on_cpu(own), self._latest
+        route, own, before = self._background.route(member), _on_cpu(own), self._latest
 
         def work() -> Average:
             if before is not None:

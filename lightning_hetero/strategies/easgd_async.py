@@ -1,6 +1,6 @@
-"""`hetero_easgd_async` and its kin: replicas visit a center one by one."""
+"""`hetero_easgd_async` and its kin: replicas exchange with a center one by one."""
 
-from lightning_hetero.averaging.visits import (
+from lightning_hetero.averaging.push_pull import (
     AsyncAverager,
     AsyncMomentumAverager,
     HogwildAverager,
@@ -12,9 +12,9 @@ from lightning_hetero.strategies.replica import ReplicaStrategy
 
 @with_options_of(RoundRobinAverager, replica="rank")
 class EASGDRoundRobinStrategy(ReplicaStrategy):
-    """The original EASGD: replicas visit the center strictly in their order, over and over, each waiting for its turn.
+    """The original EASGD: replicas exchange with the center strictly in their order, over and over.
 
-    It is the baseline that the others beat. A thread of the first replica keeps the center; a visit is one message
+    It is the baseline that the others beat. A thread of the first replica keeps the center; an exchange is one message
     each way, or one for each parameter with ``packed=False``, as in the original.
 
     Source: "Original EASGD", You, Buluc and Demmel 2017, algorithm 1.

@@ -358,7 +358,7 @@ def test_what_is_set_is_what_visitors_see(home: str) -> None:
 
 
 @homes
-def test_visits_go_on_while_the_training_thread_of_the_host_sleeps(home: str) -> None:
+def test_push_pull_go_on_while_the_training_thread_of_the_host_sleeps(home: str) -> None:
     host, *others = results(home, "asleep")
     assert host == 5 * len(others)
 

@@ -33,8 +33,8 @@ def own(value: float, payload: float = 0.0) -> Contribution:
     return Contribution([torch.full((SIZE,), value)], [1, 3], [torch.zeros(SIZE)], payload=payload)
 
 
-def begin(links: ReplicaLinks, value: float, turn: int = 0) -> Any:
-    return links.begin(own(value), [torch.empty(SIZE)], turn)
+def begin(links: ReplicaLinks, value: float, member: int = 0) -> Any:
+    return links.begin(own(value), [torch.empty(SIZE)], member)
 
 
 def _broadcast_meanwhile() -> tuple[list[float], list[float]]:
@@ -66,7 +66,7 @@ def _two_exchanges() -> list[list[float]]:
     for number in range(3):
         if number == 1 and links.index == 1:
             time.sleep(0.5)
-        exchanges.append(begin(links, 10.0 * number + links.index, turn=number))
+        exchanges.append(begin(links, 10.0 * number + links.index, member=number))
     return [exchange.result().mean[0].unique().tolist() for exchange in reversed(exchanges)]
 
 
@@ -77,8 +77,8 @@ def test_exchanges_that_begin_while_another_is_under_way_come_in_order() -> None
 
 def _interleaved(replicas: list[list[int]]) -> list[tuple[list[float], list[float]]]:
     links, found = ReplicaLinks(dist.get_rank(), replicas, Groups.open(LIMIT)), []
-    for turn in range(links.turns):
-        average = links.begin(own(1.0 + links.index, payload=dist.get_rank()), [torch.empty(SIZE)], turn).result()
+    for member in range(links.members):
+        average = links.begin(own(1.0 + links.index, payload=dist.get_rank()), [torch.empty(SIZE)], member).result()
         found.append((average.payloads, average.mean[0].unique().tolist()))
     return found
 
@@ -86,7 +86,7 @@ def _interleaved(replicas: list[list[int]]) -> list[tuple[list[float], list[floa
 @pytest.mark.parametrize("replicas", [[[0, 3], [1, 2]], [[0, 2], [1, 3]]])
 def test_numbers_come_in_the_order_of_replicas_wherever_their_ranks_are(replicas: list[list[int]]) -> None:
     for found in run(joined, 4, _interleaved, replicas):
-        assert found == [([float(ranks[turn]) for ranks in replicas], [1.75]) for turn in range(2)]
+        assert found == [([float(ranks[member]) for ranks in replicas], [1.75]) for member in range(2)]
 
 
 def _alone() -> tuple[list[float], list[float], float]:

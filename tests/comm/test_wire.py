@@ -146,11 +146,11 @@ def _averages() -> list[Any]:
     found.append(wires.average(copies(own), [1, 1], reference()))
     found.append(wires.average(copies(own), [0, 3], reference()))
     for wire in DTYPES:
-        for turn in range(wires.turns):
+        for member in range(wires.members):
             out = [torch.empty_like(old) for old in reference()]
             payload = 10.0 + dist.get_rank()
             mine = Contribution(copies(own), WEIGHTS, reference(), wire, payload)
-            found.append(wires.begin(mine, out, turn, "away").result())
+            found.append(wires.begin(mine, out, member, "away").result())
     for average in found:
         for mean, away, mine in zip(average.mean, average.away, own, strict=False):  # none in the foreground
             torch.testing.assert_close(away, mean - mine)
@@ -161,7 +161,7 @@ def _averages() -> list[Any]:
 def test_the_weighted_mean_of_replicas_of_2_and_1_ranks() -> None:
     results = run(joined, 3, _averages)
     cases: list[Any] = [(weights, "fp32", None) for weights in (WEIGHTS, [1, 1], [0, 3])]
-    cases += [(WEIGHTS, wire, turn) for wire in DTYPES for turn in range(2)]
+    cases += [(WEIGHTS, wire, member) for wire in DTYPES for member in range(2)]
     for case, averages in zip(cases, zip(*results, strict=True), strict=True):
         weights, wire, turn = case
         mean, distance = in_numpy(weights, [values(0), values(1)])

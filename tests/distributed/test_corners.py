@@ -25,7 +25,7 @@ from lightning_hetero import (
     HeteroMonitor,
     NodeAverageStrategy,
 )
-from lightning_hetero.averaging.visits import AsyncAverager
+from lightning_hetero.averaging.push_pull import AsyncAverager
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.of_averager import with_options_of
 from lightning_hetero.strategies.replica import ReplicaStrategy

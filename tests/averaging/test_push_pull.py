@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.averaging.averager import StepContext
-from lightning_hetero.averaging.visits import AsyncAverager, VisitRates
+from lightning_hetero.averaging.push_pull import AsyncAverager, ExchangeRates
 from lightning_hetero.comm.centers import client
 from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, differ, push_by
 from lightning_hetero.comm.links import Traffic
@@ -63,10 +63,10 @@ class Inline:
     seconds = waited = 0.0
 
     def __init__(self, function: Callable[[], PushPull]) -> None:
-        self._visit = function()
+        self._exchange = function()
 
     def result(self) -> PushPull:
-        return self._visit
+        return self._exchange
 
 
 class VisitsMemory(AsyncAverager):
@@ -123,7 +123,7 @@ def test_a_rare_visitor_counts_as_much_as_others_if_debiased(monkeypatch: pytest
 
 
 def test_rates() -> None:
-    rates = VisitRates(2)
+    rates = ExchangeRates(2)
     assert rates.factor == 1.0
     assert rates.per_second() == []
     rates.saw([3, 5, 1])
@@ -133,14 +133,14 @@ def test_rates() -> None:
     rates.saw([9, 13, 4])
     assert rates.factor == pytest.approx((6 + 8 + 3) / 3 / 3)
     assert len(rates.per_second()) == 3
-    fast = VisitRates(0)
+    fast = ExchangeRates(0)
     fast.saw([1, 0])
     fast.saw([5, 1])
     assert fast.factor == pytest.approx(5 / 2 / 4)
 
 
 def test_rates_look_back_a_window() -> None:
-    rates = VisitRates(0, window=3)
+    rates = ExchangeRates(0, window=3)
     for own in range(10):
         rates.saw([own, 0])  # the other has stopped
     for own in range(10, 14):

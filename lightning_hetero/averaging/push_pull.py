@@ -1,4 +1,4 @@
-"""Replicas that visit a center one by one, each when it comes to it."""
+"""Replicas that exchange with a center one by one, each whenever it is ready."""
 
 import math
 import time
@@ -22,15 +22,15 @@ from lightning_hetero.comm.replica import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
 
 
-class VisitRates:
-    """How often this replica visits, against the mean of all.
+class ExchangeRates:
+    """How often this replica exchanges, against the mean of all.
 
     A replica that comes four times as often would pull the center four times as much. So what each adds is divided by
     its rate.
 
     Args:
         index: this replica.
-        window: own visits to look back.
+        window: own exchanges to look back.
     """
 
     def __init__(self, index: int, window: int = 16) -> None:
@@ -38,7 +38,7 @@ class VisitRates:
         self._seen: deque[tuple[float, list[int]]] = deque(maxlen=window + 1)
 
     def saw(self, counts: Sequence[int]) -> None:
-        """Take in the visits of each replica so far, at a visit of this one."""
+        """Take in the exchanges of each replica so far, at an exchange of this one."""
         self._seen.append((time.monotonic(), list(counts)))
 
     @property
@@ -50,17 +50,17 @@ class VisitRates:
         return sum(since) / len(since) / since[self._index]
 
     def per_second(self) -> list[float]:
-        """Visits of each replica."""
+        """Exchanges of each replica."""
         seconds = self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
-        return [visits / seconds for visits in self._since()] if seconds > 0 else []
+        return [count / seconds for count in self._since()] if seconds > 0 else []
 
     def _since(self) -> list[int]:
         (_, first), (_, last) = self._seen[0], self._seen[-1]
         return [b - a for a, b in zip(first, last, strict=True)]
 
 
-class VisitingAverager(Elastic):
-    """Asynchronous EASGD: every tau steps of its own, a replica visits the center.
+class PushPullAverager(Elastic):
+    """Asynchronous EASGD: every tau steps of its own, a replica exchanges with the center.
 
     Of p replicas, each with a share ``w_i`` of the samples::
 
@@ -72,14 +72,14 @@ class VisitingAverager(Elastic):
     al. 2017. The rates are this package's.
 
     Args:
-        wire: number format of what visitors send and get, where the center is a thread's: ``"fp32"``, ``"bf16"`` or
+        wire: number format of what replicas send and get, where the center is a thread's: ``"fp32"``, ``"bf16"`` or
             ``"fp16"``; sums are taken in fp32.
 
     Attributes:
         center: where the center lives.
         debias: whether what a replica adds is divided by how often it comes.
-        overlap: ``False``: a visit comes before the step rather than in its background.
-        locked: whether visits wait for each other.
+        overlap: ``False``: an exchange comes before the step rather than in its background.
+        locked: whether exchanges wait for each other.
         in_turn: whether replicas are served in their order, over and over.
     """
 
@@ -88,7 +88,7 @@ class VisitingAverager(Elastic):
     center: Home = "auto"
     debias: bool = False
     _center: Center | None = None
-    _visit: Callable[[], PushPull] | None = None
+    _exchange: Callable[[], PushPull] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +101,7 @@ class VisitingAverager(Elastic):
             )
 
     def make_center(self) -> Center:
-        """The center that all visit, not open yet (collective)."""
+        """The center of all replicas, not open yet (collective)."""
         topology, groups = self.run.topology, self.run.groups
         assert topology is not None
         assert groups is not None
@@ -113,7 +113,7 @@ class VisitingAverager(Elastic):
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
         self._center = self.make_center()
-        self._rates = VisitRates(self.links.index)
+        self._rates = ExchangeRates(self.links.index)
         self._client = CenterClient(self._center, self.links)
         self._difference = [torch.empty_like(c) for c in self.known]
         self._snapshot = self._packed[: self.replica.included]
@@ -124,27 +124,27 @@ class VisitingAverager(Elastic):
     def due(self, context: StepContext) -> bool:
         return context.epoch_ends
 
-    def _visits(self, step: int) -> bool:
+    def _exchanges(self, step: int) -> bool:
         return not self.pull.nothing and step % self.tau == 0
 
     @override
     def before_step(self, context: StepContext) -> None:
-        if self.order == "jacobi" and self._visits(context.step + 1):
+        if self.order == "jacobi" and self._exchanges(context.step + 1):
             self._go(context.samples_per_replica)
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
-        if not self._visits(context.step):
+        if not self._exchanges(context.step):
             return None
         if self.order == "gauss_seidel":
             self._go(context.samples_per_replica)
-        assert self._visit is not None
-        visit, self._visit = self._visit(), None
-        self._rates.saw(visit.counts)
-        self._distance = math.sqrt(visit.square) if visit.square >= 0 else math.nan
+        assert self._exchange is not None
+        seen, self._exchange = self._exchange(), None
+        self._rates.saw(seen.counts)
+        self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
         if not self._healthy:
             self._take_center()
-        elif math.isfinite(visit.square):
+        elif math.isfinite(seen.square):
             self.replica.add(self._difference, -self._alpha)
         else:
             raise NotFiniteError([self.links.index])  # for the wire
@@ -163,13 +163,13 @@ class VisitingAverager(Elastic):
                 raise NotFiniteError([self.links.index])
             share = 0.0
             for difference in self._difference:
-                difference.zero_()  # of which the visit will make 0 - c
+                difference.zero_()  # of which the exchange will make 0 - c
         # Past the center it would swing: a replica that comes very rarely cannot make up for all of it at once.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
-        self._visit = self._client.push_pull(self._difference, push)
+        self._exchange = self._client.push_pull(self._difference, push)
         if not self.overlap:
-            visit = self._visit()
-            self._visit = lambda: visit
+            seen = self._exchange()
+            self._exchange = lambda: seen
 
     def _take_center(self) -> None:
         for difference in self._difference:
@@ -212,8 +212,8 @@ class VisitingAverager(Elastic):
 
 
 @dataclass
-class RoundRobinAverager(VisitingAverager):
-    """The original EASGD: replicas visit the center strictly in their order, over and over, each waiting for its turn.
+class RoundRobinAverager(PushPullAverager):
+    """The original EASGD: replicas exchange with the center strictly in their order, over and over.
 
     Source: "Original EASGD", You, Buluc and Demmel 2017, algorithm 1.
     """
@@ -222,7 +222,7 @@ class RoundRobinAverager(VisitingAverager):
 
 
 @dataclass
-class AsyncAverager(VisitingAverager):
+class AsyncAverager(PushPullAverager):
     """Asynchronous EASGD: whoever comes first is served first.
 
     Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; You, Buluc and Demmel 2017.
@@ -258,7 +258,7 @@ class AsyncMomentumAverager(AsyncAverager):
 
 
 @dataclass
-class HogwildAverager(VisitingAverager):
+class HogwildAverager(PushPullAverager):
     """Asynchronous EASGD without a lock, in the shared memory of one node: replicas read and add as they come.
 
     Source: Hogwild EASGD, You, Buluc and Demmel 2017.
