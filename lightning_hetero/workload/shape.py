@@ -85,6 +85,8 @@ class Shape:
         self._count = 0
         self._far: Far | None = None
         self._last = (0, 0.0)  # the latest step's size, and how far it was from the usual time: 0.0 if it was not
+        self._curve: Curve | None = None
+        self._stale = False  # whether the times have changed since the curve was drawn
         self._assumed: Curve | None = None  # a checkpoint's, until the first size has been measured
 
     def observe(self, samples: int, work: float, wait: float) -> None:
@@ -103,16 +105,18 @@ class Shape:
 
     def assume(self, curve: Curve) -> None:
         """Continue from a known curve, such as a checkpoint's, at the speed that is measured from now on."""
-        self._assumed = curve
+        self._assumed, self._stale = curve, True
 
     def curve(self) -> Curve | None:
         """The curve that the times lie on or above; None while a straight line explains them."""
-        points = self.points()
-        if self._assumed is not None and points:
-            points = self._go_on_from(self._assumed, points[0])
-        if len(points) < 2 or _off_a_line(points) < self.UNLIKELY:
-            return None
-        return curve_below([(p.samples, p.seconds) for p in points])
+        if self._stale:
+            points = self.points()
+            if self._assumed is not None and points:
+                points = self._go_on_from(self._assumed, points[0])
+            bent = len(points) > 1 and _off_a_line(points) > self.UNLIKELY
+            self._curve = curve_below([(p.samples, p.seconds) for p in points]) if bent else None
+            self._stale = False
+        return self._curve
 
     def bump(self) -> tuple[float, float]:
         """Samples and seconds of the size that is farthest above a convex curve, beyond noise; zeros if none is."""
@@ -133,6 +137,7 @@ class Shape:
         ]
 
     def _add(self, samples: int, seconds: float) -> None:
+        self._stale = True
         times = self._sizes.pop(samples, None) or deque(maxlen=self.EACH)
         self._sizes[samples] = times
         if len(self._sizes) > self.SIZES:
@@ -155,9 +160,10 @@ class Shape:
         if work < self._stretch / self.FEW or len(self._sizes.get(samples, ())) < self.ENOUGH:
             return False
         off = math.log(work / self._usual(samples))
-        own = noise_of([t.seconds for t in self._sizes[samples]])
-        if abs(off) > max(self._change * own, self._change * self._noise(without=samples), 2 * self.FAR):
-            self._last = samples, off
+        if abs(off) > 2 * self.FAR:
+            own = noise_of([t.seconds for t in self._sizes[samples]])
+            if abs(off) > self._change * max(own, self._noise(without=samples)):
+                self._last = samples, off
         return before[0] == samples and before[1] * self._last[1] > 0
 
     def _usual(self, samples: int) -> float:
@@ -193,6 +199,7 @@ class Shape:
         return times[cut].number if abs(math.log(median(after) / median(before))) > self._change * noise else None
 
     def _forget_before(self, first: int) -> None:
+        self._stale = True
         kept = {size: [t for t in times if t.number >= first] for size, times in self._sizes.items()}
         self._sizes = {size: deque(times, maxlen=self.EACH) for size, times in kept.items() if times}
         self._far = None

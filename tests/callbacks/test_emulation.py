@@ -98,6 +98,22 @@ def test_impossible_costs_are_refused(costs: Any, change_at: Any, message: str) 
         EmulatedSpeed(costs, change_at)
 
 
+def _staircase(samples: int) -> float:
+    return 0.02 * -(-samples // 8)
+
+
+def _wrong(samples: int) -> float:
+    return -0.1 * samples
+
+
+def test_a_device_may_be_any_function_of_the_number_of_samples() -> None:
+    with virtual_time(sys.modules[__name__]):
+        steps = _fit(EmulatedSpeed([_staircase], change_at={4: [(0.01, 0.0)]})).steps
+    assert steps == pytest.approx([0.04] * 4 + [0.01] * 8)
+    with pytest.raises(ConfigurationError, match=r"costs\[0\] gives -1.0 for 10 samples"):
+        _fit(EmulatedSpeed([_wrong]))
+
+
 def test_one_cost_per_rank() -> None:
     with pytest.raises(ConfigurationError, match="2 costs for 1 ranks"):
         _fit(EmulatedSpeed([(0.1, 0.0), (0.1, 0.0)]))

@@ -9,6 +9,7 @@ from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View
 from lightning_hetero.callbacks.report import verdict_of
 from lightning_hetero.callbacks.totals import Totals, settled, totals
 from lightning_hetero.callbacks.verdict import judge
+from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost
 
 PROPORTIONAL = Cost(0.0, 0.01)
@@ -256,3 +257,11 @@ def test_after_an_error_one_view_of_many_is_no_verdict() -> None:
     assert "waiting for other ranks and communication" in words
     alone = whole._replace(views=whole.views[:1], places=whole.places[:1], replicas=whole.replicas[:1])
     assert "One rank alone" in verdict_of(alone).headline
+
+
+def test_ranks_are_compared_by_their_curves() -> None:
+    # Up to 16 samples 64 ms, then 4 ms each. With 16 samples both would take 64 ms; in proportion 128 and 64.
+    curve = Curve(0.064, 1e-9, ((16.0, 0.004),))
+    twins = [rank(i, 10 * n, 10 * curve.seconds(n), cost=curve, seen=(8, 24)) for i, n in enumerate((8, 24))]
+    assert [twin.scale(16) for twin in twins] == pytest.approx([1.0, 64 / 96])
+    assert judge(twins, True, True).times == pytest.approx(1.0)
