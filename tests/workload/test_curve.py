@@ -150,7 +150,7 @@ def test_a_curve_that_bends_down_or_is_none_is_refused(curve):
 @given(curves | lines)
 def test_a_cost_survives_a_report_and_a_checkpoint(cost):
     cost = cost_of(*cost[:2]) if not cost.bends else cost
-    report = Report(cost.fixed, cost.per_sample, 0.1, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, cost.bends)
+    report = Report(cost.fixed, cost.per_sample, 0.1, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, bends=cost.bends)
     assert len(report.row) == len(Report._fields) - 1 + 2 * MOST_BENDS
     assert Report.of_row(report.row) == report
     assert report.cost == cost
