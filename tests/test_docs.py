@@ -42,7 +42,7 @@ from virtual_time import virtual_time
 ON_RANKS = "runs on 2 ranks"
 OWN = {"train.py"}  # scripts of the reader's
 OF_LIGHTNING_CLI = {"fit", "validate", "test", "predict"}
-#: Programs of the system, whose options are not ours to know.
+#: Programs of the system, with options that this test does not know.
 OTHERS = {"cat", "cd", "hostname", "kill", "ls", "sbatch", "scancel", "scp", "squeue", "srun", "ssh", "tail"}
 
 PYTHON = [block for block in blocks("python") if not block.remark.startswith(("not run", ON_RANKS))]

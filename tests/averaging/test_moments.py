@@ -9,7 +9,7 @@ from lightning_hetero.averaging.moments import Moments
 
 
 class Scaled(nn.Module):
-    """A model one of whose parameters is a number, as a learned temperature is."""
+    """A model with a parameter that is a single number, such as a learned temperature."""
 
     def __init__(self) -> None:
         super().__init__()

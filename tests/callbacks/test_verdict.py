@@ -1,4 +1,4 @@
-"""The verdict against cases whose answer is plain to see."""
+"""The verdict in cases with an obvious answer."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ def rank(
 
 
 def fitted(number: int, samples: float, fixed: float, per_sample: float, **options: Any) -> Totals:
-    """10 steps of a rank whose work is exactly ``fixed + per_sample * n``."""
+    """10 steps of a rank that works for exactly ``fixed + per_sample * n``."""
     cost = Cost(fixed, per_sample)
     return rank(number, 10 * samples, 10 * cost.seconds(samples), cost=cost, **options)
 

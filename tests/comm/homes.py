@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "distributed")]
-if __name__ == "__main__":  # a process of mpiexec: the center needs no Lightning, whose import takes seconds
+if __name__ == "__main__":  # a process of mpiexec: the center needs no Lightning, and its import takes seconds
     package = ModuleType("lightning_hetero")
     package.__path__ = [str(HERE.parents[1] / "lightning_hetero")]
     sys.modules["lightning_hetero"] = package

@@ -66,9 +66,9 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
 def test_both_ends_of_a_wire_agree_bitwise(wire: str) -> None:
     host, visitor = run(_ends, 2, wire, False)
-    for (heard, difference, known), (truth, told, likewise) in zip(host, visitor, strict=True):
+    for (heard, difference, known), (truth, told, known_there) in zip(host, visitor, strict=True):
         assert same(difference, told)
-        assert same(known, likewise)
+        assert same(known, known_there)
         assert len(known) == (0 if wire == "fp32" else 2)
         for a, b in zip(heard, truth, strict=True):
             # In 16 bits: rounded once, from wherever it was known to be; never far off, however many visits.

@@ -366,9 +366,9 @@ def test_push_pull_go_on_while_the_training_thread_of_the_host_sleeps(home: str)
 @homes
 def test_all_ranks_of_a_replica_learn_the_same(home: str) -> None:
     leader, member, other = results(home, "replicas")
-    for (visit, told), (same, likewise) in zip(leader, member, strict=True):
-        assert visit == same
-        assert all(torch.equal(a, b) for a, b in zip(told, likewise, strict=True))
+    for (visit, told), (visit_there, told_there) in zip(leader, member, strict=True):
+        assert visit == visit_there
+        assert all(torch.equal(a, b) for a, b in zip(told, told_there, strict=True))
     (counts, center), (set_counts, set_to) = leader[5:]
     assert (counts, set_counts) == ([5, 5], [3, 4])
     assert all(torch.equal(a, b) for a, b in zip(set_to, drawn(99), strict=True))

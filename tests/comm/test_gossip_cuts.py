@@ -1,4 +1,4 @@
-"""Pairs whose connection breaks, stalls or lies at each of the six messages, and peers that are not what they seem."""
+"""The connection of a pair breaks, stalls or lies at each of the six messages; and peers that are not what they seem."""
 
 import os
 import socket

@@ -107,7 +107,7 @@ def test_the_center_is_validated_saved_tested_and_left(tmp_path: Path) -> None:
                     assert torch.equal(weights[~apart], watched["centers"][2 * j + 1])
                 assert torch.equal(weights, results[0][i]["validated"][j])
                 assert watched["metrics"][j] == pytest.approx(loss_at(weights), rel=1e-12)
-                if name != "diloco" or (2 * j + 2) % 3:  # whose replicas start from the center
+                if name != "diloco" or (2 * j + 2) % 3:  # where replicas start from the center
                     assert not torch.equal(weights, paths[rank][i][2 * j + 1])
                 saved = torch.load(tmp_path / str(i) / f"step={2 * j + 2}.ckpt", weights_only=True)["state_dict"]
                 assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), weights)

@@ -136,7 +136,7 @@ def pattern() -> torch.Tensor:
 
 
 class Large(Linear):
-    """Its weights are those of a small model, times a pattern whose norm is 1, and so are their gradients."""
+    """Its weights are those of a small model, times a pattern of norm 1, and so are their gradients."""
 
     def __init__(self) -> None:
         super().__init__(dtype=torch.float32)

@@ -179,7 +179,7 @@ def test_own_distributed_sampler() -> None:
 def test_own_shards_of_unequal_size() -> None:
     results = run(_sharded_by_user, WORLD, "subsets")
     assert {len(result["seen"]) for result in results} == {2 * 14}
-    # Against one process on the same global batches, whose sizes shrink as shards end.
+    # Against one process on the same global batches, which get smaller as shards end.
     edges, data, module = [0, 9, 40, 93], dataset(93), Net()
     batches = [[i for a, b in itertools.pairwise(edges) for i in range(a, b)[4 * s : 4 * s + 4]] for s in range(14)]
     loader = DataLoader(data, batch_sampler=batches)

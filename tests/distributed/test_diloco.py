@@ -82,7 +82,7 @@ def test_a_plain_outer_step_is_periodic_averaging() -> None:
 
 
 class Normed(Net):
-    """Has BatchNorm, whose statistics it notes before the step's exchange."""
+    """Has BatchNorm, and notes its statistics before the step's exchange."""
 
     def __init__(self) -> None:
         super().__init__()

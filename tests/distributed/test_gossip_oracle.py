@@ -85,7 +85,7 @@ def mixing_of(to: Sends) -> np.ndarray:
 def push_sum(
     rule: Rule, every: int, nodes: list[int], mutant: str = "", starts: np.ndarray | None = None, still: bool = False
 ) -> np.ndarray:
-    """Likewise; ``x`` and ``w`` from the first round on."""
+    """Push-sum in NumPy: ``x`` and ``w`` from the first round on."""
     steps, s = batches(nodes)
     n, s = len(nodes), s / s.mean()
     trainers, z, path = Trainers(n), np.tile(START, (n, 1)), []

@@ -236,7 +236,7 @@ class PoisonedTokens(TokenNet, Poisoned):
 
 
 def without(base: Any) -> Any:
-    """One process, whose batches lack what ranks with such a sample would hold."""
+    """One process, without the samples of the ranks that would hold such a sample."""
 
     class Without(base):
         def loss(self, batch: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Corners of fits whose replicas differ: ends of epochs, sparse metrics, odd buffers, second fits."""
+"""Corners of fits in which replicas differ: ends of epochs, sparse metrics, odd buffers, second fits."""
 
 import pickle
 import warnings
@@ -43,7 +43,7 @@ def _fit(module: pl.LightningModule, strategy: Any, resume: str | None = None, *
 
 
 class Counting(Dropping):
-    """BatchNorm, whose buffers ranks of a node do not share between steps, and a counter of its own kind."""
+    """BatchNorm, with buffers that ranks of a node do not share between steps, and a counter of its own kind."""
 
     def __init__(self) -> None:
         super().__init__()

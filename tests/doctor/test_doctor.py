@@ -16,7 +16,7 @@ MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shut
 no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 
 
-def test_on_one_machine_with_a_model_of_ones_own() -> None:
+def test_on_one_machine_with_a_model_of_the_user() -> None:
     text = said([*DOCTOR, "--devices", "2", "-c", "daso.yaml"])
     assert "2 ranks on 1 node; DigitReader, 0.01 MB of parameters" in " ".join(text.split())
     assert re.search(r"within a node\s+│ 0 - 1\s+│ [\d.]+ ms\s+│ [\d.]+ MB/s", text)

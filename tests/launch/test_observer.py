@@ -15,7 +15,7 @@ from lightning_hetero.launch.observer import Observer
 
 
 def _job(folder: Path, child: str, grace: float, ends: bool) -> None:
-    """Rank 0 of a job, whose rank 1 runs ``child``; ends by itself a while after that has, or never."""
+    """Rank 0 of a job in which rank 1 runs ``child``. It ends by itself some time after rank 1, or never."""
     with open(folder / "stderr", "w") as said:
         os.dup2(said.fileno(), sys.stderr.fileno())
     one = subprocess.Popen([sys.executable, "-S", "-c", f"import os; {child}"])

@@ -154,7 +154,7 @@ def run_epoch(ranks, epoch, speeds):
         ([256], [0, 0], True),  # eight: reports are sent at the end of every epoch, and arrive in the next
         ([256], [2, 0], True),  # then a rank has drawn four more batches at once
         ([416, 96], [0, 0], True),
-        ([416, 96], [2, 0], True),  # so does one whose shorter loader begins anew
+        ([416, 96], [2, 0], True),  # so does one in which the shorter loader begins anew
         ([400, 96], [2, 0], False),  # with a tail, and workers that begin anew as well
     ],
 )
