@@ -31,7 +31,7 @@ def until(true: object, attendance: Attendance, peer: int) -> bool:
     return (peer in attendance) is true
 
 
-def test_who_was_late_is_back_when_it_answers_a_knock_or_speaks() -> None:
+def test_a_late_peer_is_back_when_it_answers_a_knock_or_sends_something() -> None:
     door, changes = Door(), list[int]()
     attendance = Attendance(door, 0.02, lambda: changes.append(1))
     assert 3 in attendance
@@ -54,7 +54,7 @@ def test_who_was_late_is_back_when_it_answers_a_knock_or_speaks() -> None:
     attendance.close()
 
 
-def test_who_is_late_again_is_left_alone_for_a_while() -> None:
+def test_a_peer_that_is_late_again_is_left_alone_for_a_while() -> None:
     door = Door()
     door.error = None
     attendance = Attendance(door, 0.2, lambda: None)
@@ -70,7 +70,7 @@ def test_who_is_late_again_is_left_alone_for_a_while() -> None:
     attendance.close()
 
 
-def test_who_has_ended_stays_so_and_nobody_knocks_after_the_end() -> None:
+def test_a_peer_that_has_ended_stays_so_and_nobody_knocks_after_the_end() -> None:
     door = Door()
     attendance = Attendance(door, 0.02, lambda: None)
     attendance.late(3)

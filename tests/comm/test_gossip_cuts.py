@@ -1,4 +1,4 @@
-"""The connection of a pair breaks, stalls or lies at each of the six messages; and peers that are not what they seem."""
+"""A pair's connection breaks, stalls or lies at each of the six messages; and peers that are not what they seem."""
 
 import os
 import socket
@@ -94,7 +94,7 @@ def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["BACK", "DONE"])
-def test_the_connection_breaks_among_those_who_take_whoever_comes(name: str) -> None:
+def test_the_connection_breaks_between_peers_that_take_any_partner(name: str) -> None:
     # The offer stays open, and is taken at the next try; if DONE is lost, who asked finds out that it has counted.
     counted, off, _ = duel(Once(name, cut), ANY, wait=20)
     assert counted == (True, True)

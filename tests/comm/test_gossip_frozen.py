@@ -33,7 +33,7 @@ def _asked(end: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["SWAP", "COMMIT"])
-def test_the_one_who_is_asked_freezes_before_a_message(name: str) -> None:
+def test_the_peer_that_is_asked_freezes_before_a_message(name: str) -> None:
     # It finds the message in its socket when it thaws, and must not take it as in time.
     ours, theirs = ranks._context.Pipe()
     process = ranks._context.Process(target=_asked, args=(theirs,))

@@ -215,7 +215,7 @@ def test_only_the_same_round_will_do() -> None:
         assert other.x[0] == 1.0
 
 
-def test_who_has_gone_on_is_not_waited_for() -> None:
+def test_a_peer_that_has_gone_on_is_not_waited_for() -> None:
     with team([1, 1], limit=20.0) as (one, other):
         other.offer([0], 3)
         one.offer([1], 4)  # it has left round 3 out
@@ -258,7 +258,7 @@ def test_a_late_question_of_an_offer_says_nothing_of_the_next(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("held", ["ASK", "NO"])  # of ASK: the other hangs up on who says nothing, just as late
-def test_who_did_not_answer_in_time_is_not_waited_for_again_until_it_asks(held: str) -> None:
+def test_a_peer_that_did_not_answer_in_time_is_not_waited_for_until_it_asks(held: str) -> None:
     frozen, awake = threading.Event(), threading.Event()
 
     def judge(name: str, message: bytes) -> bytes:
@@ -303,7 +303,7 @@ def test_a_failure_of_the_thread_that_asks_is_told(monkeypatch: pytest.MonkeyPat
             one.take(10)
 
 
-def test_three_who_ask_each_other_in_a_circle_over_a_slow_link() -> None:
+def test_three_peers_that_ask_each_other_in_a_circle_over_a_slow_link() -> None:
     def judge(name: str, message: bytes) -> bytes:
         time.sleep(0.03)
         return message

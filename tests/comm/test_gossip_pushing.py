@@ -277,7 +277,7 @@ def test_nothing_is_left() -> None:
 # -- who lags, and who is gone -------------------------------------------------------------------------------
 
 
-def test_who_lags_gets_what_comes_and_is_not_waited_for() -> None:
+def test_a_peer_that_lags_gets_what_comes_and_is_not_waited_for() -> None:
     with givers(2) as (one, two):
         before, began = sums([one, two]), time.monotonic()
         assert two.get(3, [0], 0.05) == []  # waited for in vain
@@ -292,7 +292,7 @@ def test_who_lags_gets_what_comes_and_is_not_waited_for() -> None:
         assert sums([one, two]) == before
 
 
-def test_who_takes_nothing_is_not_given_everything() -> None:
+def test_a_peer_that_takes_nothing_is_not_given_everything() -> None:
     with givers(2) as (one, two):
         before = sums([one, two])
         assert [one.give([1], turn) for turn in range(5)] == [[True]] * 3 + [[False]] * 2
@@ -314,7 +314,7 @@ def test_a_push_without_weight_tells_of_the_round_only() -> None:
             two.pushing.recycle([push])
 
 
-def test_who_has_ended_is_waited_for_no_longer() -> None:
+def test_a_peer_that_has_ended_is_waited_for_no_longer() -> None:
     with givers(3, limit=60.0) as (one, two, three):
         assert one.give([1], 1) == [True]
         threading.Timer(0.3, one.pushing.close).start()

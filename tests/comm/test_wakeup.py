@@ -100,7 +100,7 @@ def test_a_visitor_may_speak_slowly_and_silent_strangers_keep_nobody_out(wakeup:
         connection.close()
 
 
-def test_who_does_not_come_is_named(wakeup: Wakeup) -> None:
+def test_a_rank_that_does_not_come_is_named(wakeup: Wakeup) -> None:
     client = WakeupClient(wakeup.address, 2, 5.0)
     with pytest.raises(TimeoutError, match=r"rank\(s\) \[1, 3\] did not come within 0\.2 s"):
         wakeup.accept_clients([1, 2, 3], 0.2)

@@ -117,7 +117,7 @@ def test_the_center_is_validated_saved_tested_and_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("home", ["shared_memory", "thread"])
-def test_and_where_replicas_come_one_by_one(tmp_path: Path, home: str) -> None:
+def test_the_center_is_validated_where_replicas_come_one_by_one(tmp_path: Path, home: str) -> None:
     options = {**PULL, "center": home}
     results = run(_watch, 3, "async", options, str(tmp_path), 4, num_sanity_val_steps=2, nodes=APART)
     for result in results:

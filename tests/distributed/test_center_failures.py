@@ -68,7 +68,7 @@ def test_all_ranks_say_which_replica_and_since_when() -> None:
             assert result["parameters"].isfinite().all() == (rank != 1)
 
 
-def test_or_go_on_and_the_replica_takes_over_the_center() -> None:
+def test_with_skip_all_go_on_and_the_replica_takes_over_the_center() -> None:
     for results in zip(*run(_explode_all, 3, on_nan="skip", nodes=APART), strict=True):
         for result in results:
             assert result["path"][6:].isfinite().all()
@@ -168,7 +168,7 @@ def _dies(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), HOMES[3:5])
-def test_who_waits_at_the_epochs_end_hears_that_the_host_has_died(name: str, options: dict[str, Any]) -> None:
+def test_ranks_that_wait_at_the_epochs_end_learn_that_the_host_has_died(name: str, options: dict[str, Any]) -> None:
     outcomes = attempt(_dies, 3, options, nodes=APART)
     assert outcomes[0].exitcode == -signal.SIGKILL
     for outcome in outcomes[1:]:
@@ -203,7 +203,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step(name: str, options: dict[str,
 
 
 @pytest.mark.parametrize(("name", "options"), HOMES[3:])
-def test_sigterm_to_one_rank_stops_who_visits_later(name: str, options: dict[str, Any]) -> None:
+def test_sigterm_to_one_rank_stops_those_that_visit_later(name: str, options: dict[str, Any]) -> None:
     results = run(_terminated, 3, name, options, True, nodes=APART)
     assert [how for how, _ in results] == ["SIGTERMException: 143"] * 3
     assert len({step for _, step in results}) == 1

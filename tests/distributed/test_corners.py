@@ -155,7 +155,7 @@ def test_dataloaders_cannot_be_set_up_outside_of_a_run() -> None:
 
 
 @pytest.mark.parametrize("kind", [HeteroDDPStrategy, NodeAverageStrategy])
-def test_nor_before_the_ranks_have_met(kind: Any) -> None:
+def test_dataloaders_cannot_be_set_up_before_the_ranks_have_met(kind: Any) -> None:
     with pytest.raises(UnsupportedError, match="no fit, validation, test or prediction is running"):
         kind(**BASE).process_dataloader(_data())
 
@@ -261,5 +261,5 @@ def _may_thaw() -> list[int]:
     return [_thaws(*REPLICAS[0], callback) for callback in (Thaws(False), late)] + [_thaws(HeteroDDPStrategy, {}, late)]
 
 
-def test_those_that_can_work_are_not() -> None:
+def test_callbacks_that_can_work_are_not_refused() -> None:
     assert run(_may_thaw, 2, nodes=[1, 1]) == [[4, 4, 4]] * 2

@@ -97,13 +97,15 @@ def _stop(name: str, rank: int, folder: str, limit: float, **options: Any) -> li
 @pytest.mark.parametrize(
     ("name", "options"), [("async", {"center": "shared_memory"}), ("async", {"center": "thread"}), ("hogwild", {})]
 )
-def test_who_stops_does_not_stop_the_others(tmp_path: Path, name: str, rank: int, options: dict[str, Any]) -> None:
+def test_a_rank_that_stops_does_not_stop_the_others(
+    tmp_path: Path, name: str, rank: int, options: dict[str, Any]
+) -> None:
     # Rank 0 is the center's host; batches 0 to 17 are 9 visits.
     assert run(_stop, 3, name, rank, str(tmp_path), 30.0, nodes=APART, **options)[rank] == [9, 9]
 
 
 @pytest.mark.parametrize("name", ["easgd", "round_robin"])
-def test_elsewhere_it_does(tmp_path: Path, name: str) -> None:
+def test_in_lockstep_a_rank_that_stops_stops_the_others(tmp_path: Path, name: str) -> None:
     assert run(_stop, 3, name, 0, str(tmp_path), 1.0, nodes=APART)[0] == []
 
 
@@ -153,7 +155,7 @@ def _skip(name: str, rank: int, **options: Any) -> Any:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "options"), HOMES)
-def test_or_takes_over_the_center_and_goes_on(name: str, rank: int, options: dict[str, Any]) -> None:
+def test_with_skip_it_takes_over_the_center_and_goes_on(name: str, rank: int, options: dict[str, Any]) -> None:
     results = run(_skip, 3, name, rank, nodes=APART, **options)
     for number, result in enumerate(results):
         assert result["path"][8:].isfinite().all()

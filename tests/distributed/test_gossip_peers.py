@@ -107,7 +107,7 @@ def _exploding(kind: Any, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "options"), [FORMS[0], FORMS[3]])
-def test_an_error_names_who_is_not_finite(kind: Any, options: dict[str, Any]) -> None:
+def test_an_error_names_the_replica_that_is_not_finite(kind: Any, options: dict[str, Any]) -> None:
     outcomes = attempt(_exploding, 3, kind, {**options, "timeout": 5}, nodes=APART)
     assert isinstance(outcomes[1].error, NotFiniteError), outcomes[1].trace
     assert outcomes[1].error.replicas == [1]
@@ -119,7 +119,7 @@ def _skipping() -> Any:
     return [_exploding(kind, {**options, "on_nan": "skip"}) for kind, options in FORMS]
 
 
-def test_who_is_not_finite_begins_again() -> None:
+def test_a_replica_that_is_not_finite_begins_again() -> None:
     results = run(_skipping, 3, nodes=APART)
     for rank, of_rank in enumerate(results):
         for form, result, first in zip(FORMS, of_rank, results[0], strict=True):

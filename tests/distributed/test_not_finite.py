@@ -305,7 +305,7 @@ def _skip_more() -> list[Any]:
     return [torch.cat([module.norm.running_mean, module.norm.running_var, parameters(module)]), *results]
 
 
-def test_nor_do_statistics_hold_them_and_a_step_of_which_nothing_is_left_is_left_out() -> None:
+def test_statistics_hold_no_such_values_and_a_step_without_any_rank_is_left_out() -> None:
     words = "the losses of ranks 0, 1, 2 were not finite", "no optimizer steps"
     for rank, (normed, *results) in enumerate(run(_skip_more, 3)):
         assert normed.isfinite().all()

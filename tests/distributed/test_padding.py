@@ -31,7 +31,7 @@ class SparseTokens(Net):
         return ((batch[2] > 3) * batch[2]).sum()
 
 
-def test_a_rank_whose_part_weighs_nothing() -> None:
+def test_a_rank_with_a_part_of_weight_zero() -> None:
     truth = parameters(oracle(SparseTokens, 12))
     assert torch.isfinite(truth).all()
     for result in run(fit, WORLD, SparseTokens, 12, strategy={"balance": [8.0, 1.0, 3.0]}):
@@ -49,7 +49,7 @@ class Spread(Net):
         return loss
 
 
-def test_a_padding_batch_whose_loss_is_not_finite() -> None:
+def test_a_padding_batch_with_a_loss_that_is_not_finite() -> None:
     for result in run(fit, WORLD, Spread, 12, 96, strategy={"balance": [1.0, 0.0, 1.0]}):
         assert torch.isfinite(result["parameters"]).all()
         assert all(value == value for value in result["metrics"].values())

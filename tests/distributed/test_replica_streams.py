@@ -268,13 +268,13 @@ class Stalls(Net):
         return self.loss(batch)
 
 
-def test_who_has_ended_learns_that_another_has_died() -> None:
+def test_a_rank_that_has_ended_learns_that_another_has_died() -> None:
     first, _ = attempt(_stream, 2, GossipAsyncStrategy, {"timeout": 60}, Shard(), module=Dies)
     assert isinstance(first.error, CommunicationError), first.trace
     assert "rank 1" in str(first.error)
 
 
-def test_who_has_ended_waits_no_longer_than_the_timeout() -> None:
+def test_a_rank_that_has_ended_waits_no_longer_than_the_timeout() -> None:
     first, _ = attempt(_stream, 2, GossipAsyncStrategy, {"timeout": 3}, Shard(), module=Stalls)
     assert isinstance(first.error, CommunicationError), first.trace
     assert "has waited 3 s" in str(first.error)

@@ -83,7 +83,7 @@ def test_a_replica_that_is_not_finite_is_found_before_it_spreads(name: str, opti
         ("daso", {**CYCLING, "mixing": "daso", "wire": "bf16"}),
     ],
 )
-def test_or_is_left_out_and_goes_on_with_the_others(name: str, options: dict[str, Any]) -> None:
+def test_with_skip_it_is_left_out_and_goes_on_with_the_others(name: str, options: dict[str, Any]) -> None:
     results = run(_explode, 3, name, on_nan="skip", nodes=NODES, **options)
     for result in results:
         assert result["parameters"].isfinite().all()

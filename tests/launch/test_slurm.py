@@ -104,7 +104,7 @@ SLURM = {
         (SLURM, SLURMEnvironment, (3, 2, 0, 1)),
     ],
 )
-def test_who_has_started_this_rank(monkeypatch, variables, kind, place):
+def test_the_environment_that_has_started_this_rank(monkeypatch, variables, kind, place):
     for name in {*TORCHRUN, *SLURM}:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
