@@ -181,6 +181,17 @@ def fit(
     }
 
 
+def fits(calls: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Several fits in one job of ranks, one after the other: what each brings, by its name."""
+    results = {}
+    for name, call in calls.items():
+        try:
+            results[name] = fit(**call)
+        except Exception as failure:
+            raise AssertionError(f"the fit {name!r} failed") from failure
+    return results
+
+
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative difference of two vectors."""
     return ((a - b).norm() / b.norm()).item()

@@ -1,13 +1,14 @@
 """`hetero_daso` against loops written by hand with NumPy's means only."""
 
 import warnings
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from oracles import oracle
 from ranks import run
-from tasks import FAST, Net, dataset, error, fit, parameters
+from tasks import FAST, Net, dataset, error, fit, fits, parameters
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import DASOStrategy
@@ -68,28 +69,33 @@ def by_hand(
     return values()[0]
 
 
+def call(**options: Any) -> dict[str, Any]:
+    """A fit with nodes of 8 and 4 samples."""
+    strategy = {"patience": 99, "balance": SHARES, **options}
+    return {"make": Net, "batch_size": 12, "samples": 96, "strategy": strategy, **DASO}
+
+
 @pytest.mark.parametrize("rule", ["daso", "delta"])
-@pytest.mark.parametrize(
-    ("every", "wait", "warmup", "cooldown"), [(4, 1, 4, 4), (3, 3, 2, 5), (1, 1, 0, 1), (5, 2, 0, 3)]
-)
-def test_against_a_loop_by_hand(rule: str, every: int, wait: int, warmup: int, cooldown: int) -> None:
-    truth = by_hand(rule, every, wait, warmup, cooldown, 3)
-    strategy = {
-        "mixing": rule, "global_every": every, "wait": wait, "warmup": warmup, "cooldown": cooldown,
-        "patience": 99, "balance": SHARES,
-    }  # fmt: skip
-    results = run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **DASO)
-    for result in results:
-        assert error(result["parameters"], truth) <= 1e-10
-        assert torch.equal(result["parameters"], results[0]["parameters"])
+def test_against_a_loop_by_hand(rule: str) -> None:
+    truths, calls = {}, {}
+    for every, wait, warmup, cooldown in [(4, 1, 4, 4), (3, 3, 2, 5), (1, 1, 0, 1), (5, 2, 0, 3)]:
+        case = f"every {every}, wait {wait}, warmup {warmup}, cooldown {cooldown}"
+        truths[case] = by_hand(rule, every, wait, warmup, cooldown, 3)
+        calls[case] = call(mixing=rule, global_every=every, wait=wait, warmup=warmup, cooldown=cooldown)
+    of_ranks = run(fits, 3, calls, nodes=NODES)
+    for results in of_ranks:
+        for case, truth in truths.items():
+            assert error(results[case]["parameters"], truth) <= 1e-10, case
+            assert torch.equal(results[case]["parameters"], of_ranks[0][case]["parameters"]), case
 
 
-@pytest.mark.parametrize(("wire", "limit"), [("bf16", 0.02), ("fp16", 0.003)])
-def test_narrow_wires_round_the_exchange_only(wire: str, limit: float) -> None:
-    strategy = {"warmup": 2, "cooldown": 2, "mixing": "delta", "wire": wire, "patience": 99, "balance": SHARES}
+def test_narrow_wires_round_the_exchange_only() -> None:
+    limits = {"bf16": 0.02, "fp16": 0.003}
+    calls = {wire: call(warmup=2, cooldown=2, mixing="delta", wire=wire) for wire in limits}
     truth = by_hand("delta", 4, 1, 2, 2, 3)
-    for result in run(fit, 3, Net, 12, 96, nodes=NODES, strategy=strategy, **DASO):
-        assert 0 < error(result["parameters"], truth) < limit
+    for results in run(fits, 3, calls, nodes=NODES):
+        for wire, limit in limits.items():
+            assert 0 < error(results[wire]["parameters"], truth) < limit, wire
 
 
 def test_blocking_at_every_step_is_flat_data_parallel() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles import oracle
 from ranks import run
-from tasks import GanLike, Net, TokenNet, error, fit, parameters
+from tasks import GanLike, Net, TokenNet, error, fit, fits, parameters
 
 WORLD = 3
 CASES = {
@@ -21,35 +21,39 @@ CASES = {
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("case", CASES)
-def test_any_split_is_one_process(case: str, optimizer: str) -> None:
+def test_any_split_is_one_process(optimizer: str) -> None:
     # 101 samples in batches of 12: the last one has 5, which leaves ranks with few or none.
     make = partial(Net, optimizer)
-    truth = oracle(make, 12)
-    results = run(fit, WORLD, make, 12, **CASES[case])
-    for result in results:
-        assert error(result["parameters"], parameters(truth)) <= 1e-10
-        assert result["steps"] == 3 * math.ceil(101 / 12)
+    truth = parameters(oracle(make, 12))
+    for results in run(fits, WORLD, {name: {"make": make, "batch_size": 12, **case} for name, case in CASES.items()}):
+        assert set(results) == set(CASES)
+        for case, result in results.items():
+            assert error(result["parameters"], truth) <= 1e-10, case
+            assert result["steps"] == 3 * math.ceil(101 / 12), case
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("samples", [101, 98])  # a last window that is short, and a last batch of 2 for 3 ranks
-def test_accumulation_and_clipping(k: int, samples: int) -> None:
-    options = {"accumulate_grad_batches": k, "gradient_clip_val": 0.1}
-    truth = oracle(Net, 12, samples, **options)
-    results = run(fit, WORLD, Net, 12, samples, changes={2: [4.0, 1.0, 2.0], 12: [1.0, 0.0, 1.0]}, **options)
-    unclipped = oracle(Net, 12, samples, accumulate_grad_batches=k)
-    assert error(parameters(unclipped), parameters(truth)) > 1e-3  # or clipping would show nothing
-    for result in results:
-        assert error(result["parameters"], parameters(truth)) <= 1e-10
+def test_accumulation_and_clipping(samples: int) -> None:
+    truths, calls, common = {}, {}, {"make": Net, "batch_size": 12, "samples": samples}
+    for k in (1, 2, 3):
+        options = {"accumulate_grad_batches": k, "gradient_clip_val": 0.1}
+        truths[f"{k} batches"] = truth = parameters(oracle(**common, **options))
+        unclipped = oracle(**common, accumulate_grad_batches=k)
+        assert error(parameters(unclipped), truth) > 1e-3  # or clipping would show nothing
+        calls[f"{k} batches"] = {**common, **options, "changes": {2: [4.0, 1.0, 2.0], 12: [1.0, 0.0, 1.0]}}
+    for results in run(fits, WORLD, calls):
+        for case, truth in truths.items():
+            assert error(results[case]["parameters"], truth) <= 1e-10, case
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_token_weights(k: int) -> None:
-    truth = oracle(TokenNet, 12, accumulate_grad_batches=k)
-    results = run(fit, WORLD, TokenNet, 12, strategy={"balance": [3.0, 1.0, 2.0]}, accumulate_grad_batches=k)
-    for result in results:
-        assert error(result["parameters"], parameters(truth)) <= 1e-10
+def test_token_weights() -> None:
+    calls = {f"{k} batches": {"make": TokenNet, "batch_size": 12, "accumulate_grad_batches": k} for k in (1, 2)}
+    truths = {case: parameters(oracle(**call)) for case, call in calls.items()}
+    for results in run(
+        fits, WORLD, {k: {**call, "strategy": {"balance": [3.0, 1.0, 2.0]}} for k, call in calls.items()}
+    ):
+        for case, truth in truths.items():
+            assert error(results[case]["parameters"], truth) <= 1e-10, case
 
 
 def test_two_optimizers_by_hand() -> None:
