@@ -10,60 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hetero.averaging.facts import Facts, Outcome
 from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica, wide
 from lightning_hetero.comm.topology import Topology
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What is always true of an algorithm.
-
-    Attributes:
-        blocking: all ranks wait for each other after a step that is :meth:`~Averager.due`.
-        lockstep: all replicas exchange after the same steps.
-        needs_others: one replica alone has nothing to average, and the averager is not asked.
-        fresh_start: what a replica continues with after its own values were left out of an average because they were
-            not finite, in words.
-        between: what is validated and saved between two exchanges, in words, if that is worth a warning when it happens
-            more often than exchanges. Then :attr:`Outcome.exchanged` must be told.
-
-    Example::
-
-        from lightning_hetero import Facts
-
-        facts = Facts(needs_others=False)  # one replica alone has something to do, too
-    """
-
-    blocking: bool = True
-    lockstep: bool = True
-    needs_others: bool = True
-    fresh_start: str = "the mean of the others"
-    between: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step, or the preparation or the end of a fit, has brought about.
-
-    Attributes:
-        exchanged: this replica has completed an exchange.
-        warning: what to warn the user of.
-        info: what to tell the user, without alarm. The strategy's name will stand before it.
-
-    Example::
-
-        from lightning_hetero import Outcome
-
-        outcome = Outcome(exchanged=True, info="replicas have met for the first time")
-    """
-
-    exchanged: bool = False
-    warning: str | None = None
-    info: str | None = None
+__all__ = ["Averager", "Facts", "Outcome", "Run", "StepContext"]
 
 
 @dataclass(frozen=True)
@@ -295,6 +251,20 @@ class Averager(ABC):
         """Continue from :meth:`state_dict`."""
         for name in ("reference", *self.state):
             setattr(self, name, state[name])
+
+    # -- parameters that become trainable, or frozen -----------------------------------------------
+
+    def complete(self, context: StepContext) -> None:  # noqa: B027 - most exchanges end with their step
+        """Complete what is under way from one step to another (collective)."""
+
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        """What :meth:`state_dict` has returned, for :meth:`load_state_dict` in another layout.
+
+        Args:
+            state: in the present layout.
+            growth: brings vectors into the new one.
+        """
+        return {**state, "reference": growth.carry(state["reference"])}
 
     def close(self) -> None:  # noqa: B027 - not all algorithms hold resources
         """Let go of all resources; local, idempotent, also after an error."""

@@ -15,6 +15,7 @@ from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepCo
 from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.checks import one_of
 from lightning_hetero.comm.all_reduce import Average, Contribution
+from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import ConfigurationError
@@ -47,6 +48,7 @@ class CenteredAverager(Averager):
 
     facts = Facts(
         needs_others=False,
+        regrows=True,
         fresh_start="the center",
         between=(
             "the mean of all replicas before the first exchange, and then the same center as at the latest exchange, "
@@ -125,8 +127,13 @@ class CenteredAverager(Averager):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._moved = state.get("moved", True)
+        self._distance = state.get("distance", math.nan)
         for own, saved in zip(self.reference, state["reference"], strict=True):
             own.copy_(saved)
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        return {**super().regrown(state, growth), "distance": self._distance}
 
 
 class CenterAverager(CenteredAverager):

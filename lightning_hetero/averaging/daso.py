@@ -14,6 +14,7 @@ from lightning_hetero.averaging.schedule import RateSchedule, phase
 from lightning_hetero.checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import Average, Contribution, Want
 from lightning_hetero.comm.links import Exchange
+from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
@@ -73,7 +74,7 @@ class DASOAverager(Averager):
         schedule: gives B and W.
     """
 
-    facts = Facts(blocking=False)
+    facts = Facts(blocking=False, regrows=True)
 
     warmup: float | int | str = 0.1
     cooldown: float | int | str = 0.1
@@ -204,9 +205,13 @@ class DASOAverager(Averager):
 
     @override
     def finish(self, context: StepContext) -> Outcome | None:
+        self.complete(context)
+        return super().finish(context)
+
+    @override
+    def complete(self, context: StepContext) -> None:
         if self._pending is not None:
             self._mix(context.step)
-        return super().finish(context)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
@@ -226,8 +231,13 @@ class DASOAverager(Averager):
         super().load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
         self._member, self._since = state["turn"], state["since"]
+        self._epoch_ended = state.get("epoch_ended", False)
         pending = state["pending"]
         self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        return {**super().regrown(state, growth), "epoch_ended": self._epoch_ended}
 
 
 def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int) -> None:

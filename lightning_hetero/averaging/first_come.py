@@ -78,6 +78,16 @@ class FirstComeAverager(PairAverager):
         return super().finish(context)
 
     @override
+    def complete(self, context: StepContext) -> None:
+        if self._late is not None:
+            self.replica.add(*self._late)
+            self._late = None
+        if self._offered:
+            self.take(0.0)
+            self._offered = False
+        self.links.gather(None)  # nobody has anything on offer any more
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         with self._quiet():
             late = self._brought()

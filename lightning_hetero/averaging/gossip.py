@@ -53,7 +53,7 @@ class GossipAverager(Averager, Generic[T]):
         missed: those that were not, by peer: late, frozen, dead, unreachable.
     """
 
-    facts = Facts(lockstep=False, fresh_start="the values with which all have begun")
+    facts = Facts(lockstep=False, regrows=True, fresh_start="the values with which all have begun")
     kind: ClassVar[Any]
 
     every_n_steps: int = 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, Outcome, StepContext
+from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
 from lightning_hetero.averaging.moments import Moments
 from lightning_hetero.checks import at_least_one
 from lightning_hetero.comm.replica import wide
@@ -26,6 +26,8 @@ class PeriodicAverager(Averager):
         ConfigurationError: ``every_n_steps`` below 1.
     """
 
+    facts = Facts(regrows=True)
+
     every_n_steps: int | None = None
     average_optimizer_state: bool = False
     _moments: Moments | None = field(default=None, init=False, repr=False)
@@ -33,6 +35,11 @@ class PeriodicAverager(Averager):
     def __post_init__(self) -> None:
         if self.every_n_steps is not None:
             at_least_one("every_n_steps", self.every_n_steps, ", or None")
+
+    @override
+    def prepare(self) -> Outcome | None:
+        self._moments = None  # what optimizers hold changes when parameters become trainable
+        return None
 
     @override
     def due(self, context: StepContext) -> bool:

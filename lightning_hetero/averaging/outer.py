@@ -15,6 +15,7 @@ from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.center import CenterAverager
 from lightning_hetero.checks import is_number, one_of
 from lightning_hetero.comm.all_reduce import Average
+from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
 
@@ -128,8 +129,19 @@ class OuterAverager(CenterAverager):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._optimizer.load_state_dict(state["outer"])
+        if state["outer"] is None:  # in the midst of a fit, of another layout
+            for name, p in zip(self.replica.parameter_names, self._parameters, strict=True):
+                if momenta := state["momenta"].get(name):
+                    self._optimizer.state[p] = momenta
+        else:
+            self._optimizer.load_state_dict(state["outer"])
         self._since = state["since"]
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        names = self.replica.parameter_names
+        momenta = {name: self._optimizer.state.get(p, {}) for name, p in zip(names, self._parameters, strict=True)}
+        return {**super().regrown(state, growth), "outer": None, "momenta": momenta}
 
 
 def described(make: Callable[[Iterable], Optimizer], given: object) -> tuple[str, dict[str, Any]]:

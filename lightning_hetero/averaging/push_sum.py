@@ -12,6 +12,7 @@ from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.gossip import PushAverager
 from lightning_hetero.averaging.mixing import DIRECTED, Rule, rule_of, sends
 from lightning_hetero.comm.gossip.pushing import Push
+from lightning_hetero.comm.regrowth import Regrowth
 
 _LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
 _MOST = 4.0  # times max(s, 1) that a step counts, for one with a low weight that hears from others
@@ -130,6 +131,19 @@ class PushSumAverager(PushAverager):
         self.replica.unpack(self.consensus(context))
         self.report()
         return None
+
+    @override
+    def complete(self, context: StepContext) -> None:
+        self.links.gather(None)  # nothing is on its way any more
+        self._learn(self.pack(), context.samples_per_replica)
+        with self.receiving(context.step // self.every_n_steps, ()) as pushes:
+            for push in pushes:
+                self._add(push.vectors, push.weight, 1)
+        self.replica.unpack(self._unbiased())
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        return {**super().regrown(state, growth), "x": growth.carry(state["x"], self._weight), "arrived": []}
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

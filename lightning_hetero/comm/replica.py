@@ -1,12 +1,15 @@
 """Packs a replica's values into a few flat vectors: one message is far cheaper than one per layer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from lightning_hetero.comm.deadline import deadline
 
 
 class Replica:
@@ -22,6 +25,7 @@ class Replica:
         excluded: names, or patterns of names such as ``"*.norm.*"``, of values that get vectors of their own, after the
             others.
         packed: ``False``: one vector for each parameter and buffer, instead of one for all of a dtype.
+        buffers: names of the buffers that are exchanged. Default: the floating ones that are finite now.
 
     Attributes:
         included: number of the vectors that come before those of excluded values.
@@ -33,25 +37,35 @@ class Replica:
         settle: Callable[[], None] | None = None,
         excluded: Sequence[str] = (),
         packed: bool = True,
+        buffers: Collection[str] | None = None,
     ) -> None:
         self._settle = settle
         self._trainable = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
-        self._module = module
+        self._module, self._excluded, self._packed = module, excluded, packed
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
-        buffers = [b for b in module.buffers() if b.is_floating_point() and b.isfinite().all()]
+        if buffers is None:
+            buffers = {name for name, b in module.named_buffers() if b.is_floating_point() and b.isfinite().all()}
+        self._exchanged = buffers
+        taken = [b for name, b in module.named_buffers() if name in buffers]
         self._names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
         groups: tuple[dict[Any, list[Tensor]], ...] = {}, {}  # included, excluded
-        for i, value in enumerate(parameters + buffers):
+        for i, value in enumerate(parameters + taken):
             is_excluded = any(fnmatchcase(self._names[id(value)], pattern) for pattern in excluded)
             groups[is_excluded].setdefault(value.dtype if packed or is_excluded else i, []).append(value)
         self.included = len(groups[False])
         self._groups = [*groups[False].values(), *groups[True].values()]
-        self._buffers = {id(buffer) for buffer in buffers}
+        self._buffers = {id(buffer) for buffer in taken}
 
     @property
     def names(self) -> list[str]:
         """Names of the values, parameters first, then buffers."""
         return [self._names[id(value)] for group in self._groups for value in group]
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of the parameters that are not excluded, in the order of :meth:`views`."""
+        included = (value for group in self._groups[: self.included] for value in group)
+        return [self._names[id(value)] for value in included if id(value) not in self._buffers]
 
     def views(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The parts of vectors that belong to parameters, and those that belong to buffers, in their shapes.
@@ -65,9 +79,44 @@ class Replica:
                 found[id(value) in self._buffers].append(part.view(value.shape))
         return found
 
-    def changed(self) -> list[str]:
-        """Names of parameters that have become trainable, or frozen, since this object was made."""
-        return [name for name, p, trainable in self._trainable if p.requires_grad != trainable]
+    @property
+    def layout(self) -> list[dict[str, Tensor]]:
+        """Of each vector, the model's values in it, by name."""
+        return [{self._names[id(value)]: value for value in group} for group in self._groups]
+
+    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The parts of vectors by the names of the values.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these.
+        """
+        found = {}
+        for group, flat in zip(self._groups, flats, strict=False):
+            for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
+                found[self._names[id(value)]] = part
+        return found
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of the parameters that were trainable when this object was made."""
+        return [name for name, _, trainable in self._trainable if trainable]
+
+    def changed(self) -> dict[str, bool]:
+        """Parameters that have become trainable (true), or frozen (false), since this object was made; by name."""
+        return {name: p.requires_grad for name, p, trainable in self._trainable if p.requires_grad != trainable}
+
+    def share(self, names: Sequence[str]) -> None:
+        """Give all ranks rank 0's values of parameters, exchanged or not (collective).
+
+        Args:
+            names: of the parameters, the same on all ranks.
+        """
+        parameters = dict(self._module.named_parameters())
+        share([parameters[name].data for name in names])
+
+    def anew(self) -> "Replica":
+        """The same model's replica with the parameters that are trainable now."""
+        return type(self)(self._module, self._settle, self._excluded, self._packed, self._exchanged)
 
     def kept(self) -> dict[str, Tensor]:
         """Copies of the buffers that are not exchanged, such as counters and masks, by name."""
@@ -186,3 +235,19 @@ def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write the parts of a vector into tensors."""
     torch._foreach_copy_(list(tensors), parts(flat, tensors))
+
+
+def share(tensors: Iterable[Tensor]) -> None:
+    """Give all ranks rank 0's values (collective); one message for each dtype.
+
+    Args:
+        tensors: of the same shapes and dtypes on all ranks.
+    """
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    for alike in groups.values():
+        flat = flatten(alike).cpu()
+        with deadline("receive rank 0's values"):
+            dist.broadcast(flat, 0)
+        unflatten(flat, alike)

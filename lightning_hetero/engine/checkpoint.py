@@ -138,7 +138,9 @@ class Identity(NamedTuple):
     bases: Sequence[str] = ()
 
 
-def add_replicas(checkpoint: dict[str, Any], who: Identity, view: View, save: str, losses: Losses) -> None:
+def add_replicas(
+    checkpoint: dict[str, Any], who: Identity, view: View, save: str, losses: Losses, trainable: Sequence[str]
+) -> None:
     """Describe the replicas in rank 0's checkpoint (collective).
 
     Args:
@@ -147,19 +149,26 @@ def add_replicas(checkpoint: dict[str, Any], who: Identity, view: View, save: st
         view: who takes part.
         save: the name of this save, which its shards bear.
         losses: of this rank.
+        trainable: names of the parameters that are trainable.
     """
     everyone: list[Any] | None = [None] * view.world if view.rank == 0 else None
     with deadline("gather the ranks' losses to save"):
         dist.gather_object(losses.state_dict(), everyone)
     if everyone is not None:
         ids = [member.id for member in view.replicas]
-        replicas = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids, "losses": everyone}
+        names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
+        replicas = {**names, "losses": everyone, "trainable": list(trainable)}
         checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
 
 
 def save_of(checkpoint: Mapping[str, Any]) -> str | None:
     """The name of the save to which a checkpoint belongs, if it has shards."""
     return part_of(checkpoint).get("replicas", {}).get("save")
+
+
+def trainable_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
+    """Names of the parameters that were trainable; ``None`` if the checkpoint does not tell."""
+    return part_of(checkpoint).get("replicas", {}).get("trainable")
 
 
 def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | None:

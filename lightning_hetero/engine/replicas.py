@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.averaging.averager import Averager, Outcome, Run, StepContext
+from lightning_hetero.averaging.regrow import regrow
+from lightning_hetero.comm.agreement import check_equal
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.engine.losses import Losses
 from lightning_hetero.engine.not_finite import about
+from lightning_hetero.engine.regrowing import CHANGED, cannot_regrow, in_mid_epoch
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import NotFiniteError, UnsupportedError
@@ -68,7 +71,7 @@ class ReplicaEngine:
         """
         self._open = False  # an earlier fit may have ended in a window
         self._exchanges, self._looked, self._warned = 0, None, False
-        self.averager, self._metric = averager, metric
+        self.averager, self._metric, self._optimizers = averager, metric, optimizers
         return averager.setup(replica, self.links, optimizers, run)
 
     def resume(self, windows: int) -> None:
@@ -121,22 +124,39 @@ class ReplicaEngine:
         """See :class:`~lightning_hetero.engine.single.Engine`.
 
         Raises:
-            UnsupportedError: parameters have become trainable, or frozen, during the fit.
+            UnsupportedError: parameters have become trainable, or frozen, in mid-epoch.
         """
         if self._open or self.averager is None:
             return
         self._open = True
         if not self.averages:
             return
-        if names := self.averager.replica.changed():
-            more = " and others" if len(names) > 3 else ""
-            raise UnsupportedError(
-                f"{', '.join(names[:3])}{more} became trainable, or frozen, during the fit; replicas exchange what was "
-                "trainable at its start. Unfreeze all before the fit, with a learning rate of 0 if need be, or use "
-                "hetero_ddp."
-            )
+        if changed := self.averager.replica.changed():
+            raise UnsupportedError(in_mid_epoch(changed))
         with self._share.timer.waiting(exchange=True), self._meeting():
             self.averager.before_step(self.context(epoch_ends=False))
+
+    def regrow(self) -> bool:
+        """Between two windows, go on with the parameters that are trainable now; whether these have changed.
+
+        Collective.
+
+        Raises:
+            DisagreementError: on every rank: they are not the same ones everywhere.
+            UnsupportedError: on every rank: the averager cannot go on.
+        """
+        assert self.averager is not None
+        with self._share.timer.waiting(exchange=True):
+            changed = self.averager.replica.changed()
+            check_equal(CHANGED, {name: "trainable" if on else "frozen" for name, on in changed.items()})
+            if not changed:
+                return False
+            if self.averages and not self.averager.facts.regrows:
+                raise UnsupportedError(cannot_regrow(type(self.averager).__name__, changed))
+            self.averager.replica.share([name for name, trainable in changed.items() if trainable])
+            with self._meeting():
+                regrow(self.averager, self.context(epoch_ends=False), self._optimizers)
+        return True
 
     def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
         """See :class:`~lightning_hetero.engine.single.Engine`.

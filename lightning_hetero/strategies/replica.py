@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,12 +17,11 @@ from lightning_hetero.averaging.averager import Averager, Run
 from lightning_hetero.checks import one_of
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
-from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
-from lightning_hetero.comm.replica import flatten, unflatten
+from lightning_hetero.comm.replica import share
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.engine import shards
-from lightning_hetero.engine.checkpoint import Identity, add_replicas
+from lightning_hetero.engine.checkpoint import Identity, add_replicas, trainable_of
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
 from lightning_hetero.engine.step import Workshare
@@ -31,8 +29,14 @@ from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.metrics import LoggedMetrics
-from lightning_hetero.strategies.replica_ddp import ReplicaDDP
-from lightning_hetero.strategies.replica_guards import averages_again, complex_parameters, unfreezing, unsupported
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP, wrap_anew
+from lightning_hetero.strategies.replica_guards import (
+    averages_again,
+    complex_parameters,
+    go_on_with,
+    unfreezing,
+    unsupported,
+)
 from lightning_hetero.strategies.training import apply
 
 if TYPE_CHECKING:
@@ -163,7 +167,7 @@ class ReplicaStrategy(HeteroStrategy):
             metric = self._metrics.mean_over_ranks
             outcome = self.engine.start(averager, replica, lambda: self.optimizers, self._run(), metric)
             apply(outcome, type(self).__name__)
-            if self.engine.averages:
+            if self.engine.averages and not averager.facts.regrows:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
 
     def _run(self) -> Run:
@@ -192,6 +196,20 @@ class ReplicaStrategy(HeteroStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._metrics.begin()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0:  # callbacks have unfrozen, or frozen, what they want to for the epoch
+            self.regrow()
+
+    def regrow(self) -> None:
+        """Between two steps, go on with the parameters that are trainable now (collective)."""
+        assert self.lightning_module is not None
+        if problem := complex_parameters(self.lightning_module):
+            raise problem
+        if self.engine.regrow():
+            wrap_anew(self)
 
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
@@ -225,7 +243,8 @@ class ReplicaStrategy(HeteroStrategy):
         own, view = self.engine.state_dict(self.optimizers, self.precision_plugin.state_dict()), self.engine.view
         background = isinstance(self.checkpoint_io, WrappingCheckpointIO)
         with self._shards.saving(self.checkpoint_io, filepath, view.leads, background) as save:
-            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses)
+            trainable = self.averager.replica.trainable
+            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, trainable)
             with saving.told_to_all(alone=False):
                 if own is not None:
                     shard = shards.shard_of(filepath, view.replica.id, save)
@@ -241,10 +260,12 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        go_on_with(self.lightning_module, trainable_of(checkpoint))
+        self.regrow()
         mine = self._source.replica(checkpoint, self._identity(), self.engine.view)
         if isinstance(mine, str):
             rank_zero_warn(f"{mine} All replicas start from the checkpoint's weights, with its optimizers' state.")
-            assert self.lightning_module is not None
             by_hand = not self.lightning_module.automatic_optimization
             progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
             self.engine.resume(progress.processed if by_hand else self.trainer.global_step)  # type: ignore[attr-defined]
@@ -264,15 +285,8 @@ class ReplicaStrategy(HeteroStrategy):
 
 
 def share_values(module: torch.nn.Module) -> None:
-    """Give all ranks rank 0's values, frozen parameters too (collective); one message for each dtype."""
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        groups.setdefault(tensor.dtype, []).append(tensor.data)
-    for tensors in groups.values():
-        flat = flatten(tensors).cpu()
-        with deadline("receive rank 0's values"):
-            dist.broadcast(flat, 0)
-        unflatten(flat, tensors)
+    """Give all ranks rank 0's values, frozen parameters too (collective)."""
+    share(tensor.data for tensor in (*module.parameters(), *module.buffers()))
 
 
 class _FinishFirst(Callback):

@@ -55,8 +55,14 @@ def share_buffers(model: torch.nn.Module | None) -> None:
 def take_unfrozen_in(strategy: "HeteroStrategy") -> None:
     """Wrap the model anew if a parameter has been unfrozen since it was wrapped (collective over the replica)."""
     if isinstance(strategy.model, ReplicaDDP) and strategy.model.outgrown():
+        wrap_anew(strategy)
+
+
+def wrap_anew(strategy: "HeteroStrategy") -> None:
+    """Let DDP wait for the gradients of what is trainable now (collective over the replica)."""
+    if isinstance(strategy.model, ReplicaDDP):
         strategy.model = strategy.lightning_module
-        with strategy.timer.waiting(), deadline("take unfrozen parameters in"):
+        with strategy.timer.waiting(), deadline("agree on trainable parameters"):
             strategy.configure_ddp()
 
 

@@ -1,10 +1,11 @@
 """What goes wrong with replicas that differ, in words."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
@@ -42,8 +43,8 @@ def unfreezing(trainer: "pl.Trainer", module: torch.nn.Module) -> HeteroError | 
             name = type(callback).__name__
             return UnsupportedError(
                 f"{name} has frozen {frozen[0]}{' and others' if len(frozen) > 1 else ''}, to unfreeze them during the "
-                "fit. Replicas exchange what is trainable when the fit begins. Fit twice, first with the parameters "
-                f"frozen in the model and then with all of them, or use hetero_ddp, which {name} works with."
+                "fit. The strategy's averager does not say that it can go on with other parameters. Let it say so "
+                f"(facts = Facts(regrows=True)), or use hetero_ddp, which {name} works with."
             )
     return None
 
@@ -76,3 +77,25 @@ def complex_parameters(module: torch.nn.Module) -> HeteroError | None:
         f"{names[0]} is complex: replicas exchange real parameters only. Hold it as two real ones "
         "(torch.view_as_real), or use hetero_ddp."
     )
+
+
+def go_on_with(module: torch.nn.Module, trainable: Collection[str] | None) -> None:
+    """Let the parameters be trainable that were so in a checkpoint; callbacks do not unfreeze them again.
+
+    Args:
+        module: the model.
+        trainable: names of the parameters; ``None``: as they are.
+    """
+    if trainable is None:
+        return
+    frozen = []
+    for name, p in module.named_parameters():
+        if p.requires_grad and name not in trainable:
+            frozen.append(name)
+        p.requires_grad_(name in trainable)
+    if frozen:
+        more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
+        rank_zero_warn(
+            f"{frozen[0]}{more} had been frozen when the checkpoint was saved, and stays frozen. To go on with other "
+            "trainable parameters load the weights only, or change what is trainable in on_train_epoch_start."
+        )

@@ -247,15 +247,6 @@ def _thaws(kind: Any, options: dict[str, Any], callback: Any) -> int:
     return trainer.global_step
 
 
-@pytest.mark.parametrize(("kind", "options"), [REPLICAS[0], REPLICAS[2]])
-@pytest.mark.parametrize("callback", [Thaws(True), BackboneFinetuning(unfreeze_backbone_at_epoch=0)])
-def test_callbacks_that_unfreeze_are_refused_before_training(kind: Any, options: Any, callback: Any) -> None:
-    for outcome in attempt(_thaws, 2, kind, options, callback, nodes=[1, 1]):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert f"{type(callback).__name__} has frozen" in str(outcome.error)
-        assert "hetero_ddp" in str(outcome.error)
-
-
 def _may_thaw() -> list[int]:
     late = BackboneFinetuning(unfreeze_backbone_at_epoch=10)
     return [_thaws(*REPLICAS[0], callback) for callback in (Thaws(False), late)] + [_thaws(HeteroDDPStrategy, {}, late)]

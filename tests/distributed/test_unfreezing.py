@@ -1,0 +1,315 @@
+"""Parameters that become trainable, or frozen, during a fit, where replicas differ."""
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from oracles import oracle
+from ranks import attempt, run
+from tasks import FAST, Net, Save, dataset, parameters
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_hetero import (
+    Averager,
+    DASOStrategy,
+    DiLoCoStrategy,
+    EAMSGDStrategy,
+    EASGDAsyncStrategy,
+    EASGDHogwildStrategy,
+    EASGDOverlapStrategy,
+    EASGDRoundRobinStrategy,
+    EASGDStrategy,
+    GossipAsyncStrategy,
+    GossipPushSumStrategy,
+    GossipStrategy,
+    NodeAverageStrategy,
+    StepContext,
+    strategy_for,
+)
+from lightning_hetero.errors import DisagreementError, UnsupportedError
+
+SHARES = [3.0, 1.0, 2.0]
+APART: dict[str, Any] = {"balance": SHARES, "timeout": 30, "ranks_per_node": 1}
+
+
+class Backboned(Net):
+    """The first layer is a backbone."""
+
+    def __init__(self, nesterov: bool = False, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.backbone = self.net[0]
+        self.nesterov, self.momentum = nesterov, momentum
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trainable, lr=0.05, momentum=self.momentum, nesterov=self.nesterov)
+
+
+class Freezes(pl.Callback):
+    """Freezes the first layer after an epoch, and unfreezes it after another one."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.backbone.requires_grad_(trainer.current_epoch != 1)
+
+
+def _fit(strategy: Any, module: Any, *callbacks: pl.Callback, resume: str | None = None, **options: Any) -> Any:
+    trainer = pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**FAST, "max_epochs": 4, **options})
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), ckpt_path=resume)
+    return module
+
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (NodeAverageStrategy, {"every_n_steps": 3, "average_optimizer_state": True}),
+    (DASOStrategy, {"warmup": 0, "cooldown": 0, "global_every": 4, "wait": 3}),
+    (EASGDStrategy, {"moving_rate": "auto", "tau": 3}),
+    (EASGDOverlapStrategy, {"moving_rate": "auto", "tau": 3}),
+    (EAMSGDStrategy, {"moving_rate": "auto", "tau": 3}),
+    (DiLoCoStrategy, {"tau": 5}),
+    (EASGDAsyncStrategy, {"moving_rate": "auto", "tau": 2}),
+    (EASGDAsyncStrategy, {"moving_rate": "auto", "tau": 2, "center": "thread"}),
+    (EASGDHogwildStrategy, {"moving_rate": "auto", "tau": 2}),
+    (EASGDRoundRobinStrategy, {"moving_rate": "auto", "tau": 2}),
+    (GossipStrategy, {"every_n_steps": 2}),
+    (GossipStrategy, {"exchange": "push"}),
+    (GossipPushSumStrategy, {"every_n_steps": 2}),
+    (GossipPushSumStrategy, {"wire": "bf16"}),
+    (GossipAsyncStrategy, {}),
+]
+
+
+def _all_ways(kind: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    results = []
+    for callback in (BackboneFinetuning(unfreeze_backbone_at_epoch=2), Freezes()):
+        module = Backboned(momentum=0.9, nesterov=kind is EAMSGDStrategy)
+        results.append(parameters(_fit(kind(**options, **APART), module, callback)))
+    return results
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_with_every_algorithm_all_parameters_train(kind: Any, options: dict[str, Any]) -> None:
+    first, *others = run(_all_ways, 3, kind, options, nodes=[1, 1, 1])
+    begin = parameters(Backboned())
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            assert torch.equal(one, two)
+            assert (one != begin).all()
+
+
+# -- against loops by hand -----------------------------------------------------------------------------------
+
+
+class Thaws(BaseFinetuning):
+    """Trains the first layer from an epoch on, at the same rate."""
+
+    def __init__(self, epoch: int = 2) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == self.epoch:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.05)
+
+
+def _flat(kind: Any) -> list[torch.Tensor]:
+    results = []
+    for callback in (Thaws(), BackboneFinetuning(unfreeze_backbone_at_epoch=2), Freezes()):
+        strategy = kind(every_n_steps=1, average_optimizer_state=True, balance=[5.0, 1.0, 2.0], timeout=30)
+        results.append(parameters(_fit(strategy, Backboned(momentum=0.9), callback)))
+    return results
+
+
+@pytest.mark.parametrize("nodes", [[1, 1, 1], [2, 1]])
+def test_replicas_that_meet_at_every_step_are_one_process(nodes: list[int]) -> None:
+    truths = []
+    for callback in (Thaws(), BackboneFinetuning(unfreeze_backbone_at_epoch=2), Freezes()):
+        make = partial(Backboned, momentum=0.9)
+        truths.append(parameters(oracle(make, 12, samples=96, callbacks=[callback], max_epochs=4)))
+    for results in run(_flat, 3, NodeAverageStrategy, nodes=nodes):
+        for result, truth in zip(results, truths, strict=True):
+            assert (result - truth).abs().max() < 1e-12
+
+
+def by_hand(name: str, tau: int, alpha: float) -> torch.Tensor:
+    """Three replicas and a center; the first layer stands still for two epochs, and then takes part in everything."""
+    data, parts = dataset(96), torch.tensor([0.5, 1 / 6, 1 / 3], dtype=torch.float64)
+    nets = [Backboned() for _ in parts]
+    still, center, velocity = parameters(nn.ModuleList([nets[0].backbone])).numel(), parameters(nets[0]), 0.0
+    order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
+    for step in range(1, 33):
+        order.set_epoch((step - 1) // 8)
+        values = torch.stack([parameters(net) for net in nets])
+        batch = list(order)[12 * ((step - 1) % 8) :]
+        moved = []
+        for net, value, rows in zip(nets, values, (slice(0, 6), slice(6, 8), slice(8, 12)), strict=True):
+            net.zero_grad()
+            net.loss([part[batch[rows]] for part in data.tensors]).backward()
+            gradient = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+            if step <= 16:
+                gradient[:still] = 0  # the backbone's parameters come first
+            moved.append(value - 0.05 * gradient)
+        new = torch.stack(moved)
+        if step % tau == 0 and name == "easgd":
+            away = values - center
+            new, center = new - alpha * away, center + 3 * alpha * (parts @ away)
+        elif step % tau == 0:
+            gradient = center - parts @ new
+            velocity = 0.9 * velocity + gradient
+            center = center - 0.7 * (gradient + 0.9 * velocity)
+            new = center.expand_as(new)
+        for net, value in zip(nets, new, strict=True):
+            nn.utils.vector_to_parameters(value, net.parameters())
+    return center
+
+
+def _centered(kind: Any, options: dict[str, Any]) -> torch.Tensor:
+    return parameters(_fit(kind(**options, **APART), Backboned(), Thaws()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (EASGDStrategy, {"moving_rate": 0.2, "tau": 3}, "easgd"),
+        (EASGDOverlapStrategy, {"moving_rate": 0.2, "tau": 3}, "easgd"),
+        (DiLoCoStrategy, {"tau": 4}, "diloco"),
+    ],
+)
+def test_a_center_grows(kind: Any, options: dict[str, Any], name: str) -> None:
+    truth = by_hand(name, options["tau"], 0.2)
+    for result in run(_centered, 3, kind, options, nodes=[1, 1, 1]):
+        assert (result - truth).abs().max() < 1e-12
+
+
+# -- frozen --------------------------------------------------------------------------------------------------
+
+
+class Watches(pl.Callback):
+    """Keeps the first layer after every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.seen.append(parameters(pl_module.backbone))
+
+
+def _frozen(kind: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    watch = Watches()
+    _fit(kind(**options, **APART), Backboned(), Freezes(), watch, max_epochs=2)
+    return watch.seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(NodeAverageStrategy, {"every_n_steps": 100}), (EASGDAsyncStrategy, {"moving_rate": 0.2, "tau": 3})],
+)
+def test_what_is_frozen_is_the_consensus_and_stands_still(kind: Any, options: dict[str, Any]) -> None:
+    ranks = run(_frozen, 3, kind, options, nodes=[1, 1, 1])
+    assert not torch.equal(ranks[0][7], ranks[1][7])  # they had gone apart
+    for seen in ranks:
+        assert len(seen) == 16
+        assert all(torch.equal(one, two) for one, two in pairwise(seen[8:]))
+        assert torch.equal(seen[8], ranks[0][8])
+    if kind is NodeAverageStrategy:
+        mean = (3 * ranks[0][7] + ranks[1][7] + 2 * ranks[2][7]) / 6
+        assert (ranks[0][8] - mean).abs().max() < 1e-12
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def _resumed(folder: str, kind: Any, options: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
+    warnings.filterwarnings("ignore", ".*stays frozen")
+    results = []
+    for make in (Thaws, Freezes):
+        for stop in (12, 20):
+            path = f"{folder}/{make.__name__}-{stop}.ckpt"
+            ends = []
+            for save, resume in ((Save(path, -1, False), None), (Save(path, stop, True), None), (None, path)):
+                module = Backboned(momentum=0.9)
+                _fit(kind(**options, **APART), module, make(), *([save] if save else []), resume=resume)
+                ends.append(parameters(module))
+            results.append((ends[0], ends[2]))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [KINDS[0], KINDS[1], KINDS[2], KINDS[5], (GossipStrategy, {"every_n_steps": 2, "overlap": False}), KINDS[12]],
+)
+def test_a_resumed_fit_goes_on_with_what_was_trainable(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    for results in run(_resumed, 3, str(tmp_path), kind, options, nodes=[1, 1, 1]):
+        for whole, resumed in results:
+            assert torch.equal(whole, resumed)
+
+
+# -- what cannot work ----------------------------------------------------------------------------------------
+
+
+class OnOneRank(pl.Callback):
+    """Freezes the first layer on the last rank only."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.backbone.requires_grad_(trainer.current_epoch == 0 or trainer.global_rank < 2)
+
+
+class InMidEpoch(pl.Callback):
+    """Freezes the first layer after some steps."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.backbone.requires_grad_(trainer.global_step < 5)
+
+
+def _wrong(kind: Any, callback: Any) -> None:
+    options = {"moving_rate": 0.2} if kind is EASGDAsyncStrategy else {}
+    _fit(kind(**APART, **options), Backboned(), callback)
+
+
+@pytest.mark.parametrize("kind", [NodeAverageStrategy, EASGDAsyncStrategy, GossipAsyncStrategy])
+def test_ranks_that_differ_are_an_error_on_every_rank(kind: Any) -> None:
+    for outcome in attempt(_wrong, 3, kind, OnOneRank(), nodes=[1, 1, 1]):
+        assert isinstance(outcome.error, DisagreementError), outcome.trace
+        assert "the ranks differ in the parameters that have become trainable or frozen" in str(outcome.error)
+        assert "net.0.weight: rank 0: (missing), rank 1: (missing), rank 2: frozen" in str(outcome.error)
+
+
+def test_a_change_in_mid_epoch_is_refused() -> None:
+    for outcome in attempt(_wrong, 3, DASOStrategy, InMidEpoch(), nodes=[1, 1, 1]):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert "net.0.weight and 1 more became trainable, or frozen, in mid-epoch" in str(outcome.error)
+
+
+@dataclass
+class Own(Averager):
+    """Says nothing of other parameters."""
+
+    def due(self, context: StepContext) -> bool:
+        return context.step % 2 == 0
+
+
+def _own(callback: Any) -> None:
+    _fit(strategy_for(Own, "of_the_test")(**APART), Backboned(), callback)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [(Thaws(), "Thaws has frozen net.0.weight and others"), (Freezes(), "Own does not say that it can go on")],
+)
+def test_an_averager_that_does_not_know_how(callback: Any, words: str) -> None:
+    for outcome in attempt(_own, 3, callback, nodes=[1, 1, 1]):
+        assert isinstance(outcome.error, UnsupportedError), outcome.trace
+        assert words in str(outcome.error)
+        assert "regrows=True" in str(outcome.error)
