@@ -223,11 +223,11 @@ def test_a_silent_visitor_takes_no_memory() -> None:
         for visitor in visitors:
             read(visitor, 16)
         deadline = time.monotonic() + 20
-        while (held := threading.active_count() - before) and time.monotonic() < deadline:
+        while (held := threading.active_count() - before) > 0 and time.monotonic() < deadline:
             time.sleep(0.05)
         for visitor in visitors:
             visitor.close()
-        assert held == 0
+        assert held <= 0  # a thread of an earlier test may have ended meanwhile
 
 
 @pytest.mark.parametrize("seed", range(3))
