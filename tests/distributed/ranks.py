@@ -175,6 +175,8 @@ def quiet() -> None:
 def _rank(end: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     os.setpgid(0, 0)
     gc.freeze()  # what all ranks share, need not be looked through, nor copied for that
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # of the test in which the server was started
+        os.environ.pop(name, None)
     os.environ.update(variables)
     torch.set_num_threads(1)
     # A child of the server would start a server of its own for each rank's dataloader workers.

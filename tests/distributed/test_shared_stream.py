@@ -118,8 +118,9 @@ class Slow(Net):
 
 
 def _measured() -> dict[str, Any]:
-    module, strategy = Slow(), HeteroDDPStrategy(rebalance_every_n_steps=2)
+    module = Slow()
     with virtual_time(sys.modules[__name__]):
+        strategy = HeteroDDPStrategy(rebalance_every_n_steps=2)
         trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
         trainer.fit(module, DataLoader(SharedStream(Plain(640)), batch_size=8))
     return {"seen": module.seen}
