@@ -204,7 +204,8 @@ def _shuffles_by_itself(loader: DataLoader) -> bool:
     """Whether ``shuffle=True`` has made a sampler that Lightning does not know, as torchdata's loader does."""
     sampler = loader.sampler
     made = type(sampler).__module__.startswith("torchdata.") and type(sampler).__name__ == "RandomSampler"
-    return made and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore
+    # Not of a type that can be imported here: torchdata need not be installed.
+    return made and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[attr-defined, arg-type]
 
 
 class _Both:

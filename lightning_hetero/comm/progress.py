@@ -53,7 +53,8 @@ class Progress:
 
     def write(self, count: Count) -> None:
         """Let the others know what this replica has drawn."""
-        self._store.set(self._key(self._passes, self._own), f"{count.batches} {int(count.ended)}")
+        with deadline("tell other replicas how many batches it has drawn"):
+            self._store.set(self._key(self._passes, self._own), f"{count.batches} {int(count.ended)}")
 
     def beyond(self, batches: int) -> bool:
         """Whether any replica draws more than so many batches in this pass; waits until that is known.

@@ -96,10 +96,12 @@ class StreamPeers:
 
 def _fingerprint(batch: Any) -> str | None:
     """Tells batches apart; ``None`` where there is nothing to tell them by."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.numel() > 1]
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    dense = [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_quantized]  # others have no bytes
+    tensors = [leaf.detach().cpu().resolve_conj().contiguous() for leaf in dense if leaf.numel() > 1]
     if not any((tensor != tensor.flatten()[0]).any() for tensor in tensors):
         return None  # none at all, or constant ones
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

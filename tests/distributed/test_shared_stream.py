@@ -159,7 +159,7 @@ def _resumed(kind: Any, options: Any, folder: Any, data: Any, workers: int) -> t
 def test_a_run_that_stops_within_an_epoch_goes_on_at_its_sample(kind: Any, options: Any, tmp_path: Any) -> None:
     for whole, rest in run(_resumed, 2, kind, options, tmp_path, Plain, 0):
         assert rest["seen"] == whole["seen"][10:]
-        if kind not in (EASGDAsyncStrategy, GossipAsyncStrategy):  # who meets whom there goes by the clock
+        if kind not in (EASGDAsyncStrategy, GossipAsyncStrategy):  # there, time decides which replicas meet
             assert torch.equal(rest["parameters"], whole["parameters"])
 
 

@@ -34,7 +34,7 @@ KINDS = [
     (DiLoCoStrategy, {**ONE_EACH, "tau": 2}),
 ]
 NAMES = [kind.__name__ for kind, _ in KINDS]
-BY_THE_CLOCK = (EASGDAsyncStrategy, GossipAsyncStrategy)  # who meets whom
+BY_THE_CLOCK = (EASGDAsyncStrategy, GossipAsyncStrategy)  # time decides which replicas meet
 
 
 class Shard(IterableDataset):
