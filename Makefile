@@ -40,7 +40,7 @@ test: lint
 	@echo "== Testing"
 	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not clock"
 	@echo "== Testing what goes by the clock, alone, and again where a busy machine has come between"
-	@$(BIN)/python -m pytest -m clock --reruns 2
+	@$(BIN)/python -m pytest -m clock --reruns 3 --reruns-delay 3
 
 $(VENV)/.docs: $(VENV)/.ready
 	@echo "-- installing Sphinx with what the documentation uses"
