@@ -7,10 +7,12 @@ export OMP_NUM_THREADS := 1
 # Python keeps its bytecode: a hundred processes of the tests would otherwise compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint docs setup clean
+.PHONY: help demo test test-upstream lint docs setup clean
 help:
 	@echo "make demo   set up, then train on emulated fast and slow devices and draw what happened (2 minutes)"
 	@echo "make test   set up, then lint, type-check and test"
+	@echo "make test-upstream LIGHTNING_SRC=FOLDER"
+	@echo "            set up, then run Lightning's own tests, from a checkout of it, with its DDP and with ours (an hour)"
 	@echo "make docs   set up, then make the documentation's site, docs/_build/html/index.html"
 	@echo "make clean  remove the virtual environment and build products"
 
@@ -41,6 +43,17 @@ test: lint
 	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not clock"
 	@echo "== Testing what goes by the clock, alone, and again where a busy machine has come between"
 	@$(BIN)/python -m pytest -m clock --reruns 3 --reruns-delay 3
+
+# What Lightning's tests need besides.
+$(VENV)/.upstream: $(VENV)/.ready
+	@echo "-- installing what Lightning's tests use"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt cloudpickle pandas tensorboard tensorboardX
+	@touch $@
+
+test-upstream:
+	@test -n "$(LIGHTNING_SRC)" || (echo "Say where a checkout of Lightning is, of the version in constraints.txt: make test-upstream LIGHTNING_SRC=FOLDER" && exit 1)
+	@$(MAKE) --no-print-directory $(VENV)/.upstream
+	@$(BIN)/python tests/upstream/run.py "$(LIGHTNING_SRC)" $(UPSTREAM)
 
 $(VENV)/.docs: $(VENV)/.ready
 	@echo "-- installing Sphinx with what the documentation uses"

@@ -1,0 +1,135 @@
+"""Runs Lightning's own tests with its `DDPStrategy` and with ours, and compares: `make test-upstream`.
+
+The checkout must be of the version of Lightning that is installed. Nothing of it is copied.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from expected import EXPECTED, EXPECTED_EVERYWHERE
+from results import Result, Results, alone, differing, read, table, unexplained
+
+HERE = Path(__file__).parent
+FOLDERS = (
+    "strategies",
+    "callbacks",
+    "checkpointing",
+    "loops",
+    "models/test_restore.py",
+    "trainer/logging_",
+    "tuner",
+)
+SECONDS_PER_TEST, SECONDS_PER_RUN = 180, 3600
+
+
+def main() -> int:
+    """Run, compare, and tell; 1 if there is a difference without a reason."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path, help="a checkout of Lightning")
+    parser.add_argument("folders", nargs="*", default=FOLDERS, help="within its tests/tests_pytorch")
+    parser.add_argument("--everywhere", action="store_true", help="ddp on one device, too, for tests that name none")
+    parser.add_argument("--results", type=Path, help="folder for results and output (default: a new one)")
+    args = parser.parse_args()
+    tests = args.source.resolve() / "tests"
+    if not (tests / "tests_pytorch" / "conftest.py").exists():
+        parser.error(f"{args.source}: there is no tests/tests_pytorch/conftest.py, so it is no checkout of Lightning")
+    results = args.results or Path(tempfile.mkdtemp(prefix="upstream-"))
+    results.mkdir(parents=True, exist_ok=True)
+    print(f"Lightning {version('lightning')}, torch {version('torch')}; results and output in {results}", flush=True)
+    runner = Runner(tests, results, args.everywhere)
+    stock, ours = ({}, {})
+    for folder in args.folders:
+        stock |= runner.folder("stock", folder)
+        ours |= runner.folder("ours", folder)
+    reasons = EXPECTED | (EXPECTED_EVERYWHERE if args.everywhere else {})
+    expected = {test: why for test, why in reasons.items() if any(test.startswith(path) for path in args.folders)}
+    for test in differing(stock, ours):
+        if test not in expected:  # the machine may have been busy: once more
+            stock |= runner.single("stock", test)
+            ours |= runner.single("ours", test)
+    return tell(args.folders, stock, ours, expected)
+
+
+def tell(folders: Sequence[str], stock: Results, ours: Results, expected: dict[str, str]) -> int:
+    """Print what was found; the status with which to exit."""
+    print("\n" + table(folders, stock, ours) + "\n")
+    found = [test for test in differing(stock, ours) if test in expected]
+    print(f"{len(found)} expected differences (tests/upstream/expected.py)")
+    problems = unexplained(stock, ours, expected)
+    print(f"{len(problems)} unexplained" + "".join(f"\n  {line}" for line in problems))
+    return 1 if problems else 0
+
+
+class Runner:
+    """Runs parts of Lightning's tests, each in a process of its own.
+
+    Args:
+        tests: the folder of Lightning's tests.
+        results: folder for results and output.
+        everywhere: whether tests that name no strategy run with `ddp` on one device.
+    """
+
+    def __init__(self, tests: Path, results: Path, everywhere: bool) -> None:
+        self._tests, self._results, self._everywhere = tests, results, everywhere
+
+    def folder(self, side: str, folder: str) -> dict[str, Result]:
+        """The results of a folder; tests that ask for a process of their own get it."""
+        print(f"{side}: {folder}", flush=True)
+        found = self._run(side, folder, f"{side}-{folder}")
+        for test in alone(found):
+            found |= self.single(side, test, standalone=True)
+        return found
+
+    def single(self, side: str, test: str, standalone: bool | None = None) -> dict[str, Result]:
+        """The result of one test, in a process of its own."""
+        print(f"{side}: {test}", flush=True)
+        if standalone is None:
+            found = self._run(side, test, f"{side}-{test}")
+            return self.single(side, test, standalone=True) if alone(found) else found
+        return self._run(side, test, f"{side}-{test}", PL_RUN_STANDALONE_TESTS="1")
+
+    def _run(self, side: str, what: str, name: str, **environment: str) -> dict[str, Result]:
+        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:150]
+        results, output = self._results / f"{name}.jsonl", self._results / f"{name}.txt"
+        results.unlink(missing_ok=True)
+        paths = [str(HERE), str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"PYTHONPATH": os.pathsep.join(paths), "UPSTREAM_SIDE": side, "UPSTREAM_RESULTS": str(results)}
+        if self._everywhere:
+            environment["UPSTREAM_EVERYWHERE"] = "1"
+        command = [sys.executable, "-m", "pytest", f"tests_pytorch/{what}", "-p", "takeover", "-p", "no:cacheprovider"]
+        command += ["-q", "-m", "not cloud", "--continue-on-collection-errors", f"--timeout={SECONDS_PER_TEST}"]
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=self._tests,
+                env=os.environ | environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                process.wait(SECONDS_PER_RUN)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: ended after {SECONDS_PER_RUN} s", flush=True)
+            finally:
+                end_session(process)
+        return read(results)
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """End a process, and what it has left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

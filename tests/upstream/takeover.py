@@ -1,0 +1,105 @@
+"""A pytest plugin (`-p takeover`) under which Lightning's own tests run on `HeteroDDPStrategy`.
+
+`run.py` starts pytest with it and says by environment variables what to do:
+
+* `UPSTREAM_SIDE`: `ours` puts `HeteroDDPStrategy` in the place of Lightning's `DDPStrategy`, and under all of the names
+  that Lightning has for it. `stock` leaves Lightning as it is.
+* `UPSTREAM_EVERYWHERE`: if set, a Trainer that is not told any strategy takes `ddp` on one device, too.
+* `UPSTREAM_RESULTS`: the file to which the outcome of each test goes, one JSON object per line.
+"""
+
+import functools
+import json
+import os
+from typing import Any
+
+import lightning.pytorch.strategies as strategies
+import lightning.pytorch.strategies.ddp as ddp_module
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+_made = 0  # how many strategies of DDP this process has made
+
+
+def _take_over() -> None:
+    """Put `HeteroDDPStrategy` in the place of `DDPStrategy`; before Lightning's tests are imported."""
+    from lightning_hetero import HeteroDDPStrategy
+
+    for name in [name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")]:
+        entry = StrategyRegistry[name]
+        StrategyRegistry.remove(name)
+        StrategyRegistry.register(name, HeteroDDPStrategy, entry["description"], **entry["init_params"])
+    # Tests import the class from the package, and name the module when they replace a method of it.
+    strategies.DDPStrategy = ddp_module.DDPStrategy = HeteroDDPStrategy  # type: ignore[misc]
+
+
+def _count() -> None:
+    """Count the strategies that are made; ours call the constructor of Lightning's, too."""
+    init = DDPStrategy.__init__
+
+    @functools.wraps(init)
+    def counting(self: DDPStrategy, *args: Any, **kwargs: Any) -> None:
+        global _made
+        _made += 1
+        init(self, *args, **kwargs)
+
+    DDPStrategy.__init__ = counting  # type: ignore[method-assign]
+
+
+def _everywhere() -> None:
+    """Let a Trainer on one CPU choose `ddp`, where it would choose a strategy for one device."""
+    choose = _AcceleratorConnector._choose_strategy
+
+    def choose_ddp(self: _AcceleratorConnector) -> Any:
+        chosen = choose(self)
+        alone = type(chosen) is SingleDeviceStrategy and chosen.root_device.type == "cpu"
+        return "ddp" if alone else chosen
+
+    _AcceleratorConnector._choose_strategy = choose_ddp  # type: ignore[method-assign]
+
+
+class _Results:
+    """Writes the outcome of each test as it ends, so that a crash leaves what was known."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._reports, self._made = path, list[pytest.TestReport](), 0
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with open(self._path, "a") as file:
+            print(json.dumps(line), file=file)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write({"collected": [item.nodeid for item in session.items]})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write({"test": report.nodeid, "outcome": "failed", "why": str(report.longrepr)[-2000:], "ddp": False})
+
+    def pytest_runtest_logstart(self) -> None:
+        self._reports, self._made = [], _made
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome == "rerun":  # by pytest-rerunfailures
+            self._reports = []
+        else:
+            self._reports.append(report)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        outcomes = {report.outcome: report for report in self._reports}
+        worst = next((outcomes[name] for name in ("failed", "skipped", "passed") if name in outcomes), None)
+        if worst is not None:
+            why = worst.longrepr[-1] if isinstance(worst.longrepr, tuple) else str(worst.longrepr or "")
+            line = {"test": nodeid, "outcome": worst.outcome, "why": why[-2000:], "ddp": _made > self._made}
+            self._write(line | {"seconds": round(sum(report.duration for report in self._reports), 2)})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _count()
+    if os.environ.get("UPSTREAM_SIDE") == "ours":
+        _take_over()
+    if os.environ.get("UPSTREAM_EVERYWHERE"):
+        _everywhere()
+    path = os.environ.get("UPSTREAM_RESULTS")
+    if path and "LOCAL_RANK" not in os.environ:  # other ranks run the same tests beside this process
+        config.pluginmanager.register(_Results(path), "upstream-results")
