@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
@@ -217,6 +218,19 @@ class _Both:
     def __call__(self) -> None:
         self._first()
         self._second()
+
+
+# -- callbacks that average weights ----------------------------------------------------------------
+
+
+def averaged_by(callback: Any) -> torch.nn.Module:
+    """The model in which a callback averages weights, once the Trainer has set the callback up."""
+    return callback._average_model
+
+
+def measures_batch_norm(trainer: "pl.Trainer", callback: Any) -> bool:
+    """Whether this epoch is one that ``StochasticWeightAveraging`` adds, to measure BatchNorm's statistics."""
+    return callback._max_epochs != -1 and trainer.current_epoch == callback.swa_end + 1
 
 
 # -- stopping and saving ---------------------------------------------------------------------------

@@ -251,3 +251,8 @@ def share(tensors: Iterable[Tensor]) -> None:
         with deadline("receive rank 0's values"):
             dist.broadcast(flat, 0)
         unflatten(flat, alike)
+
+
+def share_values(module: nn.Module) -> None:
+    """Give all ranks rank 0's values of a model, frozen parameters too (collective)."""
+    share(tensor.data for tensor in (*module.parameters(), *module.buffers()))

@@ -100,6 +100,11 @@ class ReplicaEngine:
         return self.averager is not None and (self.view.count > 1 or not self.averager.facts.needs_others)
 
     @property
+    def meets(self) -> bool:
+        """Whether all replicas have met after the latest batch."""
+        return self._due
+
+    @property
     def traffic(self) -> Traffic:
         """What exchanges between replicas have cost since the ranks have met."""
         return self.links.traffic

@@ -6,19 +6,19 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import WrappingCheckpointIO
-from lightning_hetero.averaging.averager import Averager, Run
+from lightning_hetero.averaging.averager import Averager, Outcome, Run
+from lightning_hetero.averaging.resting import RestingAverager
 from lightning_hetero.checks import one_of
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
-from lightning_hetero.comm.replica import share
+from lightning_hetero.comm.replica import share_values
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.engine import shards
 from lightning_hetero.engine.checkpoint import Identity, add_replicas, trainable_of
@@ -38,6 +38,7 @@ from lightning_hetero.strategies.replica_guards import (
     unsupported,
 )
 from lightning_hetero.strategies.training import apply
+from lightning_hetero.strategies.weight_averaging import WeightAverages, put_around
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -71,7 +72,8 @@ class ReplicaStrategy(HeteroStrategy):
     """
 
     engine: ReplicaEngine
-    of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source")
+    of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source", "weight_averages")
+    weight_averages = WeightAverages()
     _source = saving.Source()  # the checkpoint from which the fit goes on
     averager_class: ClassVar[type[Averager] | None] = None  # of which the options are
     algorithm: Averager | None = None  # with the options that were given; each fit has a new one like it
@@ -155,20 +157,23 @@ class ReplicaStrategy(HeteroStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             check_equal("the checkpoint to go on from", self._source.summary)
-        if fits and not any(isinstance(callback, _FinishFirst) for callback in callbacks):
-            callbacks.insert(0, _FinishFirst())  # so that others see the final weights
+            put_around(callbacks, self)
         super().setup(trainer)
         if fits:
             assert self.lightning_module is not None
             raise_on_all(complex_parameters(self.lightning_module), "the model")
             share_values(self.lightning_module)
             averager, self._metrics = self.make_averager(), LoggedMetrics(trainer)
-            replica = averager.make_replica(self.lightning_module, self.settle)
-            metric = self._metrics.mean_over_ranks
-            outcome = self.engine.start(averager, replica, lambda: self.optimizers, self._run(), metric)
-            apply(outcome, type(self).__name__)
+            apply(self._start(averager), type(self).__name__)
             if self.engine.averages and not averager.facts.regrows:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
+            averaging = callbacks if self.engine.averages else ()
+            self.weight_averages = WeightAverages.of(averaging, self.lightning_module)
+
+    def _start(self, averager: Averager) -> Outcome | None:
+        """Let an averager serve the replicas, which hold the same values (collective)."""
+        replica = averager.make_replica(self.trainer.lightning_module, self.settle)
+        return self.engine.start(averager, replica, lambda: self.optimizers, self._run(), self._metrics.mean_over_ranks)
 
     def _run(self) -> Run:
         """What the averager may want to know of the job and the fit."""
@@ -215,8 +220,14 @@ class ReplicaStrategy(HeteroStrategy):
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.engine.averages:
             apply(self.engine.finish(), type(self).__name__)
-            assert self.lightning_module is not None
-            share_values(self.lightning_module)  # also what does not travel
+            share_values(self.trainer.lightning_module)  # also what does not travel
+
+    def rest(self) -> None:
+        """After :meth:`finish`: only statistics, such as BatchNorm's, still change (collective)."""
+        if self.averager is not None and self.engine.averages:
+            resting = RestingAverager(self.averager.pairings)
+            self.averager.close()
+            self._start(resting)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -237,13 +248,14 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.averager is None or self.collectives.alone():
+        if self.averager is None or isinstance(self.averager, RestingAverager) or self.collectives.alone():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         own, view = self.engine.state_dict(self.optimizers, self.precision_plugin.state_dict()), self.engine.view
         background = isinstance(self.checkpoint_io, WrappingCheckpointIO)
         with self._shards.saving(self.checkpoint_io, filepath, view.leads, background) as save:
             trainable = self.averager.replica.trainable
+            self.weight_averages.save(checkpoint)
             add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, trainable)
             with saving.told_to_all(alone=False):
                 if own is not None:
@@ -263,6 +275,7 @@ class ReplicaStrategy(HeteroStrategy):
         assert self.lightning_module is not None
         go_on_with(self.lightning_module, trainable_of(checkpoint))
         self.regrow()
+        self.weight_averages.load(checkpoint)
         mine = self._source.replica(checkpoint, self._identity(), self.engine.view)
         if isinstance(mine, str):
             rank_zero_warn(f"{mine} All replicas start from the checkpoint's weights, with its optimizers' state.")
@@ -280,19 +293,6 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def teardown(self) -> None:
-        self._source = saving.Source()
+        self.weight_averages.detach()
+        self._source, self.weight_averages = saving.Source(), WeightAverages()
         super().teardown()
-
-
-def share_values(module: torch.nn.Module) -> None:
-    """Give all ranks rank 0's values, frozen parameters too (collective)."""
-    share(tensor.data for tensor in (*module.parameters(), *module.buffers()))
-
-
-class _FinishFirst(Callback):
-    """Lets replicas be equal before any other callback sees the end of training."""
-
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, ReplicaStrategy):
-            strategy.finish()

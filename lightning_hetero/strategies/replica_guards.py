@@ -18,12 +18,6 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
     """Why a callback cannot work where replicas differ, if one of them cannot."""
     for callback in callbacks:
         name = type(callback).__name__
-        kinds = {kind.__name__ for kind in type(callback).__mro__}  # by name: older versions lack some
-        if kinds & {"StochasticWeightAveraging", "WeightAveraging"}:
-            return UnsupportedError(
-                f"{name} averages the weights of each rank over time, which differ between replicas here, so that its "
-                "result would be one replica's. Leave it out, or use hetero_ddp."
-            )
         if isinstance(callback, Timer) or getattr(callback, "_train_time_interval", None) is not None:
             return UnsupportedError(
                 f"{name} acts at certain times and asks rank 0 after every batch, which would make all replicas wait "

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from tasks import Net, TokenNet, dataset
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -103,7 +102,3 @@ def of_rank() -> DataLoader:
 def settings_of_rank() -> dict[str, Any]:
     """As when one rank is on a CPU, where 16-mixed silently becomes bf16-mixed."""
     return {"precision": ["32-true", "bf16-mixed"][rank()], "accumulate_grad_batches": 1 + rank()}
-
-
-def averages_weights() -> dict[str, Any]:
-    return {"callbacks": [EMAWeightAveraging()]}

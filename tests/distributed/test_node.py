@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from oracles import oracle
 from ranks import attempt, run
 from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
@@ -251,7 +251,6 @@ def _train(**kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging averages the weights"),
         ({"max_time": "00:00:01:00"}, "acts at certain times"),
     ],
 )

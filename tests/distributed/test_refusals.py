@@ -132,7 +132,6 @@ TWO_NODES = [
     daso({}, ConfigurationError, "length of the run is unknown: give steps", trainer=ENDLESS),
     daso({"monitor": "val_loss", "warmup": 0}, ConfigurationError, "monitor='val_loss' is NaN, or has not", late=True),
     daso({}, DisagreementError, "wire: rank 0: fp32, rank 1: bf16", by_rank={"wire": ["fp32", "bf16"]}),
-    daso({}, UnsupportedError, "EMAWeightAveraging averages", trainer=bad.averages_weights),
     center("easgd", {"moving_rate": 1.0, "beta": 1.0}, ConfigurationError, "unstable"),
     center("easgd", {"moving_rate": 0.7}, ConfigurationError, "alpha=0.7 ", " and beta=1.4"),
     center("round_robin", {"rho": 70.0}, ConfigurationError, "alpha=0.7 ", " and beta=1.4"),
