@@ -41,8 +41,8 @@ class ReplicaDDP(DistributedDataParallel):
             super()._sync_buffers()
 
     def share_buffers(self) -> None:
-        """Give all ranks the buffers of the first, as a forward pass in training does (collective)."""
-        if self.will_sync_module_buffers():
+        """Give all ranks the buffers of the first, also where gradients accumulate (collective)."""
+        if self.broadcast_buffers and self.modules_buffers:
             self._sync_buffers()
 
 

@@ -1,73 +1,27 @@
-"""Callbacks that average weights over time: against one process, loops by hand, and fits that were never stopped."""
+"""Callbacks that average weights over time: against one process and loops by hand."""
 
 import os
-import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from averaging_tasks import CALLBACKS, NODES, SHARES, Averages, fit_averaged
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from oracles import oracle
 from ranks import attempt, run
-from tasks import FAST, EvaluatedNet, Net, Save, dataset, error, parameters
+from tasks import EvaluatedNet, Net, error, parameters
 from test_node import by_hand
-from torch.utils.data import DataLoader
 
-from lightning_hetero import (
-    DASOStrategy,
-    DiLoCoStrategy,
-    EASGDAsyncStrategy,
-    EASGDStrategy,
-    GossipAsyncStrategy,
-    GossipStrategy,
-    HeteroDDPStrategy,
-    NodeAverageStrategy,
-)
+from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
 from lightning_hetero.engine.replicas import ReplicaEngine
 from lightning_hetero.errors import DisagreementError
-
-NODES, SHARES = [2, 1], [3.0, 1.0, 2.0]
-APART: dict[str, Any] = {"balance": SHARES, "timeout": 30, "ranks_per_node": 1}
-EMA = partial(EMAWeightAveraging, decay=0.8)
-
-
-class ByEpoch(WeightAveraging):
-    """The plain mean, updated after every epoch."""
-
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return epoch_idx is not None
-
-
-CALLBACKS: dict[str, Any] = {
-    "ema": EMA,
-    "mean": WeightAveraging,
-    "by epoch": ByEpoch,
-    "swa": partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1, annealing_epochs=2),
-}
-
-
-def _fit(strategy: Any, module: Any, *callbacks: pl.Callback, resume: str | None = None, **options: Any) -> Any:
-    keeps = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    settings = {**FAST, "max_epochs": 4, "num_sanity_val_steps": 0, "enable_checkpointing": keeps, **options}
-    trainer = pl.Trainer(strategy=strategy, callbacks=list(callbacks), **settings)
-    data = DataLoader(dataset(50), batch_size=4) if isinstance(module, EvaluatedNet) else None
-    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), data, ckpt_path=resume)
-    return module
-
 
 # -- against one process -------------------------------------------------------------------------------------
 
 
 def _flat(kind: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: parameters(_fit(kind(**options), Net(), make())) for name, make in CALLBACKS.items()}
+    return {name: parameters(fit_averaged(kind(**options), Net(), make())) for name, make in CALLBACKS.items()}
 
 
 @pytest.mark.parametrize(
@@ -113,29 +67,9 @@ def _watched(folder: str, mutant: bool) -> dict[str, list[Any]]:
     for name in ("none", "ema", "mean", "by epoch"):
         strategy = NodeAverageStrategy(every_n_steps=3, balance=SHARES)
         keep = ModelCheckpoint(f"{folder}/{name}", "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
-        module = _fit(strategy, Watched(), *([CALLBACKS[name]()] if name in CALLBACKS else []), keep)
+        module = fit_averaged(strategy, Watched(), *([CALLBACKS[name]()] if name in CALLBACKS else []), keep)
         found[name] = [module.path, module.validated, parameters(module)]
     return found
-
-
-class Averages:
-    """What a callback's average is after each of its updates, which are made where replicas meet."""
-
-    def __init__(self, path: list[torch.Tensor], name: str, period: int, epoch: int = 8) -> None:
-        self.validated: list[torch.Tensor] = []
-        count, asked, self.final = 0, 0, path[0]
-        for step, consensus in enumerate(path, 1):
-            asked += name != "by epoch"
-            for when in ("meeting", "validation", "end of epoch"):
-                if when == "validation" and step % epoch == 0:
-                    self.validated.append(self.final)
-                asked += when == "end of epoch" and step % epoch == 0 and name == "by epoch"
-                if step % (period if when == "meeting" else epoch) or when == "validation":
-                    continue
-                for _ in range(asked):
-                    part = 1.0 if count == 0 else 0.2 if name == "ema" else 1 / (count + 1)
-                    self.final, count = self.final + part * (consensus - self.final), count + 1
-                asked = 0
 
 
 @pytest.mark.parametrize("mutant", [False, True])
@@ -167,34 +101,17 @@ def test_averages_of_nodes_against_a_loop_by_hand(mutant: bool, tmp_path: Path) 
             assert set(saved["averaging_state"]) == {"n_averaged"}
 
 
-# -- resume --------------------------------------------------------------------------------------------------
-
-LOCKSTEP: list[tuple[Any, dict[str, Any]]] = [
-    (NodeAverageStrategy, {"every_n_steps": 5}),
-    (DASOStrategy, {"warmup": 2, "cooldown": 2, "global_every": 4, "wait": 3}),
-    (DiLoCoStrategy, {"tau": 5}),
-    (EASGDStrategy, {"moving_rate": "auto", "tau": 3}),
-    (GossipStrategy, {"every_n_steps": 2}),
-]
+# -- what cannot be ------------------------------------------------------------------------------------------
 
 
-def _resumed(folder: str, kind: Any, options: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
-    for message in ("EMAWeightAveraging asks", "Replicas have not met"):
-        warnings.filterwarnings("ignore", message)
-    results = []
-    for name, stop in (("ema", 12), ("ema", 20), ("swa", 12), ("swa", 20)):
-        path, ends = f"{folder}/{name}-{stop}.ckpt", []
-        for save, resume in ((Save(path, -1, False), None), (Save(path, stop, True), None), (None, path)):
-            callbacks = [CALLBACKS[name](), *([save] if save else [])]
-            ends.append(parameters(_fit(kind(**options, **APART), Net(), *callbacks, resume=resume)))
-        results.append((ends[0], ends[2]))
-    return results
+class OnOneRank(WeightAveraging):
+    """Asks for updates on the first rank only."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and os.environ["RANK"] == "0"
 
 
-@pytest.mark.parametrize(("kind", "options"), LOCKSTEP)
-def test_a_resumed_fit_goes_on_with_its_average(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    results = run(_resumed, 3, str(tmp_path), kind, options, nodes=[1, 1, 1])
-    for result in results:
-        for (whole, resumed), (first, _) in zip(result, results[0], strict=True):
-            assert torch.equal(whole, resumed)
-            assert torch.equal(whole, first)
+def test_ranks_that_do_not_ask_alike() -> None:
+    for outcome in attempt(fit_averaged, 2, NodeAverageStrategy(every_n_steps=3, ranks_per_node=1), Net(), OnOneRank()):
+        assert isinstance(outcome.error, DisagreementError), outcome.trace
+        assert "OnOneRank: rank 0: 3, rank 1: 0" in str(outcome.error)
