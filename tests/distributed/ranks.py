@@ -4,6 +4,7 @@ Processes are forked from a server that has imported Lightning once, so that a j
 """
 
 import contextlib
+import functools
 import gc
 import io
 import multiprocessing
@@ -11,19 +12,23 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["lightning.pytorch", "lightning_hetero.strategies", "torch._dynamo", "torchmetrics", "pytest", "psutil"]
+    ["lightning_hetero.callbacks", "lightning_hetero.strategies", "torchmetrics", "sklearn.datasets", "pytest", "warm"]
 )
 
 #: Seconds in which a job ends unless it hangs. Most take a few; one of many fits takes minutes on a very busy machine.
@@ -82,6 +87,7 @@ def attempt(
     All ranks begin at the same moment, when the last process has started: no limit, the tests' or the strategies',
     includes the time that processes take to start.
     """
+    _start_server()
     nodes = nodes or [world]
     port = free_port()
     processes, ends = [], []
@@ -133,6 +139,13 @@ def attempt(
             outcomes[rank].exitcode = process.exitcode
             ends[rank].close()
     return outcomes
+
+
+@functools.cache
+def _start_server() -> None:
+    with pytest.MonkeyPatch.context() as patch:  # before Python 3.13 the server does not get this process's `sys.path`
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+        forkserver.ensure_running()
 
 
 def _begin(ends: list[Connection]) -> None:
