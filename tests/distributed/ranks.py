@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -158,15 +159,27 @@ def _begin(ends: list[Connection]) -> None:
         end.send_bytes(b"begin")
 
 
+_reserved: deque[socket.socket] = deque(maxlen=50)
+
+
 def free_port() -> int:
-    """A port below those that the kernel gives to connections, so that none takes it before rank 0 listens."""
+    """A port below those that the kernel gives to connections, so that none takes it before rank 0 listens.
+
+    Other tests on this machine do not get the same one: a name, which needs no file, is taken for it.
+    """
     while True:
-        port = random.randrange(20000, 32000)
+        port = random.SystemRandom().randrange(20000, 32000)  # whatever seeds the tests have set
+        name = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe:
             try:
+                name.bind(f"\0lightning-hetero-tests-{port}")
                 probe.bind(("127.0.0.1", port))
             except OSError:
+                name.close()
                 continue
+        if len(_reserved) == _reserved.maxlen:
+            _reserved.popleft().close()
+        _reserved.append(name)
         return port
 
 

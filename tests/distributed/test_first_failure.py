@@ -56,7 +56,7 @@ def said(name: str, rank: int, how: str) -> list[str]:
     outcomes = attempt(_train, 3, name, rank, how, nodes=nodes, timeout=60)
     ended = outcomes.pop(rank)
     if how == "killed":
-        assert ended.exitcode == -signal.SIGKILL, ended.trace
+        assert ended.exitcode == -signal.SIGKILL, "\n".join(outcome.trace for outcome in (ended, *outcomes))
     else:
         assert f"a fault of rank {rank}" in str(ended.error), ended.trace
     for outcome in outcomes:
