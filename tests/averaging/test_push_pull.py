@@ -1,4 +1,4 @@
-"""Visits to a center in virtual time: who comes how often, and where the center comes to rest."""
+"""Exchanges with a center in virtual time: who comes how often, and where the center comes to rest."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ PERIODS, TARGETS = [1.0, 1.0, 4.0], [0.0, 0.0, 1.0]  # the third worker comes fo
 
 
 class Memory:
-    """What visitors of one center share."""
+    """What clients of one center share."""
 
     def __init__(self, count: int) -> None:
         self.values: list[Tensor] = []
@@ -69,8 +69,8 @@ class Inline:
         return self._exchange
 
 
-class VisitsMemory(AsyncAverager):
-    """Visits a center in memory."""
+class InMemory(AsyncAverager):
+    """Exchanges with a center in memory."""
 
     overlap = False
     memory: Memory
@@ -81,15 +81,15 @@ class VisitsMemory(AsyncAverager):
         return MemoryCenter(layout, self.memory)
 
 
-class BothSides(VisitsMemory):
-    """The mutant: a rare visitor is also pulled more strongly."""
+class BothSides(InMemory):
+    """The mutant: a rare client is also pulled more strongly."""
 
     def after_step(self, context: StepContext) -> Any:
         self._alpha = self._alpha * (self._rates.factor if self.debias else 1.0)
         super().after_step(context)
 
 
-def center_of(kind: type[VisitsMemory], debias: bool, events: int) -> float:
+def center_of(kind: type[InMemory], debias: bool, events: int) -> float:
     """Quadratics with minima at 0, 0 and 1; eta h tau = 0.01. The mean over the last round of all."""
     count, memory = len(PERIODS), Memory(len(PERIODS))
     workers = []
@@ -115,10 +115,10 @@ def center_of(kind: type[VisitsMemory], debias: bool, events: int) -> float:
     return sum(seen[-9:]) / 9
 
 
-def test_a_rare_visitor_counts_as_much_as_others_if_debiased(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rare_client_counts_as_much_as_others_if_debiased(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "Background", Inline)
-    assert center_of(VisitsMemory, False, 2000) == pytest.approx(0.108, abs=0.02)
-    assert center_of(VisitsMemory, True, 2000) == pytest.approx(0.33, abs=0.02)
+    assert center_of(InMemory, False, 2000) == pytest.approx(0.108, abs=0.02)
+    assert center_of(InMemory, True, 2000) == pytest.approx(0.33, abs=0.02)
     assert center_of(BothSides, True, 2000) == pytest.approx(0.113, abs=0.02)
 
 
@@ -127,7 +127,7 @@ def test_rates() -> None:
     assert rates.factor == 1.0
     assert rates.per_second() == []
     rates.saw([3, 5, 1])
-    assert rates.factor == 1.0  # one visit tells nothing
+    assert rates.factor == 1.0  # one exchange tells nothing
     rates.saw([7, 9, 2])
     assert rates.factor == pytest.approx((4 + 4 + 1) / 3)
     rates.saw([9, 13, 4])

@@ -1,4 +1,4 @@
-"""Ranks that die, stop or leave while others visit the center; and what is left behind."""
+"""Ranks that die, stop or leave while others exchange with the center; and what is left behind."""
 
 import glob
 import math
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from homes import FORKED, HOMES, LIMIT, WORLD, attempt_mpi, layout_of
+from homes import HOMES, LIMIT, WORLD, layout_of
 from ranks import attempt, run
 
 from lightning_hetero.comm.centers.center import Center
@@ -54,7 +54,7 @@ def go(center: Center, push: float = 0.25) -> list[int]:
 
 
 def until_error(center: Center) -> tuple[str, float]:
-    """What the error says, and seconds of the visit that raised it."""
+    """What the error says, and seconds of the exchange that raised it."""
     end = time.monotonic() + 30
     while (began := time.monotonic()) < end:
         try:
@@ -83,7 +83,7 @@ def _host_dies(home: str, host: int, folder: Path) -> tuple[str, float]:
     order = [host, *(rank for rank in range(WORLD) if rank != host)]
     center = begun(home, [[rank] for rank in order], timedelta(seconds=5))
     if dist.get_rank() == host:
-        threading.Timer(0.2, die).start()  # in the middle of visits
+        threading.Timer(0.2, die).start()  # in the middle of exchanges
         while True:
             go(center)
     found = until_error(center)
@@ -106,11 +106,11 @@ def test_the_hosts_death_is_an_error_of_all_others_that_names_it(home: str, host
         assert seconds < 5 + SLACK
 
 
-# -- a visitor dies or stops ---------------------------------------------------------------------------------
+# -- a client dies or stops ---------------------------------------------------------------------------------
 
 
-def _visitor_dies(home: str, holding: bool, folder: Path) -> tuple[str, float]:
-    """What the others' last visit of many says, and the longest of them."""
+def _client_dies(home: str, holding: bool, folder: Path) -> tuple[str, float]:
+    """What the others' last exchange of many says, and the longest of them."""
     told = home in ("shared", "hogwild")  # at once, without waiting for the timeout
     center = begun(home, limit=timedelta(seconds=10 if told else SHORT))
     if dist.get_rank() == 2:
@@ -134,8 +134,8 @@ def _visitor_dies(home: str, holding: bool, folder: Path) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("home", "holding"), [("shared", False), ("shared", True), ("hogwild", False), ("thread", False), ("turns", False)]
 )
-def test_a_dead_visitor_keeps_nobody_waiting(home: str, holding: bool, tmp_path: Path) -> None:
-    outcomes = attempt(_visitor_dies, WORLD, home, holding, tmp_path)
+def test_a_dead_client_keeps_nobody_waiting(home: str, holding: bool, tmp_path: Path) -> None:
+    outcomes = attempt(_client_dies, WORLD, home, holding, tmp_path)
     assert outcomes[2].exitcode == -signal.SIGKILL
     for outcome in outcomes[:2]:
         assert outcome.value, outcome.trace
@@ -148,7 +148,7 @@ def test_a_dead_visitor_keeps_nobody_waiting(home: str, holding: bool, tmp_path:
 
 
 def _stops(home: str, stopped: int, holding: bool, tries: Callable[[Center], Any]) -> Any:
-    """What another rank finds while one has stopped; then that one goes on, and all can visit again."""
+    """What another rank finds while one has stopped; then that one goes on, and all can exchange again."""
     center = begun(home, limit=timedelta(seconds=SHORT))
     rank, processes = dist.get_rank(), [None] * WORLD
     dist.all_gather_object(processes, os.getpid())
@@ -224,80 +224,3 @@ def test_whoever_does_not_come_when_it_is_its_turn_is_named_by_the_host() -> Non
     assert "rank 0 was next, and did not come" in host
     assert "lives with rank 1" in other
     assert max(waited, also) < SHORT + SLACK
-
-
-# -- the end -------------------------------------------------------------------------------------------------
-
-
-def _leaves(home: str) -> tuple[set[str], list[str], bool]:
-    """What a center has left open in this process."""
-    dist.init_process_group("gloo", timeout=LIMIT)
-
-    def state() -> tuple[set[str], list[str], bool]:
-        held = {
-            os.readlink(path)
-            for path in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))
-            if os.path.islink(path)
-        }
-        named = {name for name in held if "lightning-hetero" in name}
-        return named, [t.name for t in threading.enumerate()], "lightning-hetero" in Path("/proc/self/maps").read_text()
-
-    center = HOMES[home](layout_of())
-    center.open([torch.zeros(1000)])
-    center.push_pull([torch.ones(1000)], 0.5)
-    during = state()
-    dist.barrier()
-    center.leave()
-    dist.barrier()
-    center.close()
-    center.close()
-    end = time.monotonic() + 5
-    while "hetero-center" in state()[1] and time.monotonic() < end:
-        time.sleep(0.05)
-    return during, state()
-
-
-@pytest.mark.parametrize("home", FORKED)
-def test_nothing_is_left_of_a_closed_center(home: str) -> None:
-    for rank, (during, after) in enumerate(run(_leaves, WORLD, home)):
-        shared = home in ("shared", "hogwild")
-        assert (bool(during[0]), during[2]) == (shared, shared)  # else this test would see nothing
-        assert ("hetero-center" in during[1]) == (rank == 0 and not shared)
-        assert (after[0], after[2]) == (set(), False)
-        assert "hetero-center" not in after[1]
-
-
-def _late_to_leave(home: str) -> None:
-    center = begun(home)
-    go(center)
-    dist.barrier()
-    time.sleep(0.3 * (dist.get_rank() != 1))
-    center.leave()
-    center.close()
-
-
-@pytest.mark.parametrize("home", ["shared", "thread", "turns"])
-def test_the_host_may_end_as_soon_as_it_has_left(home: str) -> None:
-    run(_late_to_leave, WORLD, home)
-
-
-# -- MPI -----------------------------------------------------------------------------------------------------
-
-
-def _mpi_fails(how: str) -> None:
-    center = begun("mpi", limit=timedelta(seconds=5))
-    for step in range(100):
-        if step == 50 and how == "host dies" and dist.get_rank() == 1:
-            die()
-        if step == 50 and how == "visitor raises" and dist.get_rank() == 2:
-            raise ValueError("a mistake of the user")
-        go(center)
-    dist.barrier()
-    center.leave()
-    center.close()
-
-
-@pytest.mark.parametrize("how", ["host dies", "visitor raises"])
-def test_mpiexec_ends_a_job_that_has_lost_a_rank(how: str) -> None:
-    status, seconds, _, output = attempt_mpi(_mpi_fails, WORLD, how)
-    assert status not in (0, None), (status, seconds, output)

@@ -30,7 +30,7 @@ def drawn(seed: int) -> list[torch.Tensor]:
 
 
 def _ends(wire: str, mutant: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]]:
-    """For each of some visits: where the visitor is (as heard, or truly), what it is told, what both ends know."""
+    """For each of some exchanges: where the client is (as heard, or truly), what it is told, what both ends know."""
     dist.init_process_group("gloo")
     rank, center, found = dist.get_rank(), drawn(0), []
     group, dtype = dist.group.WORLD, DTYPES[wire]
@@ -65,27 +65,27 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
 def test_both_ends_of_a_wire_agree_bitwise(wire: str) -> None:
-    host, visitor = run(_ends, 2, wire, False)
-    for (heard, difference, known), (truth, told, known_there) in zip(host, visitor, strict=True):
+    host, client = run(_ends, 2, wire, False)
+    for (heard, difference, known), (truth, told, known_there) in zip(host, client, strict=True):
         assert same(difference, told)
         assert same(known, known_there)
         assert len(known) == (0 if wire == "fp32" else 2)
         for a, b in zip(heard, truth, strict=True):
-            # In 16 bits: rounded once, from wherever it was known to be; never far off, however many visits.
+            # In 16 bits: rounded once, from wherever it was known to be; never far off, however many exchanges.
             assert (a - b).abs().max() <= 1.05 * ROUNDING.get(wire, 0.0) * 10
 
 
 @narrow
 def test_control_without_rounding_at_the_host_the_ends_differ(wire: str) -> None:
-    host, visitor = run(_ends, 2, wire, True)
-    assert not all(same(a[1], b[1]) for a, b in zip(host, visitor, strict=True))
+    host, client = run(_ends, 2, wire, True)
+    assert not all(same(a[1], b[1]) for a, b in zip(host, client, strict=True))
 
 
 # -- what is lost in rounding --------------------------------------------------------------------------------
 
 
 def _approach(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor], Any]:
-    """Visitors that move by a quarter of what they are told, as the center does."""
+    """Clients that move by a quarter of what they are told, as the center does."""
     center.open([torch.zeros_like(value) for value in drawn(0)])
     own = drawn(layout.rank)
     for _ in range(60):
@@ -99,12 +99,12 @@ def _approach(center: Center, layout: CenterLayout) -> tuple[list[torch.Tensor],
 
 
 @narrow
-def test_visitors_and_center_meet_far_beyond_the_rounding_of_one_visit(wire: str) -> None:
+def test_clients_and_center_meet_far_beyond_the_rounding_of_one_exchange(wire: str) -> None:
     ranks = per_body(wire, [Case(_approach)])[0]
     center = ranks[0][1][0]
     everybody = [rank[0] for rank in ranks]
     for i in range(2):
-        # Conserved, in spite of all rounding: what the center wins, visitors lose.
+        # Conserved, in spite of all rounding: what the center wins, clients lose.
         total = center[i].double() + sum(own[i].double() for own in everybody)
         start = sum(drawn(rank)[i].double() for rank in range(3))
         assert (total - start).abs().max() < 1e-4 if i == 0 else 1e-12
@@ -116,14 +116,14 @@ def test_visitors_and_center_meet_far_beyond_the_rounding_of_one_visit(wire: str
 
 
 def _apart(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
-    """The way from the center to a visitor is longer than fp16 can say, but each is near where both ends start."""
+    """The way from the center to a client is longer than fp16 can say, but each is near where both ends start."""
     center.open([torch.zeros(5)])
     if layout.rank == 2:
         center.push_pull([torch.full((5,), -60000.0)], 1.0)
     dist.barrier()
-    own, visit = torch.full((5,), 60000.0), None
+    own, exchange = torch.full((5,), 60000.0), None
     if layout.rank == 1:
-        visit = center.push_pull([own], 0.5), own.clone()
+        exchange = center.push_pull([own], 0.5), own.clone()
     dist.barrier()
     middle = center.read() if layout.rank == layout.host else None
     dist.barrier()
@@ -131,16 +131,16 @@ def _apart(center: Center, layout: CenterLayout) -> tuple[Any, Any]:
     if layout.rank == 1:
         again = center.push_pull([good], 0.5), good
     dist.barrier()
-    return visit, middle, again, center.read() if layout.rank == layout.host else None
+    return exchange, middle, again, center.read() if layout.rank == layout.host else None
 
 
 def test_a_difference_that_does_not_fit_leaves_the_center_alone() -> None:
-    host, visitor, _ = per_body("fp16", [Case(_apart)])[0]
-    (visit, _), (after, _) = visitor[0], host[1]
-    assert not math.isfinite(visit.square)
+    host, client, _ = per_body("fp16", [Case(_apart)])[0]
+    (exchange, _), (after, _) = client[0], host[1]
+    assert not math.isfinite(exchange.square)
     assert (after[0] == -60000.0).all()
-    visit, told = visitor[2]
-    assert math.isfinite(visit.square)
+    exchange, told = client[2]
+    assert math.isfinite(exchange.square)
     assert (told - 60000.0).abs().max() <= 2 * 60000 * ROUNDING["fp16"]
 
 
@@ -158,7 +158,7 @@ def _set(center: Center, layout: CenterLayout) -> list[torch.Tensor]:
 
 
 @narrow
-def test_the_first_visit_after_a_resume_is_as_exact_as_any(wire: str) -> None:
+def test_the_first_exchange_after_a_resume_is_as_exact_as_any(wire: str) -> None:
     for told in per_body(wire, [Case(_set)])[0]:
         for difference, truth in zip(told, drawn(1), strict=True):
             assert (difference - 0.01 * truth).abs().max() <= 0.01 * 4 * 3 * ROUNDING[wire] + 4e-5
@@ -168,7 +168,7 @@ def test_the_first_visit_after_a_resume_is_as_exact_as_any(wire: str) -> None:
 
 
 def _slow_second(center: Center, layout: CenterLayout) -> list[int]:
-    """When this rank's visits came, counted over all."""
+    """When this rank's exchanges came, counted over all."""
     center.open([torch.zeros(3)])
     dist.barrier()
     when = []
@@ -181,7 +181,7 @@ def _slow_second(center: Center, layout: CenterLayout) -> list[int]:
 
 
 @pytest.mark.parametrize("home", ["turns", "turns-bf16"])
-def test_visitors_are_served_in_turn_however_slow_one_is(home: str) -> None:
+def test_clients_are_served_in_turn_however_slow_one_is(home: str) -> None:
     assert per_body(home, [Case(_slow_second)])[0] == [list(range(rank, 18, 3)) for rank in range(3)]
 
 

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from test_gossip_pairing import team
+from gossip_team import team
 
 from lightning_hetero.comm.gossip.attendance import Attendance
 

@@ -9,8 +9,8 @@ from typing import Any
 import homes
 import pytest
 import torch
+from gossip_team import Member, Proxy, team
 from test_gossip_cuts import LIMIT, Once
-from test_gossip_pairing import Member, Proxy, team
 
 from lightning_hetero.comm.gossip.peer_selector import ANY
 

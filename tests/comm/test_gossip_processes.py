@@ -12,8 +12,8 @@ import homes
 import namespaces
 import pytest
 import torch
+from gossip_team import Member, Proxy
 from namespaces import Link, linked
-from test_gossip_pairing import Member, Proxy
 from test_gossip_pushing import Giver
 
 pytestmark = pytest.mark.clock

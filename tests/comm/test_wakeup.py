@@ -71,7 +71,7 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting(wakeup: Wakeup) -> None
         connection.close()
 
 
-def test_a_visitor_may_speak_slowly_and_silent_strangers_keep_nobody_out(wakeup: Wakeup) -> None:
+def test_a_client_may_speak_slowly_and_silent_strangers_keep_nobody_out(wakeup: Wakeup) -> None:
     at = (wakeup.address.host, wakeup.address.port)
     held = []
 
@@ -122,7 +122,7 @@ def test_it_is_heard_in_a_process_with_many_open_files() -> None:
     client.close()
 
 
-def test_a_host_without_visitors_leaves_no_socket_open() -> None:
+def test_a_host_without_clients_leaves_no_socket_open() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         limit = timedelta(seconds=5)

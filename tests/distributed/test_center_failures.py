@@ -177,7 +177,7 @@ def test_ranks_that_wait_at_the_epochs_end_learn_that_the_host_has_died(name: st
 
 
 class SlowHost(Line):
-    """The center's host comes late to its next visit."""
+    """The center's host comes late to its next exchange."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_rank == 0:
@@ -203,7 +203,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step(name: str, options: dict[str,
 
 
 @pytest.mark.parametrize(("name", "options"), HOMES[3:])
-def test_sigterm_to_one_rank_stops_those_that_visit_later(name: str, options: dict[str, Any]) -> None:
+def test_sigterm_to_one_rank_stops_those_that_exchange_later(name: str, options: dict[str, Any]) -> None:
     results = run(_terminated, 3, name, options, True, nodes=APART)
     assert [how for how, _ in results] == ["SIGTERMException: 143"] * 3
     assert len({step for _, step in results}) == 1

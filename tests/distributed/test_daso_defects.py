@@ -1,6 +1,5 @@
 """Defects of other implementations of DASO, none of which `hetero_daso` has."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,11 @@ import numpy as np
 import pytest
 import torch
 from oracles import START, in_numpy, loader
-from ranks import attempt, run
+from ranks import run
 from tasks import Save
 from test_daso_oracle import Linear, check, train
-from torch import nn
 
 from lightning_hetero import DASOStrategy
-from lightning_hetero.averaging.schedule import RateSchedule
-from lightning_hetero.errors import NotFiniteError
 
 MIXINGS = ("daso", "delta")
 TWO, THREE = {"speeds": [7.0, 5.0]}, {"speeds": [6.0, 2.0, 4.0]}  # nodes of one rank
@@ -89,145 +85,6 @@ def test_wires_between_three_nodes() -> None:
             assert 0 < half < 1e-3 < 1e-2
             assert half < brain < 1e-2
             assert np.array_equal(result[3 * i + 2]["final"], results[0][3 * i + 2]["final"])
-
-
-# -- what travels --------------------------------------------------------------------------------------------
-
-
-class Parts(Linear):
-    """Frozen weights between trainable ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        start = torch.tensor(START)
-        self.w = None
-        self.a, self.frozen, self.b = (nn.Parameter(start[i:j].clone()) for i, j in ((0, 3), (3, 5), (5, 8)))
-        self.frozen.requires_grad_(False)
-        if os.environ["RANK"] == "1":  # rank 0's values must reach all, the frozen ones too
-            for p in self.parameters():
-                p.data.add_(1.0)
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([self.a, self.frozen, self.b])
-
-
-def test_frozen_weights_neither_travel_nor_shift_others() -> None:
-    options = {"mixing": "delta", "global_every": 4, "wait": 2, "warmup": 3, "cooldown": 2, "patience": 99}
-    mask = np.array([1, 1, 1, 0, 0, 1, 1, 1])
-    truth = in_numpy(**options, nodes=[1, 1], epochs=2, trainable=mask, **TWO)
-    shifted = in_numpy(**options, nodes=[1, 1], epochs=2, trainable=np.roll(mask, 1), **TWO)
-    calls = [{**options, "make": Parts, "wire": wire, "epochs": 2, **TWO} for wire in ("fp32", "bf16")]
-    results = run(each, 2, *calls, nodes=[1, 1])
-    check([exact for exact, _ in results], truth, [1, 1])
-    for exact, narrow in results:
-        assert moved(narrow, truth.weights[-1, 0], START) < 0.01 < 0.1 < moved(narrow, shifted.weights[-1, 0], START)
-        assert np.array_equal(narrow["path"][:, 3:5], np.tile(START[3:5], (40, 1)))
-        meetings = options["warmup"] + options["cooldown"] + 1  # and at the end
-        assert exact["traffic"]["bytes"] == (meetings + len(truth.begun)) * 6 * 8
-        assert narrow["traffic"]["bytes"] == meetings * 6 * 8 + len(truth.begun) * 6 * 2
-
-
-LARGE = 1_500_001  # times 8: 12 million weights, 48 MB
-
-
-def pattern() -> torch.Tensor:
-    c = (torch.arange(LARGE) % 1009 + 1).float()
-    return c / c.norm()
-
-
-class Large(Linear):
-    """Its weights are those of a small model, times a pattern of norm 1, and so are their gradients."""
-
-    def __init__(self) -> None:
-        super().__init__(dtype=torch.float32)
-        self.c = pattern()
-        self.w = nn.Parameter(torch.outer(self.w.detach(), self.c))
-
-    def weights(self) -> torch.Tensor:
-        return self.w @ self.c
-
-    def on_train_end(self) -> None:
-        scales = self.w.detach() / self.c
-        self.spread = (scales.amax(1) - scales.amin(1)).double().numpy()
-        self.ends = torch.stack([scales[:, 0], scales[:, LARGE // 2], scales[:, -1]]).double().numpy()
-
-
-def _large(wire: str, options: dict[str, Any]) -> dict[str, Any]:
-    module = Large()
-    result = train(lambda: module, **options, **TWO, wire=wire, epochs=1, samples=96, dtype=torch.float32)
-    return {**result, "spread": module.spread, "ends": module.ends}
-
-
-@pytest.mark.parametrize(("wire", "limit"), [("fp32", 1e-4), ("bf16", 0.01)])
-def test_one_large_weight(wire: str, limit: float) -> None:
-    assert 8 * LARGE * 4 > 2**25
-    options = {"mixing": "delta", "global_every": 2, "wait": 1, "warmup": 1, "cooldown": 0, "patience": 99}
-    truth = in_numpy(**options, nodes=[1, 1], epochs=1, samples=96, **TWO)
-    way = np.linalg.norm(truth.weights[-1].mean(0) - START)
-    mean = (7 * truth.weights[-1, 0] + 5 * truth.weights[-1, 1]) / 12
-    for result in run(_large, 2, wire, options, nodes=[1, 1]):
-        assert abs(result["ends"] - mean).max() < limit * way
-        assert result["spread"].max() < limit * way
-        assert moved(result, mean, START) < limit
-
-
-class Causal(Linear):
-    """Attends to earlier features only, by a mask of minus infinities; a copy of it is not registered."""
-
-    registered = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)
-        if self.registered:
-            self.register_buffer("mask", mask)
-        else:
-            self.mask = mask
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        attention = (x.unsqueeze(2) * x.unsqueeze(1) * self.w[0] + self.mask).softmax(2)
-        return (((attention @ x.unsqueeze(2)).squeeze(2) @ self.w - y) ** 2).mean()
-
-
-class Unregistered(Causal):
-    registered = False
-
-
-class Travels(Causal):
-    """The control: what was no mask when the training began travels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = self.mask.clone()
-        self.mask.zero_()
-
-    def on_train_start(self) -> None:
-        self.mask.copy_(self.kept)
-
-
-def _causal(make: Any, mixing: str) -> dict[str, Any]:
-    module = make()
-    before = module.mask.clone()
-    result = train(lambda: module, warmup=3, cooldown=3, mixing=mixing, epochs=1, global_every=3, wait=2)
-    assert torch.equal(module.mask, before) or make is Travels
-    return result
-
-
-@pytest.mark.parametrize("mixing", MIXINGS)
-def test_a_causal_mask_stays(mixing: str) -> None:
-    results = run(_causal, 4, Causal, mixing, nodes=[2, 2])
-    without = run(_causal, 4, Unregistered, mixing, nodes=[2, 2])
-    for result, other in zip(results, without, strict=True):
-        assert np.isfinite(result["path"]).all()
-        assert np.linalg.norm(result["final"] - START) > 0.1
-        assert np.array_equal(result["path"], other["path"])
-        assert np.array_equal(result["final"], results[0]["final"])
-
-
-def test_a_mask_that_travels_would_be_seen() -> None:
-    for outcome in attempt(_causal, 4, Travels, "delta", nodes=[2, 2]):
-        assert isinstance(outcome.error, NotFiniteError), outcome.trace
 
 
 # -- when it is mixed ----------------------------------------------------------------------------------------
@@ -343,62 +200,6 @@ def test_no_exchange_is_lost_when_the_rates_change_while_it_is_under_way(every: 
         assert len(set(result["rates"])) >= 3
         assert result["diary"] == ["begun", "mixed"] * (len(result["diary"]) // 2)  # one at a time, and each
         assert np.array_equal(result["final"], results[0]["final"])
-
-
-# -- the schedule --------------------------------------------------------------------------------------------
-
-
-class Naive(RateSchedule):
-    """The control: starts over only if both arrive at 1 together."""
-
-    def tick(self, loss: float) -> None:
-        if self.every == self.wait == 1:
-            self.every, self.wait = self.max_every, self.max_every // 4
-        else:
-            self.every, self.wait = self.every // 2, self.wait // 2
-
-
-def cycle(schedule: RateSchedule, plateaus: int = 40) -> list[tuple[int, int]]:
-    rates = []
-    schedule.tick(1.0)
-    for _ in range(plateaus):
-        schedule.tick(1.0)
-        rates.append((schedule.every, schedule.wait))
-    return rates
-
-
-@pytest.mark.parametrize("every", [3, 5, 7])
-@pytest.mark.parametrize("largest", [3, 8, 12])
-def test_rates_never_stick_at_0(every: int, largest: int) -> None:
-    rates = [b for b, _ in cycle(RateSchedule(every, 1, largest, patience=1))]
-    assert min(rates) == 1
-    ones = [i for i, b in enumerate(rates[:-1]) if b == 1]
-    assert len(ones) > 5
-    assert all(rates[i + 1] == largest for i in ones)
-    assert cycle(Naive(every, 1, largest, patience=1))[-1] == (0, 0)
-
-
-def test_an_exchange_waits_neither_less_than_0_nor_more_than_b_steps() -> None:
-    for every in range(1, 13):
-        for largest in range(1, 13):
-            for wait in range(every + 1):
-                for b, w in cycle(RateSchedule(every, wait, largest, patience=1), 12):
-                    assert 0 <= w <= b
-                    assert b >= 1
-                    assert w > 0 or wait == 0  # what is in the background stays there
-
-
-def test_an_automatic_wait_lies_between_1_and_b() -> None:
-    draw = np.random.default_rng(0)
-    for every in range(1, 13):
-        for largest in (1, 3, 8, 13):
-            schedule = RateSchedule(every, "auto", largest, patience=1)
-            for _ in range(60):
-                if draw.random() < 0.5:
-                    schedule.measured(draw.choice([0.0, 0.01, 1.0, 2.5, 7.9, 100.0, np.nan, np.inf], 3).tolist())
-                else:
-                    schedule.tick(1.0)
-                assert 1 <= schedule.wait <= schedule.every
 
 
 # -- resume --------------------------------------------------------------------------------------------------

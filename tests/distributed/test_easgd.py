@@ -9,7 +9,7 @@ import torch
 from center_tasks import APART, SHARES, Line, StartAt, fit, line, lines, same
 from oracles import data, loader, order
 from ranks import run
-from tasks import GanLike, Net, dataset, parameters
+from tasks import GanLike, dataset, parameters
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -203,8 +203,8 @@ def test_two_optimizers_by_hand_meet_once_per_batch() -> None:
 
 def test_accumulation_meets_once_per_window() -> None:
     fits = [(name, {"tau": 2, **PULL, "trainer": {"accumulate_grad_batches": 3}}) for name in ("easgd", "async")]
-    for plain, visits in run(lines, 2, *fits, nodes=[1, 1]):
-        assert plain["traffic"]["exchanges"] == visits["traffic"]["exchanges"] == 3 * 7 // 2  # 7 windows an epoch
+    for plain, exchanges in run(lines, 2, *fits, nodes=[1, 1]):
+        assert plain["traffic"]["exchanges"] == exchanges["traffic"]["exchanges"] == 3 * 7 // 2  # 7 windows an epoch
 
 
 # -- alpha by the learning rate ------------------------------------------------------------------------------
@@ -249,54 +249,3 @@ def test_rho_goes_by_the_learning_rate_of_the_step_and_of_the_first_group(kind: 
 
 def _scheduled(kind: str, **options: Any) -> dict[str, Any]:
     return fit(kind, TwoGroups(falls), trainer={"callbacks": [StartAt([1.0, -2.0])]}, **options)
-
-
-# -- what does not take part ---------------------------------------------------------------------------------
-
-
-WITH_CENTER = ["easgd", "overlap", "async", "round_robin", "diloco"]
-
-
-def _excluding() -> list[list[dict[str, Any]]]:
-    results = []
-    for name in WITH_CENTER:
-        options = {} if name == "diloco" else PULL
-        loaders = [DataLoader(dataset(96), batch_size=4, shuffle=True) for _ in range(2)]
-        settings = zip(loaders, ([], ["*bias"]), strict=True)
-        results.append([fit(name, Net(), data, epochs=1, tau=1, exclude=names, **options) for data, names in settings])
-    return results
-
-
-class Nesterov(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-
-
-BIAS = torch.cat([torch.full((p.numel(),), name.endswith("bias")) for name, p in Net().named_parameters()])
-
-
-def test_what_is_excluded_stays_apart_and_its_mean_is_left() -> None:
-    for name, results in zip(WITH_CENTER, zip(*run(_excluding, 3, nodes=APART), strict=True), strict=True):
-        paths = [apart["path"] for _, apart in results]
-        if name == "diloco":  # all meet at every step: only what is excluded differs
-            assert torch.equal(paths[0][:, ~BIAS], paths[1][:, ~BIAS])
-        assert not torch.equal(paths[0][:, BIAS], paths[1][:, BIAS])
-        mean = (3 * paths[0][-1] + paths[1][-1] + 2 * paths[2][-1])[BIAS] / 6
-        for whole, apart in results:
-            assert torch.allclose(apart["final"][BIAS], mean, rtol=0, atol=1e-13)
-            assert torch.equal(apart["final"], results[0][1]["final"])
-            before, after = whole["traffic"]["bytes"], apart["traffic"]["bytes"]
-            assert after < before or before == 0  # memory, or the center's host
-            if name in ("easgd", "overlap", "diloco"):  # 17 of 161 values; they go over the wire once, at the end
-                assert after == pytest.approx(before * 144 / 161 + 2 * 2 / 3 * 17 * 8, abs=30)
-
-
-def _excluded_eamsgd() -> list[dict[str, Any]]:
-    data = [DataLoader(dataset(96), batch_size=4, shuffle=True) for _ in range(2)]
-    options = {"epochs": 1, "exclude": ["*"], "tau": 1, **PULL}
-    return [fit(name, Nesterov(), d, **options) for name, d in zip(("eamsgd", "easgd"), data, strict=True)]
-
-
-def test_eamsgd_leaves_what_is_excluded_alone() -> None:
-    for eamsgd, easgd in run(_excluded_eamsgd, 2, nodes=[1, 1]):
-        assert torch.equal(eamsgd["path"], easgd["path"])

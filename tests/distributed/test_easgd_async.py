@@ -1,4 +1,4 @@
-"""Visits to a center: who is served when, who waits for whom, and what a replica that is not finite does."""
+"""Exchanges with a center: who is served when, who waits for whom, and what a replica that is not finite does."""
 
 import time
 import warnings
@@ -72,7 +72,7 @@ class Stops(pl.Callback):
 
     def __init__(self, rank: int, folder: str, limit: float) -> None:
         self.rank, self.folder, self.limit = rank, Path(folder), limit
-        self.seen: list[int] = []  # visits of each of the others meanwhile
+        self.seen: list[int] = []  # exchanges of each of the others meanwhile
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == self.rank and batch_idx == 5:
@@ -83,8 +83,8 @@ class Stops(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank != self.rank and batch_idx == 17:
-            visits = trainer.strategy.traffic.exchanges
-            (self.folder / f"{trainer.global_rank}-{visits}.done").touch()
+            exchanges = trainer.strategy.traffic.exchanges
+            (self.folder / f"{trainer.global_rank}-{exchanges}.done").touch()
 
 
 def _stop(name: str, rank: int, folder: str, limit: float, **options: Any) -> list[int]:
@@ -100,7 +100,7 @@ def _stop(name: str, rank: int, folder: str, limit: float, **options: Any) -> li
 def test_a_rank_that_stops_does_not_stop_the_others(
     tmp_path: Path, name: str, rank: int, options: dict[str, Any]
 ) -> None:
-    # Rank 0 is the center's host; batches 0 to 17 are 9 visits.
+    # Rank 0 is the center's host; batches 0 to 17 are 9 exchanges.
     assert run(_stop, 3, name, rank, str(tmp_path), 30.0, nodes=APART, **options)[rank] == [9, 9]
 
 
@@ -133,7 +133,7 @@ HOMES = [("async", {"center": "shared_memory"}), ("async", {"center": "thread"})
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "options"), HOMES)
-def test_a_visitor_that_is_not_finite_says_so_and_the_others_end(name: str, rank: int, options: dict[str, Any]) -> None:
+def test_a_client_that_is_not_finite_says_so_and_the_others_end(name: str, rank: int, options: dict[str, Any]) -> None:
     outcomes = attempt(_explode, 3, name, rank, nodes=APART, **options)
     assert not any(outcome.late for outcome in outcomes)
     for number, outcome in enumerate(outcomes):

@@ -10,14 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from oracles import oracle
-from ranks import attempt, run
+from ranks import run
 from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
-from test_data import Shard
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import DASOStrategy, NodeAverageStrategy
-from lightning_hetero.errors import ConfigurationError, DisagreementError, UnsupportedError
 
 NODES = [2, 1]  # ranks of each node
 SHARES = [3.0, 1.0, 2.0]  # of 12 samples: 6, 2 and 4; by node 8 and 4
@@ -231,78 +229,3 @@ def test_a_fast_node_does_not_wait_for_a_slow_one_between_meetings() -> None:
     fast, slow = run(_beside_a_sleeper, 2)
     assert slow > 50 * 0.02
     assert fast < slow / 2
-
-
-# -- refusals ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("every", [0, -1, 2.5, True])
-def test_a_period_that_cannot_be(every: Any) -> None:
-    with pytest.raises(ConfigurationError, match="every_n_steps"):
-        NodeAverageStrategy(every_n_steps=every)
-
-
-def _train(**kwargs: Any) -> None:
-    loader = kwargs.pop("loader") if "loader" in kwargs else DataLoader(dataset(96), batch_size=4)
-    strategy = NodeAverageStrategy(every_n_steps=3, ranks_per_node=1)
-    pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, **kwargs}).fit(Net(), loader)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_time": "00:00:01:00"}, "acts at certain times"),
-    ],
-)
-def test_what_makes_no_sense_with_replicas_is_refused(options: dict[str, Any], words: str) -> None:
-    for outcome in attempt(_train, 2, **options):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert words in str(outcome.error)
-
-
-def _stream_alone() -> torch.Tensor:
-    module = Net()
-    strategy = DASOStrategy(balance="off")
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "limit_train_batches": 4})
-    trainer.fit(module, DataLoader(Shard(60), batch_size=4))
-    return parameters(module)
-
-
-def test_one_node_takes_streams_too() -> None:
-    first, second = run(_stream_alone, 2)
-    assert torch.equal(first, second)
-    assert not torch.equal(first, parameters(Net()))
-
-
-def _differing() -> None:
-    import os
-
-    strategy = NodeAverageStrategy(every_n_steps=3 + int(os.environ["RANK"]), ranks_per_node=1)
-    pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1}).fit(Net(), DataLoader(dataset(96), batch_size=4))
-
-
-def test_periods_that_differ() -> None:
-    for outcome in attempt(_differing, 2):
-        assert isinstance(outcome.error, DisagreementError), outcome.trace
-        assert "every_n_steps: rank 0: 3, rank 1: 4" in str(outcome.error)
-
-
-class FailsOnOne(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
-            raise RuntimeError("a fault of rank 1")
-        return super().training_step(batch, batch_idx)
-
-
-def _failing(folder: str) -> None:
-    strategy = NodeAverageStrategy(every_n_steps=5, ranks_per_node=1)
-    keep = ModelCheckpoint(folder, save_on_exception=True)
-    options = {**FAST, "max_epochs": 1, "enable_checkpointing": True, "callbacks": [keep]}
-    pl.Trainer(strategy=strategy, **options).fit(FailsOnOne(), DataLoader(dataset(96), batch_size=4))
-
-
-def test_nothing_hangs_when_a_rank_fails(tmp_path: Path) -> None:
-    outcomes = attempt(_failing, 2, str(tmp_path))
-    assert not any(outcome.late for outcome in outcomes)
-    assert "a fault of rank 1" in str(outcomes[1].error)
-    assert "rank 1 failed with RuntimeError: a fault of rank 1" in str(outcomes[0].error), outcomes[0].trace

@@ -9,7 +9,7 @@ import torch
 from oracles import oracle
 from ranks import attempt, run
 from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
-from test_data import Shard
+from test_own_shards import Shard
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 

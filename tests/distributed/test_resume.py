@@ -195,7 +195,7 @@ CENTER = [
     Row(STRATEGIES["eamsgd"], PULL, module=Nesterov, saved=three_apart),
     Row(STRATEGIES["diloco"], {"tau": 4}, BOTH, saved=outer_optimizer),
     Row(STRATEGIES["round_robin"], PULL, saved=three_apart),
-    # Where the wire takes the visitor to be (the center at its last visit) is not saved.
+    # Where the wire takes the client to be (the center at its last exchange) is not saved.
     Row(STRATEGIES["round_robin"], {**PULL, "wire": "bf16"}, limit=2.0**-8),
 ]
 SLOW = {"deadline": 15}
@@ -210,7 +210,7 @@ OWN = [Row(SlowMoStrategy, {"tau": 7}, (11, 17), module=Rated)]
 ALONE = [
     Row(STRATEGIES["async"], PULL),
     Row(STRATEGIES["hogwild"], PULL),
-]  # one visitor
+]  # one client
 SHARES = [3.0, 1.0, 2.0]  # of 12 samples three ranks take 6, 2 and 4
 JOBS: dict[str, tuple[list[Row], list[int], Any]] = {  # rows, ranks of each node, shares
     "ddp": (DDP, [3], [5.0, 1.0, 2.0]),
@@ -243,7 +243,7 @@ def test_resuming_is_as_if_never_stopped(tmp_path: Path, job: str) -> None:
 
 
 @pytest.mark.parametrize("home", ["shared_memory", "thread"])
-def test_a_center_that_is_visited_and_its_counts_come_back(tmp_path: Path, home: str) -> None:
+def test_a_center_and_its_counts_come_back(tmp_path: Path, home: str) -> None:
     row = Row(STRATEGIES["async"], {**PULL, "center": home})
     for [(_, parts)] in run(resumed, 3, str(tmp_path), [row], SHARES, nodes=[1, 1, 1]):
         found, saved = parts[11][1]["found"], consensus(place(tmp_path, 0, 11))

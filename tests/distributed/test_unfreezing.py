@@ -1,7 +1,6 @@
 """Parameters that become trainable, or frozen, during a fit, where replicas differ."""
 
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from oracles import oracle
-from ranks import attempt, run
+from ranks import run
 from tasks import FAST, Net, Save, dataset, parameters
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import (
-    Averager,
     DASOStrategy,
     DiLoCoStrategy,
     EAMSGDStrategy,
@@ -31,10 +29,7 @@ from lightning_hetero import (
     GossipPushSumStrategy,
     GossipStrategy,
     NodeAverageStrategy,
-    StepContext,
-    strategy_for,
 )
-from lightning_hetero.errors import DisagreementError, UnsupportedError
 
 SHARES = [3.0, 1.0, 2.0]
 APART: dict[str, Any] = {"balance": SHARES, "timeout": 30, "ranks_per_node": 1}
@@ -254,62 +249,3 @@ def test_a_resumed_fit_goes_on_with_what_was_trainable(kind: Any, options: dict[
     for results in run(_resumed, 3, str(tmp_path), kind, options, nodes=[1, 1, 1]):
         for whole, resumed in results:
             assert torch.equal(whole, resumed)
-
-
-# -- what cannot work ----------------------------------------------------------------------------------------
-
-
-class OnOneRank(pl.Callback):
-    """Freezes the first layer on the last rank only."""
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        pl_module.backbone.requires_grad_(trainer.current_epoch == 0 or trainer.global_rank < 2)
-
-
-class InMidEpoch(pl.Callback):
-    """Freezes the first layer after some steps."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        pl_module.backbone.requires_grad_(trainer.global_step < 5)
-
-
-def _wrong(kind: Any, callback: Any) -> None:
-    options = {"moving_rate": 0.2} if kind is EASGDAsyncStrategy else {}
-    _fit(kind(**APART, **options), Backboned(), callback)
-
-
-@pytest.mark.parametrize("kind", [NodeAverageStrategy, EASGDAsyncStrategy, GossipAsyncStrategy])
-def test_ranks_that_differ_are_an_error_on_every_rank(kind: Any) -> None:
-    for outcome in attempt(_wrong, 3, kind, OnOneRank(), nodes=[1, 1, 1]):
-        assert isinstance(outcome.error, DisagreementError), outcome.trace
-        assert "the ranks differ in the parameters that have become trainable or frozen" in str(outcome.error)
-        assert "net.0.weight: rank 0: (missing), rank 1: (missing), rank 2: frozen" in str(outcome.error)
-
-
-def test_a_change_in_mid_epoch_is_refused() -> None:
-    for outcome in attempt(_wrong, 3, DASOStrategy, InMidEpoch(), nodes=[1, 1, 1]):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert "net.0.weight and 1 more became trainable, or frozen, in mid-epoch" in str(outcome.error)
-
-
-@dataclass
-class Own(Averager):
-    """Says nothing of other parameters."""
-
-    def due(self, context: StepContext) -> bool:
-        return context.step % 2 == 0
-
-
-def _own(callback: Any) -> None:
-    _fit(strategy_for(Own, "of_the_test")(**APART), Backboned(), callback)
-
-
-@pytest.mark.parametrize(
-    ("callback", "words"),
-    [(Thaws(), "Thaws has frozen net.0.weight and others"), (Freezes(), "Own does not say that it can go on")],
-)
-def test_an_averager_that_does_not_know_how(callback: Any, words: str) -> None:
-    for outcome in attempt(_own, 3, callback, nodes=[1, 1, 1]):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert words in str(outcome.error)
-        assert "regrows=True" in str(outcome.error)

@@ -1,23 +1,19 @@
 """All ranks of a job in one process: what they draw together, against what one process would draw."""
 
-import math
-from collections import Counter, deque
+from collections import Counter
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.errors import DataError, HeteroError
-from lightning_hetero.workload.cost import CostModel
-from lightning_hetero.workload.order import EvenBatches, FixedBatches, GroupedBatches
+from lightning_hetero.workload.order import FixedBatches
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.sampler import (
     Drawn,
-    EvaluationSampler,
     Position,
     ShareSampler,
     batch_slice,
@@ -259,168 +255,6 @@ def test_an_iterator_that_is_never_used_changes_nothing():
         rank.position = Position(0, 0, 3 * round_)  # only the step goes on
         check_together([rank.run()], one_process(12, 4, False, 0))
     assert [a[:2] for a in rank.asked] == [(i, i) for i in range(9)]
-
-
-# -- drawing ahead, while the plan changes ---------------------------------------------------------------
-
-
-@given(
-    st.lists(st.sampled_from([0.001, 0.002, 0.004, 0.016]), min_size=2, max_size=4),
-    st.lists(st.integers(0, 6), min_size=4, max_size=4),
-    st.integers(1, 5),
-)
-@settings(max_examples=40)
-def test_ranks_that_draw_ahead_differently_agree_on_every_batch(speeds, ahead, every):
-    # Each rank has its own planner and its own prefetching; speeds change, so plans do. Were a plan to begin at a step
-    # that some rank has drawn, samples would be lost or doubled.
-    world, samples, batch_size = len(speeds), 250, 32
-    planners = [Planner(world) for _ in speeds]
-    ranks = [Rank(r, planners[r], samples, batch_size) for r in range(world)]
-    models = [CostModel() for _ in speeds]
-    for planner in planners:
-        planner.expect(batch_size)
-    step, reports = 0, None
-    for epoch in range(4):
-        reference = one_process(samples, batch_size, False, epoch)
-        parts = [[] for _ in ranks]
-        iterators, queues = [], [deque() for _ in ranks]
-        for rank in ranks:
-            rank.go_to(epoch)
-            iterators.append(iter(rank.sampler))
-        for _ in reference:
-            for r, rank in enumerate(ranks):
-                while len(queues[r]) <= ahead[r] and (batch := next(iterators[r], None)) is not None:
-                    queues[r].append(batch)
-                parts[r].append((queues[r].popleft(), rank.sampler.drawn.popleft()))
-            if reports:
-                drawn = [float(rank.sampler.next_step) for rank in ranks]
-                reports = [report._replace(drawn=first) for report, first in zip(reports, drawn, strict=True)]
-                for planner in planners:
-                    planner.update(step, reports)
-                reports = None
-            for model, k, steps in zip(models, speeds, parts, strict=True):
-                n = max(steps[-1][1].samples, 1)
-                model.observe(n, 0.01 + k * n)
-            step += 1
-            if step % every == 0:
-                reports = [
-                    Report(*m.cost, m.error(max(steps[-1][1].samples, 1)), 0, 0, 0.1, 0, every)
-                    for m, steps in zip(models, parts, strict=True)
-                ]
-        check_together(parts, reference)
-        speeds = speeds[1:] + speeds[:1]
-    if len(set(speeds)) > 1:
-        assert len(planners[0].plans) > 1  # or the test would show nothing
-
-
-class Numbers:
-    def __len__(self):
-        return 90
-
-    def __getitem__(self, index):
-        return index
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_a_dataloader_with_persistent_workers_draws_ahead():
-    planner = Planner(2)
-    planner.plans += [
-        Plan(start, (Cost(0, 1), Cost(0, k)), (0, 0), (99, 99)) for start, k in ((5, 3.0), (12, 0.1), (17, 40.0))
-    ]
-    with_workers, plain = (Rank(r, planner, len(Numbers()), 12) for r in range(2))
-    loader = DataLoader(
-        Numbers(), batch_sampler=with_workers.sampler, num_workers=2, persistent_workers=True, prefetch_factor=2
-    )
-    most_ahead, step = 0, 0
-    for epoch, length in enumerate((8, 3, 8)):  # the second epoch is cut short
-        reference = one_process(len(Numbers()), 12, False, epoch)[:length]
-        for rank in (with_workers, plain):
-            rank.go_to(epoch, step=step)
-        steps = []
-        for batch, _ in zip(loader, reference, strict=False):
-            most_ahead = max(most_ahead, len(with_workers.sampler.drawn))
-            steps.append((batch.tolist(), with_workers.sampler.drawn.popleft()))
-            if len(steps) == length:
-                break
-        check_together([steps, plain.run()[:length]], reference)
-        step += length
-    assert most_ahead >= 4  # it did draw ahead
-    assert len(loader) == 8
-    loader._iterator._shutdown_workers()
-
-
-# -- evaluation --------------------------------------------------------------------------------------
-
-
-@st.composite
-def plans(draw):
-    world = draw(st.integers(1, 6))
-    costs = tuple(Cost(draw(st.floats(0, 1)), draw(st.sampled_from([1e-3, 1e-2, 1.0]))) for _ in range(world))
-    low = tuple(draw(st.integers(0, 6)) for _ in range(world))
-    high = (2**62,) * world
-    if draw(st.booleans()):  # a rank that trains on nothing
-        low, high = (0, *low[1:]), (0, *high[1:])
-        if world == 1:
-            high = (2**62,)
-    return Plan(0, costs, low, high)
-
-
-def even_plan(world):
-    return Plan(0, (Cost(0, 1),) * world, (1,) * world, (2**62,) * world)
-
-
-@given(plans(), st.integers(1, 150), st.integers(1, 40))
-@example(even_plan(4), 5, 4)  # batches of 3 and 2 would leave the last rank out
-@example(even_plan(6), 7, 3)
-@settings(max_examples=300)
-def test_evaluation_sees_every_sample_once(plan, samples, batch_size):
-    world = len(plan.costs)
-    batches = EvenBatches(order_of(samples), batch_size, world)
-    samplers = [EvaluationSampler(batches, rank, world, lambda: plan) for rank in range(world)]
-    drawn = [list(sampler) for sampler in samplers]
-    assert Counter(i for rank in drawn for batch in rank for i in batch) == Counter(range(samples))
-    assert all(batch for rank in drawn for batch in rank)
-    counts = [len(rank) for rank in drawn]
-    assert counts == [len(sampler) for sampler in samplers]
-    if min(batches.size(i) for i in range(len(batches))) >= world:
-        assert counts == [len(batches)] * world
-    if samples >= world:
-        assert min(counts) >= 1  # a rank without a batch would not run the epoch's end with the others
-
-
-def test_evaluation_is_split_by_speed():
-    plan = Plan(0, tuple(Cost(0, k) for k in (1, 2, 4)), (1, 1, 1), (99, 99, 99))
-    batches = EvenBatches(range(70), 35, 3)
-    sizes = [[len(b) for b in EvaluationSampler(batches, rank, 3, lambda: plan)] for rank in range(3)]
-    assert sizes == [[20, 20], [10, 10], [5, 5]]
-
-
-def test_evaluation_asks_for_the_plan_of_the_moment():
-    plans = [Plan(0, (Cost(0, 1), Cost(0, k)), (1, 1), (99, 99)) for k in (1, 3)]
-    sampler = EvaluationSampler(EvenBatches(range(8), 8, 2), 0, 2, lambda: plans.pop(0))
-    assert [[len(b) for b in sampler] for _ in range(2)] == [[4], [6]]
-
-
-def test_evaluation_goes_on_after_training_has_adapted():
-    # Training uses batches of 64, evaluation of 1000. That no rank has been seen to manage so much must not stop it.
-    planner = Planner(4)
-    planner.expect(64)
-    reports = [Report(0.01, k, 0.01, 6, 16, 0, 0) for k in (0.002, 0.002, 0.004, 0.008)]
-    assert planner.update(4, reports) is not None
-    batches = EvenBatches(range(3000), 1000, 4)
-    drawn = [list(EvaluationSampler(batches, rank, 4, lambda: planner.plans[-1])) for rank in range(4)]
-    assert sorted(i for rank in drawn for batch in rank for i in batch) == list(range(3000))
-    assert [len(rank) for rank in drawn] == [3] * 4
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_evaluation_with_a_batch_sampler_of_the_users(world):
-    parts = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
-    plan = Planner(world).plans[0]
-    batches = GroupedBatches(parts, world)
-    drawn = [list(EvaluationSampler(batches, rank, world, lambda: plan)) for rank in range(world)]
-    assert sorted(i for rank in drawn for batch in rank for i in batch) == list(range(11))
-    assert len(drawn[0]) == len(EvaluationSampler(batches, 0, world, lambda: plan)) == math.ceil(5 / world)
 
 
 # -- small things --------------------------------------------------------------------------------------
