@@ -134,11 +134,11 @@ def test_the_slowest_rank_does_not_wait(timer, clock):
     assert lap(timer, 8) == [(8, 1500, 0)]
 
 
-def test_ranks_that_all_read_the_same_time_are_told_apart():
+def test_ranks_that_all_read_the_same_time_are_told_apart(clock):
     # As in a job: whoever is fast waits for the slow one, so that both have spent 25 at the end of backward.
     laps = []
     for own in (5, 25):
-        clock = Clock()
+        clock.now = 100.0
         timer = StepTimer(CPU, clock)
         backward(timer, own=lambda own=own, clock=clock: clock.spend(own), waiting=lambda c=clock: c.spend(125 - c.now))
         assert clock.now == 125
