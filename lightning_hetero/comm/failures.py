@@ -30,22 +30,30 @@ def watch(interface: str, seconds: float) -> None:
     if _world is not dist.group.WORLD:
         if _failures is not None:
             _failures.close()
-        _failures, _world = Failures(dist.get_rank(), dist.get_world_size(), interface), dist.group.WORLD
-        where = [_failures.where if _failures.rank == 0 else None]
-        dist.broadcast_object_list(where, 0)
-        if _failures.rank == 0:
-            _failures.listen()
-        elif where[0] is not None:
-            try:
-                _failures.connect(where[0], seconds)
-            except OSError as error:
-                warnings.warn(
-                    f"rank {_failures.rank} cannot reach rank 0 at {where[0][0]}: {error}. Errors will not be able to "
-                    "name a rank that has ended.",
-                    stacklevel=2,
-                )
+        _failures, _world = None, dist.group.WORLD
+        if dist.get_world_size() > 1:
+            _failures = _connected(interface, seconds)
     if _failures is not None:
         _failures.run += 1
+
+
+def _connected(interface: str, seconds: float) -> Failures:
+    """A connection between rank 0 and every other rank (collective over all ranks)."""
+    failures = Failures(dist.get_rank(), dist.get_world_size(), interface)
+    where = [failures.where if failures.rank == 0 else None]
+    dist.broadcast_object_list(where, 0)
+    if failures.rank == 0:
+        failures.listen()
+    elif where[0] is not None:
+        try:
+            failures.connect(where[0], seconds)
+        except OSError as error:
+            warnings.warn(
+                f"rank {failures.rank} cannot reach rank 0 at {where[0][0]}: {error}. Errors will not be able to "
+                "name a rank that has ended.",
+                stacklevel=3,
+            )
+    return failures
 
 
 def announce(kind: Kind, how: str) -> None:

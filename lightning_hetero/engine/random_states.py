@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
@@ -18,9 +19,10 @@ def gather_into(checkpoint: dict[str, Any]) -> None:
     """Add the states of all ranks to rank 0's checkpoint, next to the plan (collective)."""
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     with deadline("gather random states to save"):
-        dist.gather_object(_own(), everyone)
+        # As arrays: to pickle a tensor calls `torch.save`, which is for files, and slow.
+        dist.gather_object(tree_map_only(torch.Tensor, torch.Tensor.numpy, _own()), everyone)
     if everyone is not None:
-        checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
+        checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = tree_map_only(np.ndarray, torch.from_numpy, everyone)
 
 
 def find(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:

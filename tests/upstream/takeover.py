@@ -11,11 +11,13 @@
 import functools
 import json
 import os
+import threading
 from typing import Any
 
 import lightning.pytorch.strategies as strategies
 import lightning.pytorch.strategies.ddp as ddp_module
 import pytest
+from expected import EXPECTED
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
@@ -86,18 +88,41 @@ class _Results:
             self._reports.append(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        outcomes = {report.outcome: report for report in self._reports}
-        worst = next((outcomes[name] for name in ("failed", "skipped", "passed") if name in outcomes), None)
+        by_severity = [r for outcome in ("failed", "skipped", "passed") for r in self._reports if r.outcome == outcome]
+        worst = by_severity[0] if by_severity else None  # a failed test, rather than its teardown
         if worst is not None:
             why = worst.longrepr[-1] if isinstance(worst.longrepr, tuple) else str(worst.longrepr or "")
             line = {"test": nodeid, "outcome": worst.outcome, "why": why[-2000:], "ddp": _made > self._made}
             self._write(line | {"seconds": round(sum(report.duration for report in self._reports), 2)})
 
 
+class _Ours:
+    """Keeps the names of tests, and ends what outlives them, as Lightning's tests do with threads of its own."""
+
+    def pytest_make_parametrize_id(self, val: Any) -> str | None:
+        return "DDPStrategy" if val is strategies.DDPStrategy else None
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if item.nodeid.removeprefix("tests/tests_pytorch/") in EXPECTED:  # no use in trying it again
+                item.own_markers = [mark for mark in item.own_markers if mark.name != "flaky"]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self) -> None:
+        from lightning_hetero.comm import failures
+
+        if failures._failures is not None:
+            failures._failures.close()
+        for thread in threading.enumerate():
+            if thread.name in ("hetero-failures", "rank-observer"):
+                thread.join(30.0)  # the second one ends with the other ranks' processes
+
+
 def pytest_configure(config: pytest.Config) -> None:
     _count()
     if os.environ.get("UPSTREAM_SIDE") == "ours":
         _take_over()
+        config.pluginmanager.register(_Ours(), "upstream-ours")
     if os.environ.get("UPSTREAM_EVERYWHERE"):
         _everywhere()
     path = os.environ.get("UPSTREAM_RESULTS")

@@ -1,0 +1,34 @@
+"""What a fit leaves behind and what it calls beside the work, as with Lightning's `ddp`: its own tests look at both."""
+
+import threading
+from typing import Any
+from unittest.mock import Mock
+
+import lightning.pytorch as pl
+import torch
+from ranks import run
+from tasks import FAST, Net, dataset
+from torch.utils.data import DataLoader
+
+
+def fit(path: str, world: int) -> tuple[list[str], int]:
+    """The names of the threads that a fit has left, and how often a rank has written a file."""
+    before = set(threading.enumerate())
+    torch.save = Mock(wraps=torch.save)
+    trainer = pl.Trainer(
+        strategy="hetero_ddp",
+        devices=world,
+        **{**FAST, "enable_checkpointing": True},
+        max_epochs=2,
+        default_root_dir=path,
+    )
+    trainer.fit(Net(), DataLoader(dataset(16), batch_size=4))
+    return [thread.name for thread in set(threading.enumerate()) - before], torch.save.call_count
+
+
+def test_a_rank_alone_has_nobody_whose_failure_it_could_hear_of(tmp_path: Any) -> None:
+    assert run(fit, 1, str(tmp_path), 1) == [([], 2)]
+
+
+def test_only_rank_0_saves_and_once_per_checkpoint(tmp_path: Any) -> None:
+    assert [saves for _, saves in run(fit, 2, str(tmp_path), 2)] == [2, 0]
