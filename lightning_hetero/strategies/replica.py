@@ -228,6 +228,7 @@ class ReplicaStrategy(HeteroStrategy):
             resting = RestingAverager(self.averager.pairings)
             self.averager.close()
             self._start(resting)
+            self.trainer.lightning_module.zero_grad()  # an optimizer may step once more, at the end of the epoch
 
     # -- checkpoints -------------------------------------------------------------------------------
 

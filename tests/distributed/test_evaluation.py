@@ -178,3 +178,32 @@ def test_the_users_batch_size_is_the_weight_in_training_too() -> None:
     ]
     for result in results:
         assert result["logged"] == pytest.approx(truth)
+
+
+# -- buffers -------------------------------------------------------------------------------------------------
+
+
+class Normed(Net):
+    """With BatchNorm; keeps the statistics that it validates with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(16).double())
+        self.statistics: list[torch.Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.statistics.append(self.net[1].running_mean.clone())
+
+
+def _normed() -> list[torch.Tensor]:
+    module, options = Normed(), {"accumulate_grad_batches": 3, "val_check_interval": 2, "max_epochs": 1}
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance=SHARES), **{**FAST, **options})
+    data = dataset(64)
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=32))
+    return module.statistics
+
+
+def test_all_ranks_validate_with_the_same_statistics_also_within_an_accumulation_window() -> None:
+    first, second = run(_normed, 2)
+    assert len(first) == 5
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
