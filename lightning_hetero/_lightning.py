@@ -5,6 +5,7 @@ The rest of the package uses public names only (``tests/test_architecture.py``).
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,16 @@ def searches_lr(trainer: "pl.Trainer") -> bool:
 def results_of(trainer: "pl.Trainer") -> Any:
     """The collection of logged values of the running loop, if there is one."""
     return trainer._results
+
+
+def step_arguments(trainer: "pl.Trainer", batch: Any) -> dict[str, Any]:
+    """What ``training_step`` is given for the first batch of an epoch."""
+    return trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+
+
+def before_transfer(module: "pl.LightningModule", batch: Any) -> Any:
+    """A batch after the user's ``on_before_batch_transfer``."""
+    return module._on_before_batch_transfer(batch)
 
 
 # -- data ------------------------------------------------------------------------------------------

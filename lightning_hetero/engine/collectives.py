@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,27 @@ from lightning_hetero.workload.timer import StepTimer
 _REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
 
 
+class Trial(NamedTuple):
+    """A batch that a rank tries alone.
+
+    Attributes:
+        samples: of this rank.
+        total: samples of all ranks that a step would have.
+        world: number of ranks.
+    """
+
+    samples: int
+    total: int
+    world: int
+
+    def gathered(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        """Stands in for the tensors of all ranks, as large as they would be together."""
+        own = tensor if sync_grads else tensor.detach()
+        if tensor.ndim == 0 or tensor.shape[0] != self.samples:  # not of the samples, such as a loss
+            return own.expand(self.world, *tensor.shape).clone()
+        return own[torch.arange(self.total, device=tensor.device) % self.samples][None]
+
+
 class Collectives:
     """Collectives over all ranks, on a gloo world of CPUs and GPUs; tensors on an accelerator pass through the CPU.
 
@@ -31,6 +52,7 @@ class Collectives:
         self.alone, self._timer, self._loss_counts = alone, timer, loss_counts
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
         self._warned = False  # that a mean could not be weighted
+        self._trial: Trial | None = None  # under way, if one is
 
     @contextmanager
     def weighing(self, samples: Callable[[], float | None]) -> Iterator[None]:
@@ -44,6 +66,15 @@ class Collectives:
             yield
         finally:
             self._samples = before
+
+    @contextmanager
+    def trying(self, trial: Trial) -> Iterator[None]:
+        """In this block, in which this rank is alone, what is gathered is made of its own samples."""
+        self._trial = trial
+        try:
+            yield
+        finally:
+            self._trial = None
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -140,6 +171,8 @@ class Collectives:
         Raises:
             DataError: on every rank, if dtypes differ, or more than the first dimension.
         """
+        if self._trial is not None:
+            return self._trial.gathered(tensor, sync_grads)
         if self.alone():
             return tensor
         gathered = gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)

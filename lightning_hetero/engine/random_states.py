@@ -1,7 +1,8 @@
 """Each rank's random states in a checkpoint: with dropout or augmentation a resumed run goes on as if never stopped."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ def gather_into(checkpoint: dict[str, Any]) -> None:
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     with deadline("gather random states to save"):
         # As arrays: to pickle a tensor calls `torch.save`, which is for files, and slow.
-        dist.gather_object(tree_map_only(torch.Tensor, torch.Tensor.numpy, _own()), everyone)
+        dist.gather_object(tree_map_only(torch.Tensor, torch.Tensor.numpy, current()), everyone)
     if everyone is not None:
         checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = tree_map_only(np.ndarray, torch.from_numpy, everyone)
 
@@ -31,7 +32,8 @@ def find(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if everyone is None or len(everyone) != dist.get_world_size() else everyone[dist.get_rank()]
 
 
-def _own() -> dict[str, Any]:
+def current() -> dict[str, Any]:
+    """The global random states of this rank; tensors and builtins."""
     name, keys, *rest = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     return {
@@ -51,3 +53,28 @@ def restore(states: Mapping[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
+
+
+class Moment:
+    """The CPU random state of torch before a loader is first iterated over, which draws the seeds of its workers.
+
+    Args:
+        generator: the loader's own, if it has one.
+    """
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._state = torch.get_rng_state()
+        self._own = None if generator is None else (generator, generator.get_state())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Iterate over the loader anew in this block: it draws the same numbers. Then others go on where they were."""
+        now = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        if self._own is not None:
+            generator, state = self._own
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(now)

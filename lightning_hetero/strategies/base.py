@@ -62,7 +62,7 @@ class HeteroStrategy(DDPStrategy):
         super().__init__(accelerator, *args, **kwargs)
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer, partial(joining.alone, self), partial(joining.loss_counts, self))
-        self._rank_state, self._shards = saving.RankState(), Shards()
+        self._rank_state, self._shards = saving.RankState(self.options), Shards()
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class HeteroStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._parts.finite.begin(searching=_lightning.searches_lr(self.trainer))
-        self._rank_state.begin(self.trainer, self.share)
+        self._rank_state.begin(self)
 
     @override
     def on_train_end(self) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero._lightning import trainer_of
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.strategies import capacity
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -48,6 +50,8 @@ def check_setup(strategy: "HeteroStrategy", trainer: "pl.Trainer", layer_sync: A
     """
     assert strategy.job is not None
     check_trainer(trainer, layer_sync, strategy.root_device, strategy.job.view.ranks)
+    if trainer.state.fn == TrainerFn.FITTING and strategy.options.max_batch_size == "auto":
+        raise_on_all(capacity.problem(strategy, trainer), "the search for the largest batches")
     check_model(trainer.lightning_module)
 
 

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -23,6 +24,7 @@ from lightning_hetero._lightning import (
     user_shards,
 )
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
+from lightning_hetero.engine.random_states import Moment
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.loader_kinds import Kind, described, kind_of, no_batches
 from lightning_hetero.workload.order import (
@@ -79,6 +81,7 @@ class Loaders:
         self._global_batch_size = global_batch_size
         self._sized_by_user, self._balance_iterable = sized_by_user, balance_iterable
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
+        self.moments: WeakKeyDictionary[Source, Moment] = WeakKeyDictionary()  # when a source was made
         self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
 
     # -- entry -------------------------------------------------------------------------------------
@@ -90,7 +93,10 @@ class Loaders:
         sharded = user_shards(trainer) or is_sharded(loader)
         if trainer.training:
             self.combined = lambda: combined_loader(trainer)
-            return self.training(loader, sharded)
+            made = self.training(loader, sharded)
+            if (source := _source(made)) is not None:
+                self.moments[source] = Moment(getattr(loader, "generator", None))
+            return made
         return self.evaluation(loader, sharded, stage.dataloader_prefix or "validation")
 
     def training(self, loader: object, sharded_by_user: bool) -> object:

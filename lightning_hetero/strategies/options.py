@@ -12,6 +12,7 @@ from lightning_hetero.checks import at_least_one, one_of
 from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.docstrings import documented
+from lightning_hetero.workload.capacity import memory_per_rank
 from lightning_hetero.workload.planner import Planner
 
 S = TypeVar("S", bound=type)
@@ -29,7 +30,10 @@ class Options:
         min_batch_size: least samples of a rank per step: one number for all, or one per rank. Default: 1; for models
             with BatchNorm a quarter of an even share, at least 2 and no more than 16.
         max_batch_size: most samples of a rank per step, for instance for its memory: one number for all, or one per
-            rank.
+            rank. ``"auto"``: each rank tries what fits before the first training step, and takes up to 90% of that.
+        max_batch_memory: memory that a training step may take on a rank's device under ``max_batch_size="auto"``: bytes
+            or a text such as ``"8GiB"``, one for all ranks or one per rank. Default on CUDA devices: all there is;
+            other devices need a limit.
         balance_iterable: with ``balance="auto"``, move shares over iterable datasets without a length, too. A fast rank
             then takes more of its own shard in each step and comes to its end earlier, so give it a larger shard, or
             make all of them endless. Default: even shares, and as many steps per epoch as with ``ddp``.
@@ -50,7 +54,8 @@ class Options:
     balance: Literal["auto", "off"] | list[float] = "auto"
     global_batch_size: int | None = None
     min_batch_size: int | list[int] | None = None
-    max_batch_size: int | list[int] | None = None
+    max_batch_size: Literal["auto"] | int | list[int] | None = None
+    max_batch_memory: int | str | list[int | str | None] | None = None
     balance_iterable: bool = False
     rebalance_every_n_steps: int = 4
     on_nan: OnNaN = "error"
@@ -108,8 +113,22 @@ class Options:
             raise ConfigurationError(
                 f"ranks_per_node={self.ranks_per_node!r}: give a size, or a list of sizes, above 0."
             )
+        self._check_memory()
         given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list | tuple)]
         self.planner(len(given[0]) if given else 1)  # raises now rather than after the launch
+
+    def _check_memory(self) -> None:
+        if isinstance(self.max_batch_size, str) and self.max_batch_size != "auto":
+            raise ConfigurationError(
+                f"max_batch_size={self.max_batch_size!r}: give a number of samples, a list with one per rank, or "
+                "'auto'."
+            )
+        if self.max_batch_memory is not None and self.max_batch_size != "auto":
+            raise ConfigurationError(
+                f"max_batch_memory={self.max_batch_memory!r} is for max_batch_size='auto', but max_batch_size="
+                f"{self.max_batch_size!r}. Set that, or leave the memory out."
+            )
+        memory_per_rank("max_batch_memory", self.max_batch_memory)
 
     @property
     def limit(self) -> timedelta:
@@ -141,7 +160,8 @@ class Options:
 
     def planner(self, world: int) -> Planner:
         """A planner for ``world`` ranks."""
-        return Planner(world, self.balance, self.min_batch_size, self.max_batch_size)
+        high = None if self.max_batch_size == "auto" else self.max_batch_size
+        return Planner(world, self.balance, self.min_batch_size, high)
 
 
 def check_accelerator(accelerator: Any) -> None:

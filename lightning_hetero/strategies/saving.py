@@ -23,13 +23,13 @@ from lightning_hetero.engine.checkpoint import (
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
+from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import fetch_anew_between_epochs, fetch_anew_if_moved
 from lightning_hetero.strategies.preemption import path_to_save, requeue, say_where
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from lightning_hetero.strategies.base import HeteroStrategy
 
 
@@ -66,9 +66,14 @@ def told_to_all(alone: bool) -> Iterator[None]:
 
 
 class RankState:
-    """What a checkpoint holds of each rank: its part of the plan, where its loaders stand, and its random states."""
+    """What a checkpoint holds of each rank: its part of the plan, where its loaders stand, and its random states.
 
-    def __init__(self) -> None:
+    Args:
+        options: of the strategy.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._capacity = Capacity(options)
         self._random: dict[str, Any] | None = None  # to restore once training starts
         self._checkpoint: Mapping[str, Any] | None = None  # that was loaded, until training starts
 
@@ -83,6 +88,7 @@ class RankState:
         alone = strategy.collectives.alone()
         if strategy.job is not None:
             add_plan(checkpoint, strategy.share)
+            self._capacity.add_to(checkpoint)
             if not alone:
                 random_states.gather_into(checkpoint)
                 loader_states.gather_into(checkpoint, strategy.share)
@@ -100,10 +106,18 @@ class RankState:
         """
         warn_if_too_new(checkpoint)
         restore_plan(checkpoint, share, rank)
+        self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
 
-    def begin(self, trainer: "pl.Trainer", share: Workshare) -> None:
-        """Training starts: let loaders and random numbers go on where the checkpoint stands."""
+    def begin(self, strategy: "HeteroStrategy") -> None:
+        """Training starts: limit batches to what fits, and go on where the checkpoint stands (collective).
+
+        Raises:
+            UnsupportedError: what fits cannot be tried.
+            ShareError: the global batch does not fit on all ranks together.
+        """
+        trainer, share = strategy.trainer, strategy.share
+        self._capacity.begin(strategy)
         fetch_anew_if_moved(trainer, share, self._checkpoint)
         self._checkpoint = None
         if self._random is not None:  # after the loaders were made, which draws random numbers

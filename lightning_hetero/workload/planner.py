@@ -91,11 +91,9 @@ class Planner:
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
         self._high = per_rank("max_batch_size", 2**62 if high is None else high, world)
-        if any(lo > hi for lo, hi in zip(self._low, self._high, strict=True)):
-            raise ShareError(
-                f"min_batch_size={list(self._low)} exceeds max_batch_size={list(self._high)} on some rank."
-            )
-        barred = tuple(0 if s == 0 else h for s, h in zip(shares, self._high, strict=True))
+        self._check_limits()
+        self._bars = tuple(share == 0 for share in shares)  # ranks that take nothing, whatever their limits
+        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self._high, strict=True))
         costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
         self._need = self._low
         self.plans = [Plan(0, costs, self._low, barred)]
@@ -105,6 +103,34 @@ class Planner:
         self._looks: list[Look] = []  # under the plan in force
         self._doubt, self._patience = self.DOUBT, self.PATIENCE
         self._trial: Trial | None = None
+
+    def limit(self, high: Sequence[int]) -> bool:
+        """Set the most samples that each rank may take, from the first step on; called before that.
+
+        Args:
+            high: one number per rank.
+
+        Returns:
+            Whether that changes anything.
+
+        Raises:
+            ShareError: the limits cannot be met.
+        """
+        changed, self._high = tuple(high) != self._high, tuple(high)
+        self._low = tuple(max(n, min(lo, h)) for n, lo, h in zip(self._need, self._low, self._high, strict=True))
+        self._check_limits()
+        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self._high, strict=True))
+        self.plans = [replace(plan, low=self._low, high=barred) for plan in self.plans]
+        if self.total:
+            self._most = [min(most, h / self.total) for most, h in zip(self._most, self._high, strict=True)]
+            self._note(self.plans[-1].split([self.total])[0])
+        return changed
+
+    def _check_limits(self) -> None:
+        if any(lo > hi for lo, hi in zip(self._low, self._high, strict=True)):
+            raise ShareError(
+                f"min_batch_size={list(self._low)} exceeds max_batch_size={list(self._high)} on some rank."
+            )
 
     def hold(self, held: bool) -> None:
         """Keep measured shares even from the first step on, as where every rank has data of its own, or let them move.
@@ -131,9 +157,9 @@ class Planner:
         if total == 0:
             return
         if self._may_raise and (total is None or self.least * self.world <= total):
-            useful = self.total // self.world // 4 if self.auto and self.least > 1 else 0
+            useful = min(self.total // self.world // 4 if self.auto and self.least > 1 else 0, self.USEFUL)
             self._need = tuple(self.least if n else 0 for n in self._need)
-            self._low = tuple(max(n, min(useful, self.USEFUL)) if n else 0 for n in self._need)
+            self._low = tuple(max(n, min(useful, h)) if n else 0 for n, h in zip(self._need, self._high, strict=True))
             self.plans = [replace(plan, low=self._low, need=self._need) for plan in self.plans]
         if total is None:
             return

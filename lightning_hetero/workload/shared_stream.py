@@ -164,10 +164,13 @@ class SharedStreamLoader:
         rank: this rank.
         replica: the ranks that average gradients with this one.
         padding: samples of a padding batch.
+
+    Attributes:
+        like: the user's loader.
     """
 
     def __init__(self, loader: DataLoader, requests: Requests, rank: int, replica: Sequence[int], padding: int) -> None:
-        self.stream, self.batch_sampler = loader.dataset, requests
+        self.stream, self.batch_sampler, self.like = loader.dataset, requests, loader
         self.drawn: deque[Drawn] = deque()
         self._length = -(-n // requests.batch_size) if (n := _length_of(self.stream)) is not None else None
         same = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor")

@@ -1,0 +1,186 @@
+"""`max_batch_size="auto"`: a run that has searched goes on, bit for bit, as one that was given what was found."""
+
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import CombinedLoader
+from ranks import run
+from tasks import FAST, dataset, parameters
+from test_shared_stream import KINDS, Plain
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+
+from lightning_hetero import HeteroDDPStrategy, SharedStream
+
+LOTS = "1TB"  # of memory; devices run out of theirs by an error
+FITTING, FOUND = [11, 21], [9, 18]  # of 24 samples: 90% of what fits
+
+
+class Recorded(Logger):
+    """Keeps what is logged."""
+
+    name, version = "recorded", "0"
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    @property
+    def experiment(self) -> list[Any]:
+        return self.rows
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, {name: float(value) for name, value in metrics.items()}))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Busy(pl.LightningModule):
+    """Has state of all kinds, draws random numbers everywhere, meets the other ranks, and has little memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.double()
+        self.seen: list[Any] = []
+        self.tries, self.metric, self.generator = 0, MeanMetric(), torch.Generator().manual_seed(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if isinstance(batch, dict):  # of two loaders
+            batch = [torch.cat(parts) for parts in zip(batch["a"], batch["b"], strict=True)]
+        x, y, _, indices = batch
+        self.tries += 1
+        with torch.no_grad():
+            self.last.weight.clamp_(-0.2, 0.2)
+        self.seen.append(indices.tolist())
+        z = nn.functional.dropout(self.norm(self.first(x)), 0.2)
+        if len(x) > FITTING[int(os.environ["RANK"])]:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        everyone = self.all_gather(z, sync_grads=True).flatten(0, 1)
+        assert len(everyone) in (24, 5)  # the samples of all ranks; the last batch is short
+        noise = torch.rand(1, generator=self.generator).item() + random.random() + float(np.random.rand())
+        self.metric.update(noise)
+        loss = nn.functional.mse_loss(self.last(z), y) + 0.01 * noise * self.last(everyone).pow(2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log_dict({"metric": self.metric, "tries": float(self.tries)}, on_epoch=True)
+        self.logger.log_metrics({"by hand": noise}, self.tries)
+        return {"loss": loss, "noise": noise}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Planned(Busy):
+    """Asks for the number of steps while it is set up, which sets up the dataloaders before all else."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 1
+        return super().configure_optimizers()
+
+
+class Augmented(Dataset):
+    """Draws random numbers for each sample."""
+
+    def __init__(self, samples: int = 101) -> None:
+        self.data = dataset(samples)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, *others = self.data[index]
+        return x + 0.1 * torch.rand(8, dtype=torch.float64) * float(np.random.rand()), *others
+
+
+class Jumpy(Plain):
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i % len(self.data)] for i in range(101))
+
+
+def _loader(workers: int = 0, **more: Any) -> DataLoader:
+    return DataLoader(Augmented(), batch_size=12, shuffle=True, num_workers=workers, **more)
+
+
+def _two_loaders() -> CombinedLoader:
+    parts = {"a": 8, "b": 4}
+    return CombinedLoader(
+        {name: DataLoader(Augmented(12 * size), batch_size=size, shuffle=True) for name, size in parts.items()}
+    )
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "even": {"strategy": {"balance": "off"}},
+    "workers": {"loader": lambda: _loader(2, generator=torch.Generator().manual_seed(5)), "module": Planned},
+    "kept workers": {"loader": lambda: _loader(1, persistent_workers=True)},
+    "sampler": {"loader": lambda: DataLoader(Augmented(), 12, sampler=torch.randperm(101).tolist())},
+    "stream": {"loader": lambda: DataLoader(SharedStream(Jumpy()), batch_size=12)},
+    "stream, workers": {"loader": lambda: DataLoader(SharedStream(Jumpy()), batch_size=12, num_workers=2)},
+    "two loaders": {"loader": _two_loaders},
+    "accumulated": {"trainer": {"accumulate_grad_batches": 2}},
+    "static graph": {"strategy": {"static_graph": True}},
+    "a quick look": {"trainer": {"fast_dev_run": 3}},
+} | {kind.__name__: {"kind": kind, "strategy": options} for kind, options in KINDS[1:]}
+
+
+def _fit(
+    limits: dict[str, Any],
+    kind: Any = HeteroDDPStrategy,
+    strategy: dict[str, Any] | None = None,
+    module: Any = Busy,
+    loader: Any = _loader,
+    trainer: dict[str, Any] | None = None,
+    path: Any = None,
+) -> dict[str, Any]:
+    """What a fit leaves, of all that a trial could have touched."""
+    pl.seed_everything(11)
+    random.seed(int(os.environ["RANK"]))  # ranks draw different numbers
+    chosen = kind(**{"balance": [1.0, 1.2], **(strategy or {}), **limits})
+    model, logger = module(), Recorded()
+    settings = {"max_epochs": 2, "log_every_n_steps": 1, "logger": logger, **(trainer or {})}
+    fit = pl.Trainer(strategy=chosen, **{**FAST, **settings})
+    fit.fit(model, loader(), ckpt_path=path)
+    return {
+        "seen": model.seen,
+        "tries": model.tries,
+        "parameters": parameters(model),
+        "buffers": [buffer.tolist() for buffer in model.buffers()],
+        "optimizer": fit.optimizers[0].state_dict(),
+        "random": [torch.rand(1), torch.rand(1, generator=model.generator), random.random(), np.random.rand()],
+        "logged": logger.rows,
+        "metrics": {name: value.item() for name, value in fit.callback_metrics.items()},
+        "steps": fit.global_step,
+        "found": chosen._rank_state._capacity.found,
+    }
+
+
+def _twice(names: list[str]) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # Lightning advises against what is logged here
+    results = {}
+    for name in names:
+        try:
+            searched = _fit({"max_batch_size": "auto", "max_batch_memory": LOTS}, **FITS[name])
+            results[name] = searched, _fit({"max_batch_size": FOUND}, **FITS[name])
+        except Exception as failure:
+            raise AssertionError(f"the fit {name!r} failed") from failure
+    return results
+
+
+def test_a_run_that_has_searched_is_the_run_that_was_told() -> None:
+    results = run(_twice, 2, [*FITS])
+    for name in FITS:
+        for searched, told in (result[name] for result in results):
+            assert searched.pop("found") == FOUND, name
+            assert told.pop("found") is None, name
+            assert max(len(part) for part in searched["seen"]) <= max(FOUND)
+            for what, value in told.items():
+                assert repr(searched[what]) == repr(value), (name, what)
