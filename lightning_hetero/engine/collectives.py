@@ -1,6 +1,6 @@
 """The collectives that Lightning and users call on a strategy: weighted where samples are, timed as waiting."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,21 +22,21 @@ class Trial(NamedTuple):
     """A batch that a rank tries alone.
 
     Attributes:
-        samples: of this rank.
-        total: samples of all ranks that a step would have.
+        samples: of this rank, each with the number that all ranks of a step would have; of the whole batch, and of each
+            loader's part of it.
         world: number of ranks.
     """
 
-    samples: int
-    total: int
+    samples: Mapping[int, int]
     world: int
 
     def gathered(self, tensor: Tensor, sync_grads: bool) -> Tensor:
         """Stands in for the tensors of all ranks, as large as they would be together."""
         own = tensor if sync_grads else tensor.detach()
-        if tensor.ndim == 0 or tensor.shape[0] != self.samples:  # not of the samples, such as a loss
+        if tensor.ndim == 0 or tensor.shape[0] not in self.samples:  # such as a loss
             return own.expand(self.world, *tensor.shape).clone()
-        return own[torch.arange(self.total, device=tensor.device) % self.samples][None]
+        total = self.samples[tensor.shape[0]]
+        return own[torch.arange(total, device=tensor.device) % tensor.shape[0]][None]
 
 
 class Collectives:

@@ -175,8 +175,14 @@ def _fitting(strategy: "HeteroStrategy", batches: TrialBatches, memory: int | No
     """Samples of the largest batch that fits on this rank."""
     module, device = strategy.trainer.lightning_module, strategy.root_device
     trials = Trials(module, strategy.optimizers, device, memory)
+    unit = batches.unit
     with _silent(strategy.trainer), trials.begun():
-        return largest(lambda n: trials.fits(partial(_step, strategy, batches, n)), least, batches.total)
+        units = largest(
+            lambda units: trials.fits(partial(_step, strategy, batches, units * unit)),
+            -(-least // unit),
+            batches.total // unit,
+        )
+    return units * unit
 
 
 def _step(strategy: "HeteroStrategy", batches: TrialBatches, samples: int) -> None:
@@ -184,12 +190,12 @@ def _step(strategy: "HeteroStrategy", batches: TrialBatches, samples: int) -> No
     trainer, module, precision = strategy.trainer, strategy.trainer.lightning_module, strategy.precision_plugin
     batch = _lightning.before_transfer(module, precision.convert_input(batches.of(samples)))
     batch = DDPStrategy.batch_to_device(strategy, batch, strategy.root_device)
-    world = strategy.world_size
-    with strategy.collectives.trying(Trial(samples, batches.total, world)), precision.train_step_context():
+    trial = Trial(batches.sizes(samples), strategy.world_size)
+    with strategy.collectives.trying(trial), precision.train_step_context():
         output = module.training_step(**_lightning.step_arguments(trainer, batch))
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor):
-        with strategy.collectives.trying(Trial(samples, batches.total, world)):
+        with strategy.collectives.trying(trial):
             module.backward(loss)
 
 
@@ -199,7 +205,8 @@ def _silent(trainer: "pl.Trainer") -> Iterator[None]:
     module, loggers = trainer.lightning_module, trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
     before = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
-    vars(module).update(dict.fromkeys(("log", "log_dict"), _log_nothing))
+    for name in ("log", "log_dict"):
+        vars(module)[name] = _log_nothing
     try:
         yield
     finally:
@@ -249,4 +256,5 @@ def _draw_anew(strategy: "HeteroStrategy") -> None:
     with ExitStack() as stack:
         for source in reversed(sources):
             stack.enter_context(loaders.moments[source].again())  # type: ignore[attr-defined]
+        _lightning.end_kept_workers(strategy.trainer)
         _lightning.fetch_anew(strategy.trainer)

@@ -1,5 +1,6 @@
 """Makes batches of any size from the samples of the training data, without taking any of them from the fit."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from typing import Any
@@ -25,6 +26,7 @@ class TrialBatches:
 
     Attributes:
         total: samples in a global batch, of all loaders together.
+        unit: samples by which batches grow; more than 1 where several loaders keep their proportions.
 
     Raises:
         UnsupportedError: the data do not allow it.
@@ -34,11 +36,17 @@ class TrialBatches:
         flat, self._structure = tree_flatten(loaders.iterables)
         self._parts = [_part(loader) for loader in flat]
         self.total = sum(part.size for part in self._parts)
+        self.unit = self.total // math.gcd(*(part.size for part in self._parts))
 
     def of(self, samples: int) -> Any:
-        """A batch of so many samples; of several loaders in proportion to their batch sizes, rounded up."""
-        batches = [part.batch(-(-samples * part.size // self.total)) for part in self._parts]
+        """A batch of so many samples, a multiple of the unit."""
+        batches = [part.batch(samples * part.size // self.total) for part in self._parts]
         return tree_unflatten(batches, self._structure)
+
+    def sizes(self, samples: int) -> dict[int, int]:
+        """The sizes of such a batch and of its parts, each with that of the global batch or part."""
+        parts = {samples * part.size // self.total: part.size for part in self._parts}
+        return {**parts, samples: self.total}
 
 
 class _Part:

@@ -167,6 +167,7 @@ class SharedStreamLoader:
 
     Attributes:
         like: the user's loader.
+        loader: what reads the parts.
     """
 
     def __init__(self, loader: DataLoader, requests: Requests, rank: int, replica: Sequence[int], padding: int) -> None:
@@ -175,7 +176,7 @@ class SharedStreamLoader:
         self._length = -(-n // requests.batch_size) if (n := _length_of(self.stream)) is not None else None
         same = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor")
         more = ("multiprocessing_context", "persistent_workers")
-        self._loader = DataLoader(
+        self.loader = DataLoader(
             Reader(self.stream.dataset, rank, replica, padding),  # type: ignore[attr-defined]
             batch_sampler=requests,  # type: ignore[arg-type]
             collate_fn=partial(collate_part, loader.collate_fn),
@@ -200,7 +201,7 @@ class SharedStreamLoader:
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
         read = 0
-        for batch, drawn in self._loader:
+        for batch, drawn in self.loader:
             if batch is None:
                 break
             read += 1

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tasks import Net, TokenNet, dataset
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -48,6 +49,21 @@ class Normed(Net):
         self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
 
 
+class TrainsItself(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class FailsAlone(Net):
+    """Asks for the other ranks on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if rank() == 1:
+            dist.all_reduce(torch.zeros(1))
+        return super().training_step(batch, batch_idx)
+
+
 class BadWeight(TokenNet):
     def batch_weight(self, batch: Any) -> float:
         return -1.0 if self.global_rank == 1 else 1.0
@@ -70,6 +86,19 @@ class Rows(IterableDataset):
 
     def __iter__(self) -> Iterator[str]:
         yield from ("text" for _ in range(8))
+
+
+class Shard(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        yield from (dataset(96)[i] for i in range(rank(), 96, 2))
+
+
+def streamed() -> DataLoader:
+    return DataLoader(Shard(), batch_size=4)
+
+
+def grouped() -> DataLoader:
+    return DataLoader(dataset(96), batch_sampler=[[0, 1], [2, 3, 4], [5, 6], [7, 8]])
 
 
 def tiny() -> DataLoader:

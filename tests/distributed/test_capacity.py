@@ -13,12 +13,12 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from ranks import run
 from tasks import FAST, dataset, parameters
-from test_shared_stream import KINDS, Plain
+from test_shared_stream import Plain
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
-from lightning_hetero import HeteroDDPStrategy, SharedStream
+from lightning_hetero import DASOStrategy, GossipAsyncStrategy, HeteroDDPStrategy, SharedStream
 
 LOTS = "1TB"  # of memory; devices run out of theirs by an error
 FITTING, FOUND = [11, 21], [9, 18]  # of 24 samples: 90% of what fits
@@ -46,18 +46,22 @@ class Recorded(Logger):
 class Busy(pl.LightningModule):
     """Has state of all kinds, draws random numbers everywhere, meets the other ranks, and has little memory."""
 
+    calls = 0  # of training_step, those of trials too
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
         self.double()
         self.seen: list[Any] = []
         self.tries, self.metric, self.generator = 0, MeanMetric(), torch.Generator().manual_seed(3)
+        self.synced = MeanMetric(dist_sync_on_step=True)  # asks all ranks in every step
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         if isinstance(batch, dict):  # of two loaders
             batch = [torch.cat(parts) for parts in zip(batch["a"], batch["b"], strict=True)]
         x, y, _, indices = batch
         self.tries += 1
+        Busy.calls += 1
         with torch.no_grad():
             self.last.weight.clamp_(-0.2, 0.2)
         self.seen.append(indices.tolist())
@@ -65,9 +69,9 @@ class Busy(pl.LightningModule):
         if len(x) > FITTING[int(os.environ["RANK"])]:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         everyone = self.all_gather(z, sync_grads=True).flatten(0, 1)
-        assert len(everyone) in (24, 5)  # the samples of all ranks; the last batch is short
+        assert len(everyone) in ((24, 5) if self.trainer.world_size == 2 else (9, 2))  # all ranks', the last is short
         noise = torch.rand(1, generator=self.generator).item() + random.random() + float(np.random.rand())
-        self.metric.update(noise)
+        self.metric.update(self.synced(noise))
         loss = nn.functional.mse_loss(self.last(z), y) + 0.01 * noise * self.last(everyone).pow(2).mean()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log_dict({"metric": self.metric, "tries": float(self.tries)}, on_epoch=True)
@@ -118,18 +122,21 @@ def _two_loaders() -> CombinedLoader:
 
 
 FITS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "even": {"strategy": {"balance": "off"}},
     "workers": {"loader": lambda: _loader(2, generator=torch.Generator().manual_seed(5)), "module": Planned},
     "kept workers": {"loader": lambda: _loader(1, persistent_workers=True)},
-    "sampler": {"loader": lambda: DataLoader(Augmented(), 12, sampler=torch.randperm(101).tolist())},
+    "sampler": {
+        "loader": lambda: DataLoader(Augmented(), 12, sampler=torch.randperm(101).tolist()),
+        "trainer": {"accumulate_grad_batches": 2},
+    },
     "stream": {"loader": lambda: DataLoader(SharedStream(Jumpy()), batch_size=12)},
     "stream, workers": {"loader": lambda: DataLoader(SharedStream(Jumpy()), batch_size=12, num_workers=2)},
     "two loaders": {"loader": _two_loaders},
-    "accumulated": {"trainer": {"accumulate_grad_batches": 2}},
     "static graph": {"strategy": {"static_graph": True}},
     "a quick look": {"trainer": {"fast_dev_run": 3}},
-} | {kind.__name__: {"kind": kind, "strategy": options} for kind, options in KINDS[1:]}
+    "DASO": {"kind": DASOStrategy, "strategy": {"ranks_per_node": 1, "warmup": 2, "cooldown": 2}},
+    "asynchronous gossip": {"kind": GossipAsyncStrategy, "strategy": {"ranks_per_node": 1}},
+}
 
 
 def _fit(
@@ -169,7 +176,7 @@ def _twice(names: list[str]) -> dict[str, Any]:
     for name in names:
         try:
             searched = _fit({"max_batch_size": "auto", "max_batch_memory": LOTS}, **FITS[name])
-            results[name] = searched, _fit({"max_batch_size": FOUND}, **FITS[name])
+            results[name] = searched, _fit({"max_batch_size": searched["found"]}, **FITS[name])
         except Exception as failure:
             raise AssertionError(f"the fit {name!r} failed") from failure
     return results
@@ -179,8 +186,10 @@ def test_a_run_that_has_searched_is_the_run_that_was_told() -> None:
     results = run(_twice, 2, [*FITS])
     for name in FITS:
         for searched, told in (result[name] for result in results):
-            assert searched.pop("found") == FOUND, name
+            assert searched.pop("found") == ([8, 18] if name == "two loaders" else FOUND), name  # by threes
             assert told.pop("found") is None, name
             assert max(len(part) for part in searched["seen"]) <= max(FOUND)
-            for what, value in told.items():
-                assert repr(searched[what]) == repr(value), (name, what)
+            # When replicas come to each other differs from run to run.
+            same = ("seen", "tries", "steps") if name == "asynchronous gossip" else [*told]
+            for what in same:
+                assert repr(searched[what]) == repr(told[what]), (name, what)

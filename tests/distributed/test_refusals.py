@@ -90,6 +90,7 @@ def optimizer(kind: str, make: Any, *words: str) -> Row:
 
 
 AUTO = {"moving_rate": "auto"}
+SEARCHED = {"max_batch_size": "auto", "max_batch_memory": "1GB"}
 HOSTS = {"host": ["host0", "host1"]}  # where a rank thinks it is
 ENDLESS = {"max_epochs": -1, "max_steps": -1}
 TIMED = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
@@ -121,6 +122,19 @@ TWO_RANKS = [
     ),
     ddp(DisagreementError, "samples: rank 0: 96, rank 1: 97", loader=bad.of_rank),
     ddp(DisagreementError, "seed_everything", env=lambda rank: {"PL_GLOBAL_SEED": str(rank)}),
+    ddp(ConfigurationError, "on cpu (rank ", "needs a limit", "max_batch_memory", options={"max_batch_size": "auto"}),
+    ddp(ConfigurationError, "3 limits for 2 ranks", options={**SEARCHED, "max_batch_memory": [1000, "1kB", None]}),
+    ddp(UnsupportedError, "manual optimization", "as numbers", options=SEARCHED, module=bad.TrainsItself),
+    ddp(UnsupportedError, "needs a map-style dataset", options=SEARCHED, loader=bad.streamed),
+    ddp(UnsupportedError, "needs a map-style dataset", options=SEARCHED, loader=bad.grouped),
+    ddp(
+        UnsupportedError,
+        "rank 1 could not try a batch: ValueError: Default process",
+        options=SEARCHED,
+        module=bad.FailsAlone,
+    ),
+    ddp(ShareError, "not even a batch of 1 fits", "rank(s) [1]", options={**SEARCHED, "max_batch_memory": ["1GB", 99]}),
+    ddp(ShareError, "8 samples cannot be split", options={**SEARCHED, "max_batch_memory": "7kB"}),
     ddp(LaunchError, "WORLD_SIZE", "torchrun", env=lambda rank: {"WORLD_SIZE": ""}),
     ddp(LaunchError, "LOCAL_RANK", "torchrun", env=lambda rank: {"LOCAL_RANK": ""}),
     ddp(LaunchError, "MASTER_ADDR", "torchrun", env=lambda rank: {"MASTER_ADDR": ""}),
