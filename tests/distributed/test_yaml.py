@@ -23,6 +23,7 @@ QUICK = {
 OVERRIDES = {
     "hetero_ddp": ["--trainer.strategy.init_args.balance=[3.0,1.0]"],
     "hetero_daso": ["--trainer.strategy.init_args.wire=bf16", "--trainer.strategy.init_args.timeout=500"],
+    "hetero_node": [f"--trainer.strategy.init_args.max_batch_{x}" for x in ("size=auto", "memory=[8GiB,6 GB]")],
     "hetero_easgd_async": ["--trainer.strategy.init_args.center=thread"],
     "hetero_gossip": ["--trainer.strategy.init_args.topology=ring"],
     "hetero_diloco": ["--trainer.strategy.init_args.wire=bf16", "--trainer.strategy.init_args.replica=rank"],

@@ -49,6 +49,13 @@ ROWS: list[tuple[Any, dict[str, Any], str]] = [
     (HeteroDDPStrategy, {"balance": [1.0, 1.0], "min_batch_size": 9, "max_batch_size": 3}, "min_batch_size=[9, 9]"),
     (HeteroDDPStrategy, {"balance": [1.0, 1.0], "min_batch_size": [1, 2, 3]}, "3 limits for 2 ranks"),
     (HeteroDDPStrategy, {"balance": [1.0, 1.0], "max_batch_size": -1}, "at least 0"),
+    (HeteroDDPStrategy, {"max_batch_size": "most"}, "max_batch_size='most': give a number of samples"),
+    (
+        HeteroDDPStrategy,
+        {"max_batch_size": "auto", "max_batch_memory": "8 XB"},
+        "max_batch_memory='8 XB': give a number",
+    ),
+    (HeteroDDPStrategy, {"max_batch_size": 8, "max_batch_memory": "8GiB"}, "is for max_batch_size='auto'"),
     (DASOStrategy, {"global_every": 0}, "global_every=0"),
     (DASOStrategy, {"wait": 5}, "wait=5"),
     (DASOStrategy, {"wait": "soon"}, "wait='soon'"),
