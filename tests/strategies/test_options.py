@@ -53,7 +53,7 @@ ROWS: list[tuple[Any, dict[str, Any], str]] = [
     (
         HeteroDDPStrategy,
         {"max_batch_size": "auto", "max_batch_memory": "8 XB"},
-        "max_batch_memory='8 XB': give a number",
+        "max_batch_memory='8 XB': give",
     ),
     (HeteroDDPStrategy, {"max_batch_size": 8, "max_batch_memory": "8GiB"}, "is for max_batch_size='auto'"),
     (DASOStrategy, {"global_every": 0}, "global_every=0"),
