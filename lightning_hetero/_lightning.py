@@ -171,15 +171,6 @@ def fetch_anew(trainer: "pl.Trainer") -> None:
     iter(fetcher)
 
 
-def end_kept_workers(trainer: "pl.Trainer") -> None:
-    """Let loaders with ``persistent_workers`` start new ones: the old have drawn random numbers for their batches."""
-    combined = combined_loader(trainer)
-    for loader in [] if combined is None else combined.flattened:
-        inner = getattr(loader, "loader", loader)  # of a stream
-        if getattr(inner, "persistent_workers", False):
-            inner._iterator = None
-
-
 def forget_loader_that_failed(trainer: "pl.Trainer | None") -> None:
     """If the loaders failed to start, do not tear them down: that would raise another error over the first one."""
     loader = None if trainer is None else combined_loader(trainer)

@@ -204,7 +204,7 @@ def _silent(trainer: "pl.Trainer") -> Iterator[None]:
     """Nothing is logged in this block."""
     module, loggers = trainer.lightning_module, trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
-    before = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
+    before: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
     for name in ("log", "log_dict"):
         vars(module)[name] = _log_nothing
     try:
@@ -248,13 +248,17 @@ def _tell_if_moved(asked: list[int] | None, planner: Planner, step: int) -> None
 
 def _draw_anew(strategy: "HeteroStrategy") -> None:
     """Let batches be drawn again, of the new sizes, that workers have prefetched."""
-    loaders = strategy.share.loaders
+    loaders, combined = strategy.share.loaders, _lightning.combined_loader(strategy.trainer)
     sources = loaders.sources()
+    assert combined is not None
     begun = [getattr(getattr(source, "batch_sampler", source), "begun", None) for source in sources]
     if all(position is None for position in begun):
         return
     with ExitStack() as stack:
         for source in reversed(sources):
             stack.enter_context(loaders.moments[source].again())  # type: ignore[attr-defined]
-        _lightning.end_kept_workers(strategy.trainer)
+        for loader in combined.flattened:
+            reader = getattr(loader, "loader", loader)
+            if getattr(reader, "persistent_workers", False):  # they have drawn random numbers for their batches
+                object.__setattr__(reader, "_iterator", None)
         _lightning.fetch_anew(strategy.trainer)
