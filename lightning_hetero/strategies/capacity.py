@@ -1,7 +1,7 @@
 """`max_batch_size="auto"`: each rank finds once how many samples fit into its memory, and tells the others."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,8 +58,12 @@ class Capacity:
     options: Options
     found: list[int] | None = None
     basis: list[Any] = field(default_factory=list)
-    _module: Callable[[], Any] = lambda: None  # for which it was found
+    _module: "weakref.ref[Any] | None" = None  # for which it was found
     _restored: bool = False  # from a checkpoint
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which serve other models."""
+        return {**vars(self), "_module": None}
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Keep what was found in a checkpoint; builtins only."""
@@ -108,7 +112,7 @@ class Capacity:
         """Whether what was found holds here; the same on all ranks."""
         if self.found is None:
             return False
-        if self.basis == basis and (self._restored or self._module() is module):
+        if self.basis == basis and (self._restored or (self._module and self._module() is module)):
             self._module = weakref.ref(module)
             return True
         if self._restored:

@@ -1,6 +1,7 @@
 """What `max_batch_size="auto"` has found is kept, in checkpoints and from fit to fit."""
 
 import os
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def _fit_again() -> list[int]:
         done, Busy.calls = module.tries, 0
         trainer.fit(module, _loader())
         trials.append(Busy.calls - (module.tries - done))
+    pickle.dumps(trainer.strategy._rank_state)  # as start methods do that copy a Trainer
     return trials
 
 

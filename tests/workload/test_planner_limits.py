@@ -197,3 +197,40 @@ def test_a_restored_share_grows_no_faster():
     saved.update(4, fast)
     restored.load_state_dict(saved.state_dict())
     assert restored.shares(0)[0] == saved.shares(4)[0] == 32
+
+
+# -- limits that are found after the planner was made ----------------------------------------------------
+
+
+@pytest.mark.parametrize("balance", ["auto", "off", [3.0, 1.0, 1.0, 0.0]])
+@pytest.mark.parametrize("least", [1, 2])
+def test_limits_that_are_found_later_are_as_those_that_were_given(balance, least):
+    high = [20, 40, 9, 30]
+
+    def planner(**options):
+        made = Planner(4, balance, **options)
+        made.least = least
+        made.expect(64)
+        return made
+
+    given, found = planner(high=high), planner()
+    assert found.limit(high)
+    assert not found.limit(high)
+    assert found.plans == given.plans
+    assert found.shares(0) == given.shares(0)
+    assert found.state_dict() == given.state_dict()
+    slow = [report(k, 0.010, drawn=6.0) for k in EXAMPLE]
+    assert found.update(4, slow) == given.update(4, slow)
+    assert found.shares(6) == given.shares(6)
+
+
+def test_limits_that_are_found_and_cannot_be_met():
+    with pytest.raises(ShareError, match="64 samples cannot be split"):
+        planner_of(64, 2).limit([20, 30])
+    with pytest.raises(ShareError, match=r"min_batch_size=\[8, 8\] exceeds max_batch_size=\[7, 64\]"):
+        planner_of(64, 2, low=8).limit([7, 64])
+    planner = planner_of(None, 2)
+    planner.least = 2  # BatchNorm's least share gives way to what fits
+    planner.expect(64)
+    assert planner.limit([5, 64])
+    assert planner.shares(0) == [5, 59]
