@@ -1,4 +1,4 @@
-"""Callbacks that average weights over time: resumed fits, asynchronous replicas, BatchNorm."""
+"""Callbacks that average weights over time, with every algorithm: resumed fits, asynchronous replicas, BatchNorm."""
 
 import warnings
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from averaging_tasks import APART, CALLBACKS, EMA, NODES, SHARES, Averages, fit_averaged
+from averaging_tasks import APART, CALLBACKS, EMA, NODES, SHARES, fit_averaged
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from ranks import run
 from tasks import EvaluatedNet, Net, Save, dataset, error, parameters
@@ -26,6 +26,37 @@ from lightning_hetero import (
     NodeAverageStrategy,
 )
 
+
+class Records(pl.Callback):
+    """Keeps the consensus wherever all replicas meet, and at the ends of epochs, with the steps before it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, torch.Tensor]] = []
+
+    def look(self, trainer: pl.Trainer, module: Any) -> None:
+        engine = trainer.strategy.engine
+        values = engine.averager.replica.by_name(engine.consensus())
+        flat = torch.cat([values[name].reshape(-1) for name, _ in module.named_parameters()])
+        self.seen.append((trainer.global_step, flat))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.strategy.engine.meets:
+            self.look(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.look(trainer, pl_module)
+
+
+def ema_of(seen: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """The average over steps, each with the consensus of the meeting that follows."""
+    done, average = 0, seen[0][1]
+    for step, consensus in seen:
+        for _ in range(done, step):
+            average = 0.8 * average + 0.2 * consensus
+        done = step
+    return average
+
+
 # -- resume --------------------------------------------------------------------------------------------------
 
 LOCKSTEP: list[tuple[Any, dict[str, Any]]] = [
@@ -37,41 +68,32 @@ LOCKSTEP: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def _resumed(folder: str, kind: Any, options: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
+def _resumed(folder: str, kind: Any, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     for message in ("EMAWeightAveraging asks", "Replicas have not met"):
         warnings.filterwarnings("ignore", message)
-    results = []
-    for name, step in (("ema", 12), ("swa", 18)):
+    results, records = [], Records()
+    for name, step, watch in (("ema", 12, [records]), ("swa", 18, [])):
         path, ends = f"{folder}/{name}.ckpt", []
-        for save, resume in ((Save(path, step, False), None), (Save(path, -1, False), path)):
-            module = fit_averaged(kind(**options, **APART), Net(), CALLBACKS[name](), save, resume=resume, max_epochs=3)
-            ends.append(parameters(module))
+        for others, resume in (([*watch, Save(path, step, False)], None), ([Save(path, -1, False)], path)):
+            strategy, callbacks = kind(**options, **APART), [CALLBACKS[name](), *others]
+            ends.append(parameters(fit_averaged(strategy, Net(), *callbacks, resume=resume, max_epochs=3)))
         results.append(tuple(ends))
-    return results
+    return results, records.seen
 
 
 @pytest.mark.parametrize(("kind", "options"), LOCKSTEP)
-def test_a_resumed_fit_goes_on_with_its_average(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_an_average_of_consensuses_that_a_resumed_fit_goes_on_with(
+    kind: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
     results = run(_resumed, 3, str(tmp_path), kind, options, nodes=[1, 1, 1])
-    for result in results:
-        for (whole, resumed), (first, _) in zip(result, results[0], strict=True):
+    for result, seen in results:
+        assert error(result[0][0], ema_of(seen)) <= 1e-10
+        for (whole, resumed), (first, _) in zip(result, results[0][0], strict=True):
             assert torch.equal(whole, resumed)
             assert torch.equal(whole, first)
 
 
 # -- replicas that never all meet within an epoch ------------------------------------------------------------
-
-
-class Records(pl.Callback):
-    """Keeps the consensus at the end of every epoch."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        engine = trainer.strategy.engine
-        values = engine.averager.replica.by_name(engine.consensus())
-        self.seen.append(torch.cat([values[name].reshape(-1) for name, _ in pl_module.named_parameters()]))
 
 
 def _asynchronous(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +114,8 @@ def _asynchronous(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
 def test_asynchronous_replicas_average_at_the_ends_of_epochs(kind: Any, options: dict[str, Any]) -> None:
     results = run(_asynchronous, 3, kind, options, nodes=[1, 1, 1])
     assert [result["told"] for result in results] == [1, 0, 0]
-    path = [consensus for consensus in results[0]["seen"] for _ in range(8)]
-    truth = Averages(path, "ema", 8).final
     for result in results:
-        assert error(result["ema"], truth) <= 1e-10
+        assert error(result["ema"], ema_of(result["seen"])) <= 1e-10
         for name in ("ema", "swa", "by epoch"):
             assert torch.equal(result[name], results[0][name])
 
