@@ -38,7 +38,7 @@ def current() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "numpy": [name, torch.tensor(np.asarray(keys), dtype=torch.int64), *rest],
         "python": [version, list(numbers), gauss],
     }
