@@ -127,7 +127,8 @@ class Loaders:
         check_equal(f"the {name} dataloader", self._described(loader, "map"))
         batches = self._batches(loader, evaluation=True)
         check_enough(_samples(batches), self.planner.world, name)
-        sampler = EvaluationSampler(batches, self.rank, self.planner.world, lambda: self.planner.plans[-1])
+        world, planner = self.planner.world, self.planner
+        sampler = EvaluationSampler(batches, self.rank, world, lambda: planner.plans[-1], lambda: planner.found)
         indexed = name == "predict"
         return _with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
 

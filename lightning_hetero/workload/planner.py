@@ -88,6 +88,7 @@ class Planner:
         self._held = False  # whether shares stay even, whatever is measured
         self.least = 1  # that a rank can train on, where the user has not said and the batch allows it
         self._may_raise = low is None
+        self.found = False  # whether the upper limits were found by trying training steps
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
         self._high = per_rank("max_batch_size", 2**62 if high is None else high, world)
@@ -116,7 +117,7 @@ class Planner:
         Raises:
             ShareError: the limits cannot be met.
         """
-        changed, self._high = tuple(high) != self._high, tuple(high)
+        changed, self._high, self.found = tuple(high) != self._high, tuple(high), True
         self._low = tuple(max(n, min(lo, h)) for n, lo, h in zip(self._need, self._low, self._high, strict=True))
         self._check_limits()
         barred = tuple(0 if bar else h for bar, h in zip(self._bars, self._high, strict=True))

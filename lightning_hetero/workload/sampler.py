@@ -105,10 +105,19 @@ class EvaluationSampler:
         rank: this rank.
         world: number of ranks.
         plan: the agreed plan of the moment.
+        grows: whether its upper limits are those of training steps, which grow with a batch that is larger than all of
+            them together.
     """
 
-    def __init__(self, batches: GlobalBatches, rank: int, world: int, plan: Callable[[], Plan]) -> None:
-        self.batches, self.rank, self._plan = batches, rank, plan
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        rank: int,
+        world: int,
+        plan: Callable[[], Plan],
+        grows: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.batches, self.rank, self._plan, self._grows = batches, rank, plan, grows
         self.sampler = batches.sampler
         self._world = world
 
@@ -124,7 +133,10 @@ class EvaluationSampler:
     def _slice(self, plan: Plan, batch: list[int]) -> list[int]:
         if len(batch) <= self._world:
             return batch[self.rank : self.rank + 1]
-        everyone = replace(plan, low=(1,) * self._world, high=tuple(max(high, 1) for high in plan.high))
+        high = tuple(max(high, 1) for high in plan.high)
+        if self._grows() and (room := sum(high)) < len(batch):
+            high = tuple(-(-most * len(batch) // room) for most in high)
+        everyone = replace(plan, low=(1,) * self._world, high=high)
         return batch_slice(batch, everyone.split([len(batch)])[0], self.rank)
 
 

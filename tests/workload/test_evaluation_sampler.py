@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_sampler import order_of
 
+from lightning_hetero.errors import ShareError
 from lightning_hetero.workload.order import EvenBatches, GroupedBatches
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.planner import Planner
@@ -89,3 +90,19 @@ def test_evaluation_with_a_batch_sampler_of_the_users(world):
     drawn = [list(EvaluationSampler(batches, rank, world, lambda: plan)) for rank in range(world)]
     assert sorted(i for rank in drawn for batch in rank for i in batch) == list(range(11))
     assert len(drawn[0]) == len(EvaluationSampler(batches, 0, world, lambda: plan)) == math.ceil(5 / world)
+
+
+def test_limits_that_were_found_in_training_grow_with_larger_batches():
+    planner = Planner(2, "off")
+    planner.expect(24)
+    planner.limit([9, 18])
+    batches = EvenBatches(order_of(54), 54, 2)
+
+    def drawn(grows):
+        samplers = [EvaluationSampler(batches, r, 2, lambda: planner.plans[-1], lambda: grows) for r in range(2)]
+        return [list(sampler) for sampler in samplers]
+
+    assert [len(part) for rank in drawn(planner.found) for part in rank] == [18, 36]
+    assert sorted(i for rank in drawn(planner.found) for part in rank for i in part) == [*range(54)]
+    with pytest.raises(ShareError, match="54 samples cannot be split"):
+        drawn(False)  # limits that the user has given are limits here, too
