@@ -34,7 +34,7 @@ _context.set_forkserver_preload(
 
 #: Seconds in which a job ends unless it hangs. Most take a few; one of many fits takes minutes on a very busy machine.
 LIMIT = 400.0
-_START = 200.0  # seconds in which all processes of a job have started; the first one waits for the server's imports
+_START = 300.0  # seconds in which all processes of a job have started; the first one waits for the server's imports
 
 
 @dataclass
