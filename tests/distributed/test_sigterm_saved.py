@@ -80,7 +80,7 @@ def test_under_slurm_the_job_is_requeued_and_goes_on(tmp_path: Path, signum: int
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
-from test_sigterm import Sleepy, train
+from test_sigterm_saved import Sleepy, train
 if __name__ == "__main__":
     train({kind!r}, {folder!r}, callbacks=[Sleepy({folder!r})], devices=2)
 """
