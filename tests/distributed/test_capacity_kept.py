@@ -15,6 +15,7 @@ from test_capacity import FOUND, LOTS, Busy, _fit, _loader
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.strategies import capacity
 
+SHORT = {"max_epochs": 1}
 AUTO = {"max_batch_size": "auto", "max_batch_memory": LOTS}
 
 
@@ -22,7 +23,7 @@ def _calls(told: list[str], limits: Any = AUTO, **fit: Any) -> dict[str, Any]:
     """What a fit leaves, and how many calls of ``training_step`` were trials."""
     Busy.calls = 0
     told.clear()
-    result = _fit(limits, **fit)
+    result = _fit(limits, **{"loader": lambda: _loader(1), **fit, "trainer": {**SHORT, **fit.get("trainer", {})}})
     return {**result, "trials": Busy.calls - result["tries"], "told": [text for text in told if "again" in text]}
 
 
@@ -33,10 +34,10 @@ def _resume(folder: str) -> dict[str, dict[str, Any]]:
     path, results = f"{folder}/kept.ckpt", {}
     # Within the first epoch, with batches that workers have prefetched.
     saving = {"callbacks": [Save(path, 3, stop=False)]}
-    results["whole"] = _calls(told, loader=lambda: _loader(2), trainer=saving)
-    results["resumed"] = _calls(told, loader=lambda: _loader(2), path=path)
-    results["other memory"] = _calls(told, {**AUTO, "max_batch_memory": "2TB"}, path=path, loader=lambda: _loader(2))
-    results["told"] = _calls(told, {"max_batch_size": FOUND}, path=path, loader=lambda: _loader(2))
+    results["whole"] = _calls(told, trainer=saving)
+    results["resumed"] = _calls(told, path=path)
+    results["other memory"] = _calls(told, {**AUTO, "max_batch_memory": "2TB"}, path=path)
+    results["told"] = _calls(told, {"max_batch_size": FOUND}, path=path)
     return results
 
 
@@ -64,7 +65,7 @@ def _resume_alone(folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     told: list[str] = []
     capacity.rank_zero_info = told.append  # type: ignore[assignment]
-    return _calls(told, path=f"{folder}/kept.ckpt", loader=lambda: _small(), strategy={"balance": "auto"})
+    return _calls(told, path=f"{folder}/kept.ckpt", loader=_small, strategy={"balance": "auto"})
 
 
 def _small() -> Any:
@@ -94,8 +95,8 @@ def test_a_model_is_tried_once(tmp_path: Path) -> None:
 def _fixed() -> tuple[list[list[int]], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        shares = [len(part) for part in _fit({**AUTO, "balance": [1.0, 1.0]})["seen"]][:4]
-        shares += [len(part) for part in _fit({**AUTO, "balance": [1.0, 2.0]})["seen"]][:4]
+        shares = [len(part) for part in _fit({**AUTO, "balance": [1.0, 1.0]}, trainer=SHORT)["seen"]][:4]
+        shares += [len(part) for part in _fit({**AUTO, "balance": [1.0, 2.0]}, trainer=SHORT)["seen"]][:4]
     return shares, [str(w.message) for w in caught if "do not fit" in str(w.message)]
 
 
