@@ -193,7 +193,7 @@ class Stream:
         if math.isnan(tally.samples):  # on every rank of the replica at once
             raise DataError(
                 "the number of samples in a training batch is unknown"
-                + (f": {problem}" if problem else " on another rank.")
+                + (f": {problem.rstrip('.')}." if problem else " on another rank.")
                 + " Return tensors with the batch as their first dimension, or define `batch_weight(batch)` "
                 "on the LightningModule."
             )

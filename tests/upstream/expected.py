@@ -33,7 +33,52 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
 }
 
-_BY_REASON_EVERYWHERE: dict[str, tuple[str, ...]] = {}
+_FETCHERS = "loops/test_fetchers.py"
+_LOOPS = "loops/test_loops.py"
+_RESTORE = "models/test_restore.py"
+_SCALAR = "loops/test_training_loop_flow_scalar.py"
+_DATALOADERS = f"{_LOOPS}::test_fit_loop_save_and_restore_dataloaders"
+
+_BY_REASON_EVERYWHERE: dict[str, tuple[str, ...]] = {
+    "training_step(dataloader_iter) is refused: the weights of the batches would be unknown.": (
+        *(f"{_FETCHERS}::test_fetching_dataloader_iter_opt[{value}]" for value in (True, False)),
+        f"{_FETCHERS}::test_training_step_with_dataloader_iter",
+        *(
+            f"{_FETCHERS}::test_step_methods_with_dataloader_iter[{'-'.join([n] * 3)}]"
+            for n in ("None", "0", "2", "100")
+        ),
+        *(f"{_FETCHERS}::test_stop_iteration_with_dataloader_iter[{value}]" for value in (True, False)),
+        f"{_FETCHERS}::test_fetching_is_profiled",
+        "loops/test_training_epoch_loop.py::test_training_loop_dataloader_iter_multiple_dataloaders",
+    ),
+    "The test calls parts of the loop by hand once the fit is over; without a batch a gradient has no weight.": (
+        "loops/test_evaluation_loop_flow.py::test__eval_step__flow",
+        f"{_SCALAR}::test__training_step__epoch_end__flow_scalar",
+        f"{_SCALAR}::test_training_step_no_return_when_even",
+    ),
+    "The test asks the loop for the loaders' states; ours is empty, and the position is saved elsewhere.": tuple(
+        f"{_LOOPS}::test_loop_state_on_exception[{epochs}-{batch}-{batches}]"
+        for epochs in (1, 2)
+        for batch in (1, 2)
+        for batches in (1, 2, 3)
+    ),
+    "Batches of no tensors have no size that one could see; the error says so and asks for batch_weight.": (
+        f"{_DATALOADERS}[<lambda>-True-batches_before1-batches_after1]",
+        f"{_DATALOADERS}[<lambda>-False-batches_before2-batches_after2]",
+        f"{_DATALOADERS}[<lambda>-True-batches_before3-batches_after3]",
+        f"{_DATALOADERS}[<lambda>-True-batches_before4-batches_after4]",
+        f"{_DATALOADERS}[<lambda>-True-batches_before5-batches_after5]",
+    ),
+    "The fit goes on at the batch at which it stopped, so there is nothing to warn of.": (
+        f"{_RESTORE}::test_restarting_mid_epoch_raises_warning[ExceptionModel-True]",
+        f"{_RESTORE}::test_restarting_mid_epoch_raises_warning[ShouldStopModel-True]",
+    ),
+    "Fails with Lightning's, passes with ours: a replica of one rank has no DistributedDataParallel that could miss "
+    "gradients.": (
+        f"{_RESTORE}::test_strict_model_load_more_params[True]",
+        f"{_RESTORE}::test_strict_model_load_more_params[False]",
+    ),
+}
 
 #: The reason, by test.
 EXPECTED = {test: reason for reason, tests in _BY_REASON.items() for test in tests}
