@@ -78,7 +78,7 @@ class HeteroStrategy(DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: options, and what the Trainer has set, but no connections."""
-        state = {name: value for name, value in self.__dict__.items() if name not in self.of_the_job}
+        state = {name: value for name, value in super().__getstate__().items() if name not in self.of_the_job}
         if isinstance(self.model, DistributedDataParallel):
             state["_model"] = self.model.module
         return state
