@@ -1,5 +1,6 @@
 """What a fit leaves behind and what it calls beside the work, as with Lightning's `ddp`: its own tests look at both."""
 
+import pickle
 import threading
 from typing import Any
 from unittest.mock import Mock
@@ -9,6 +10,8 @@ import torch
 from ranks import run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroDDPStrategy
 
 
 def fit(path: str, world: int) -> tuple[list[str], int]:
@@ -32,3 +35,20 @@ def test_a_rank_alone_has_nobody_whose_failure_it_could_hear_of(tmp_path: Any) -
 
 def test_only_rank_0_saves_and_once_per_checkpoint(tmp_path: Any) -> None:
     assert [saves for _, saves in run(fit, 2, str(tmp_path), 2)] == [2, 0]
+
+
+def after_a_fit() -> tuple[int, int]:
+    """How many wrapped optimizers a strategy has after a fit, and how many of them a copy gets."""
+    trainer = pl.Trainer(strategy="hetero_ddp", devices=1, **FAST, max_epochs=1)
+    trainer.fit(Net(), DataLoader(dataset(16), batch_size=4))
+    return len(trainer.strategy._lightning_optimizers), len(trainer.strategy.__getstate__()["_lightning_optimizers"])
+
+
+def test_copies_leave_out_what_lightnings_strategies_leave_out() -> None:
+    """Lightning wraps optimizers in classes of its own making, which cannot be pickled."""
+    assert run(after_a_fit, 1) == [(1, 0)]
+
+
+def test_a_strategy_can_be_pickled_before_a_fit() -> None:
+    strategy = HeteroDDPStrategy(max_batch_size="auto", max_batch_memory="1GiB", start_method="spawn")
+    assert pickle.loads(pickle.dumps(strategy)).options == strategy.options

@@ -69,6 +69,9 @@ _BY_REASON_EVERYWHERE: dict[str, tuple[str, ...]] = {
         f"{_DATALOADERS}[<lambda>-True-batches_before4-batches_after4]",
         f"{_DATALOADERS}[<lambda>-True-batches_before5-batches_after5]",
     ),
+    "A Trainer that has fitted keeps its loaders; ours refer to the job and cannot be pickled (copy.deepcopy works).": (
+        "checkpointing/test_torch_saving.py::test_model_torch_save",
+    ),
     "The fit goes on at the batch at which it stopped, so there is nothing to warn of.": (
         f"{_RESTORE}::test_restarting_mid_epoch_raises_warning[ExceptionModel-True]",
         f"{_RESTORE}::test_restarting_mid_epoch_raises_warning[ShouldStopModel-True]",
