@@ -90,7 +90,8 @@ class _Results:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         by_severity = [r for outcome in ("failed", "skipped", "passed") for r in self._reports if r.outcome == outcome]
         worst = by_severity[0] if by_severity else None  # a failed test, rather than its teardown
-        if worst is not None:
+        ended = any(report.when == "call" for report in self._reports)
+        if worst is not None and (ended or worst.outcome != "passed"):
             why = worst.longrepr[-1] if isinstance(worst.longrepr, tuple) else str(worst.longrepr or "")
             line = {"test": nodeid, "outcome": worst.outcome, "why": why[-2000:], "ddp": _made > self._made}
             self._write(line | {"seconds": round(sum(report.duration for report in self._reports), 2)})
