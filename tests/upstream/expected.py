@@ -71,6 +71,8 @@ _BY_REASON_EVERYWHERE: dict[str, tuple[str, ...]] = {
     ),
     "A Trainer that has fitted keeps its loaders; ours refer to the job and cannot be pickled (copy.deepcopy works).": (
         "checkpointing/test_torch_saving.py::test_model_torch_save",
+        "callbacks/progress/test_rich_progress_bar.py::test_rich_progress_bar_can_be_pickled",
+        "callbacks/progress/test_tqdm_progress_bar.py::test_tqdm_progress_bar_can_be_pickled",
     ),
     "The fit goes on at the batch at which it stopped, so there is nothing to warn of.": (
         f"{_RESTORE}::test_restarting_mid_epoch_raises_warning[ExceptionModel-True]",
