@@ -1,9 +1,7 @@
 """Parameters that become trainable, or frozen, during a fit, where replicas differ."""
 
-import warnings
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from oracles import oracle
 from ranks import run
-from tasks import FAST, Net, Save, dataset, parameters
+from tasks import FAST, Net, dataset, parameters
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -221,31 +219,3 @@ def test_what_is_frozen_is_the_consensus_and_stands_still(kind: Any, options: di
     if kind is NodeAverageStrategy:
         mean = (3 * ranks[0][7] + ranks[1][7] + 2 * ranks[2][7]) / 6
         assert (ranks[0][8] - mean).abs().max() < 1e-12
-
-
-# -- checkpoints ---------------------------------------------------------------------------------------------
-
-
-def _resumed(folder: str, kind: Any, options: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
-    warnings.filterwarnings("ignore", ".*stays frozen")
-    results = []
-    for make in (Thaws, Freezes):
-        for stop in (12, 20):
-            path = f"{folder}/{make.__name__}-{stop}.ckpt"
-            ends = []
-            for save, resume in ((Save(path, -1, False), None), (Save(path, stop, True), None), (None, path)):
-                module = Backboned(momentum=0.9)
-                _fit(kind(**options, **APART), module, make(), *([save] if save else []), resume=resume)
-                ends.append(parameters(module))
-            results.append((ends[0], ends[2]))
-    return results
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [KINDS[0], KINDS[1], KINDS[2], KINDS[5], (GossipStrategy, {"every_n_steps": 2, "overlap": False}), KINDS[12]],
-)
-def test_a_resumed_fit_goes_on_with_what_was_trainable(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    for results in run(_resumed, 3, str(tmp_path), kind, options, nodes=[1, 1, 1]):
-        for whole, resumed in results:
-            assert torch.equal(whole, resumed)
