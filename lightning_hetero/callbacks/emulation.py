@@ -81,7 +81,8 @@ class EmulatedSpeed(Callback):
                 raise ConfigurationError(f"costs from batch {batch} on: {row}: seconds are finite and at least 0.")
             if len(row) != len(costs):
                 raise ConfigurationError(f"{len(row)} costs from batch {batch} on, {len(costs)} before: one per rank.")
-        self._backward = StretchedBackward()
+        self._strategy: Any = None  # of the running Trainer
+        self._backward = StretchedBackward(self._clock)
         self._began: float | None = None  # the running batch, until its backward pass
         self._samples = 0
         self._overruns, self._warned = 0, False
@@ -89,10 +90,16 @@ class EmulatedSpeed(Callback):
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """See that there is one cost per rank."""
+        self._strategy = trainer.strategy
         if len(self._costs[0]) != trainer.world_size:
             raise ConfigurationError(
                 f"EmulatedSpeed has {len(self._costs[0])} costs for {trainer.world_size} ranks: give one each."
             )
+
+    @override
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Let the strategy go."""
+        self._strategy = None
 
     @override
     def on_train_batch_start(
@@ -100,7 +107,7 @@ class EmulatedSpeed(Callback):
     ) -> None:
         """The emulated device starts here."""
         self._samples = extract_batch_size(batch)
-        self._began = time.perf_counter() - self._waited(trainer)  # on a clock that stands still while it waits
+        self._began = self._clock()
 
     @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
@@ -109,7 +116,7 @@ class EmulatedSpeed(Callback):
             return  # another backward pass of a batch that has been slowed down already
         batch = trainer.fit_loop.epoch_loop.total_batch_idx
         cost = self._costs[max(start for start in self._costs if start <= batch)][trainer.global_rank]
-        forward = time.perf_counter() - self._waited(trainer) - self._began
+        forward = self._clock() - self._began
         seconds, real = self._seconds(cost, trainer.global_rank), forward + self._backward.real
         backward = max(self.BACKWARD * seconds, self._backward.real) if self._backward.known else 0.0
         pause = seconds - backward - forward
@@ -119,11 +126,11 @@ class EmulatedSpeed(Callback):
         self._began = None
         self._backward.stretch(loss, pl_module.parameters(), min(backward, seconds - forward))
 
-    @staticmethod
-    def _waited(trainer: "pl.Trainer") -> float:
-        """Seconds of the step that were no work, such as waiting for an exchange before the forward pass."""
-        strategy = trainer.strategy
-        return strategy.share.timer.waited if isinstance(strategy, HeteroStrategy) else 0.0
+    def _clock(self) -> float:
+        """In seconds; it stands still while the step does no work, such as waiting for an exchange."""
+        strategy = self._strategy
+        waited = strategy.share.timer.waited if isinstance(strategy, HeteroStrategy) else 0.0
+        return time.perf_counter() - waited
 
     def _seconds(self, cost: Cost | Callable[[int], float], rank: int) -> float:
         if isinstance(cost, Cost):

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,9 +17,13 @@ class StretchedBackward:
 
     When in a pass a gradient is ready is learned from the pass before, in CPU time, which does not depend on what else
     the machine does. So gradients that travel during a backward pass find the time there that they would have.
+
+    Args:
+        clock: in seconds; it stands still while the rank waits for others, as for gradients of gathered samples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._real: deque[float] = deque(maxlen=5)  # seconds of passes without sleeps; the first is out of line
         self._course: dict[int, float] = {}  # for each gradient, what part of the last pass had been done
         self._hooks: list[Any] = []
@@ -52,7 +56,7 @@ class StretchedBackward:
         self._hooks = [p.register_hook(partial(self._gradient_ready, i)) for i, p in enumerate(learned)]
         after_own_backward(loss, self._done)
         self._seen, self._slept, self._seconds = {}, 0.0, seconds if self.known else 0.0
-        self._began, self._cpu = time.perf_counter(), time.thread_time()
+        self._began, self._cpu = self._clock(), time.thread_time()
 
     def _gradient_ready(self, index: int, _: Tensor) -> None:
         self._seen[index] = time.thread_time() - self._cpu
@@ -62,16 +66,16 @@ class StretchedBackward:
         self._sleep_until(1.0)
         cpu = max(time.thread_time() - self._cpu, 1e-9)
         self._course = {index: min(seconds / cpu, 1.0) for index, seconds in self._seen.items()}
-        self._real.append(time.perf_counter() - self._began - self._slept)
+        self._real.append(self._clock() - self._began - self._slept)
         self._remove_hooks()
 
     def _sleep_until(self, part: float) -> None:
         """Sleep until so much of the pass would be done."""
-        now = time.perf_counter()
+        now = self._clock()
         pause = self._began + part * self._seconds - now
         if pause > 0:
             time.sleep(pause)
-            self._slept += time.perf_counter() - now
+            self._slept += self._clock() - now
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

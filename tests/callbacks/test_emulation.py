@@ -3,12 +3,14 @@
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from ranks import run
 from tasks import FAST, EvaluatedNet, GanLike, Net, dataset
 from torch.utils.data import DataLoader
@@ -16,6 +18,7 @@ from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
+from lightning_hetero.callbacks.stretch import StretchedBackward
 from lightning_hetero.errors import ConfigurationError
 
 
@@ -50,6 +53,38 @@ def test_a_step_takes_as_long_as_the_emulated_device(module: type[pl.LightningMo
     spent = median(clock.cpu)  # on what is no emulation, such as the optimizer: more on a busy machine
     assert 0.19 < median(clock.steps) < 0.21 + 2 * spent
     assert spent < 0.5 * 0.2
+
+
+class Waits(torch.autograd.Function):
+    """Waits for others in the backward pass, as the gradients of gathered samples do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
+        ctx.wait = wait
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.wait()
+        return gradient, None
+
+
+def test_a_device_that_waits_in_its_backward_pass_still_has_its_own_work_to_do() -> None:
+    weight, waited = torch.ones(3, requires_grad=True), [0.0]
+    with virtual_time() as clock:
+
+        def wait() -> None:
+            clock.now += 5.0
+            waited[0] += 5.0
+
+        backward = StretchedBackward(lambda: clock.now - waited[0])
+        for seconds in (0.0, 2.0):  # it learns from the first pass
+            began = clock.now
+            loss = Waits.apply(weight, wait).sum()
+            backward.stretch(loss, [weight], seconds)
+            loss.backward()
+            assert clock.now - began == pytest.approx(5.0 + seconds)
+    assert backward.real == 0.0
 
 
 def test_costs_change_at_a_batch() -> None:
