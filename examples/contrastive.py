@@ -88,7 +88,7 @@ class Contrast(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
 class Watch(Callback):
@@ -201,7 +201,6 @@ def main():
     batches = [numbers.tolist() for _, numbers in gathered.batches]
     results = {"losses": losses, "accuracies": accuracies, "batches": batches, "shares": gathered.shares}
     (options.out / "results.json").write_text(json.dumps(results))
-    torch.save(gathered.state_dict(), options.out / "gathered.pt")
     draw(losses, accuracies, options.out / "contrastive.png")
     print(f"figure: {options.out / 'contrastive.png'}")
 

@@ -170,8 +170,8 @@ def main():
         help="that each rank is to take for a window of text; 0: as fast as it is (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--loader", choices=["shared", "stateful"], default="shared", help="see above (%(default)s)")
-    parser.add_argument("--steps", **whole, default=200, help="steps of each run (%(default)s)")
-    parser.add_argument("--files", **whole, default=100, help="files of source code to train on (%(default)s)")
+    parser.add_argument("--steps", **whole, default=120, help="steps of each run (%(default)s)")
+    parser.add_argument("--files", **whole, default=30, help="files of source code to train on (%(default)s)")
     parser.add_argument("--batch-size", **whole, default=16, help="windows of text per rank and step (%(default)s)")
     parser.add_argument("--context", **whole, default=64, help="characters that the model sees (%(default)s)")
     parser.add_argument("--width", **whole, default=32, help="of the model, a multiple of 32 (%(default)s)")

@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import re
 from itertools import islice, zip_longest
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from lightning.pytorch import seed_everything
 from scripts import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-STEPS, FILES, CONTEXT, BATCH = 24, 3, 32, 5
+STEPS, FILES, CONTEXT, BATCH = 20, 3, 32, 5
 
 
 def by_hand(module, loader: str, steps: int) -> list[tuple[int, float]]:
@@ -62,6 +61,5 @@ def test_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str) ->
     if loader == "stateful":  # with even shares nothing depends on the clock
         assert runs["straight"] == runs["resumed"]
     assert truth[-1][1] < truth[0][1] - 1
-    stopped, epoch = map(int, re.search(r"stopped after step (\d+), in epoch (\d)", results[0][1]).groups())
-    assert stopped == STEPS // 2
+    assert f"stopped after step {STEPS // 2}, in epoch 0" in results[0][1]
     assert (tmp_path / "stream.png").stat().st_size > 10_000
