@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from matplotlib.figure import Figure
 from mnist import images
 from sklearn.linear_model import LogisticRegression
@@ -27,23 +27,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero import EmulatedSpeed, HeteroDDPStrategy
 
 LABELLED, TEST = 100, 1000  # images with labels for the classifier, and images to test it on
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
 
 
 def distort(pictures, draws):
     """Turn, stretch, shear and shift each picture by as much as its six random numbers say."""
-    identity = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    identity = torch.eye(2, 3, dtype=draws.dtype)
     grid = nn.functional.affine_grid(identity + 0.3 * draws.view(-1, 2, 3), pictures.shape, align_corners=False)
     return nn.functional.grid_sample(pictures, grid, align_corners=False)
 
 
 def contrast(own, numbers, everyone, all_numbers):
-    """The NT-Xent loss of this rank's samples against all samples.
+    """The NT-Xent loss of this rank's views, of shape (samples, 2, features), among those of all.
 
-    Args:
-        own: this rank's views, of shape (samples, 2, features).
-        numbers: of these samples in the dataset, by which they are found among all.
-        everyone: the views of all ranks' samples.
-        all_numbers: of those.
+    The numbers of the samples in the dataset say which of the others are theirs.
     """
     same = (numbers[:, None] == all_numbers).repeat_interleave(2, 0).repeat_interleave(2, 1)
     view, all_views = (torch.arange(2).repeat(len(part)) for part in (numbers, all_numbers))
@@ -65,11 +62,12 @@ class Contrast(LightningModule):
             nn.Flatten(), nn.Linear(32 * 7 * 7, 64),
         )  # fmt: skip
         self.head = nn.Sequential(nn.ReLU(), nn.Linear(64, 32))
+        self.double()  # so that the comparison with one process shows rounding only, however long the training
         self.losses, self.batches, self.shares = [], [], []
 
     def views(self, pictures, numbers, epoch):
         """Two views of each picture; the same ones whichever rank it is on."""
-        draws = torch.rand(self.samples, 2, 6, generator=torch.Generator().manual_seed(epoch)) * 2 - 1
+        draws = torch.rand(self.samples, 2, 6, generator=torch.Generator().manual_seed(epoch)).double() * 2 - 1
         pairs = [self.head(self.encoder(distort(pictures, draws[numbers, view]))) for view in range(2)]
         return nn.functional.normalize(torch.stack(pairs, 1), dim=2)
 
@@ -87,30 +85,26 @@ class Contrast(LightningModule):
         self.batches.append((self.current_epoch, all_numbers))
         return loss
 
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(self.trainer.callback_metrics["loss"].item())
+        if self.global_step % 20 == 0 and self.global_rank == 0:
+            print(
+                f"  step {self.global_step}: loss {self.losses[-1]:.3f}, images per rank {self.shares[-1]}", flush=True
+            )
+
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
-
-
-class Watch(Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        pl_module.losses.append(trainer.callback_metrics["loss"].item())
-        if trainer.global_step % 20 == 0 and trainer.is_global_zero:
-            print(f"  step {trainer.global_step}: loss {pl_module.losses[-1]:.3f}, images per rank "
-                  f"{pl_module.shares[-1]}", flush=True)  # fmt: skip
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
 def on_ranks(options, pictures, gathers):
     model = Contrast(len(pictures), gathers)
     trainer = Trainer(
-        strategy=HeteroDDPStrategy(),
+        strategy=HeteroDDPStrategy(balance=options.shares or "auto"),
         accelerator="cpu",
         devices=len(options.seconds),
         max_epochs=options.epochs,
-        callbacks=[Watch(), EmulatedSpeed([(0.01, seconds) for seconds in options.seconds])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+        callbacks=[EmulatedSpeed([(0.01, seconds) for seconds in options.seconds])],
+        **QUIET,
     )
     dataset = TensorDataset(pictures, torch.arange(len(pictures)))
     trainer.fit(model, DataLoader(dataset, options.batch_size, shuffle=True, drop_last=True))
@@ -151,24 +145,21 @@ def draw(losses, accuracies, path):
     left.set_ylabel("contrastive loss, nats")
     left.legend(frameon=False)
     for row, (name, accuracy) in enumerate(accuracies.items()):
-        right.barh(row, 100 * accuracy, color="#888888")
-        right.text(2, row, f"{name}: {accuracy:.1%}", va="center", color="white")
+        right.barh(row, 100 * accuracy, color="#BBBBBB")
+        right.text(2, row, f"{name}: {accuracy:.1%}", va="center")
     right.set_yticks([])
     right.invert_yaxis()
     right.set_xlim(0, 100)
-    right.set_xlabel(f"accuracy of a linear classifier, {LABELLED} labelled images, %")
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
+    right.set_xlabel(f"accuracy of a linear classifier, %\n({LABELLED} labelled images)")
     figure.savefig(path, dpi=90)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     whole = {"type": int, "metavar": "N"}
-    parser.add_argument(
-        "--seconds", type=float, nargs="+", default=[0.004, 0.004, 0.016], metavar="X",
-        help="that each rank is to take for an image; one rank for each (%(default)s)",
-    )  # fmt: skip
+    seconds = {"type": float, "nargs": "+", "metavar": "X", "default": [0.004, 0.004, 0.016]}
+    parser.add_argument("--seconds", **seconds, help="for an image, of each rank; 0: as fast as it is (%(default)s)")
+    parser.add_argument("--shares", type=float, nargs="+", metavar="X", help="of the ranks (default: by their speed)")
     parser.add_argument("--images", **whole, default=3000, help="to train on, without labels (%(default)s)")
     parser.add_argument("--batch-size", **whole, default=32, help="images per rank and step, on average (%(default)s)")
     parser.add_argument("--epochs", **whole, default=4, help="passes over the images (%(default)s)")
@@ -177,6 +168,7 @@ def main():
 
     torch.set_num_threads(1)  # ranks share this machine's cores
     pictures, labels = images(*range(10))
+    pictures = pictures.double()
     unlabelled = pictures[TEST : TEST + options.images]
     print("each rank compares the samples of all ranks", flush=True)
     gathered, first = on_ranks(options, unlabelled, gathers=True)

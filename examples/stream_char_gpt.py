@@ -33,12 +33,13 @@ from lightning_hetero import EmulatedSpeed, HeteroDDPStrategy, SharedStream
 MOST = 64  # windows of text from one file, so that no file is long
 FILES = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 TEST_FILES, TRAIN_FILES = FILES[::10], [file for i, file in enumerate(FILES) if i % 10]
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
 
 
 class SourceCode(IterableDataset):
     """Windows of text from files, of which one at a time is in memory. Each epoch has another order of the files.
 
-    `SharedStream` needs nothing but `__iter__` and `set_epoch`; `StatefulDataLoader` asks for the state.
+    `SharedStream` uses `__iter__` and `set_epoch`; `StatefulDataLoader` uses the state.
     """
 
     def __init__(self, files, context):
@@ -55,17 +56,14 @@ class SourceCode(IterableDataset):
         self.epoch, self.read = state["epoch"], state["read"]
 
     def windows(self):
-        files = random.Random(self.epoch).sample(self.files, len(self.files))
-        for file in files:
+        for file in random.Random(self.epoch).sample(self.files, len(self.files)):
             text = encode(file.read_text("utf-8", errors="replace").replace(INDENT, TAB))
             yield from text.unfold(0, self.context + 1, self.context)[:MOST] if len(text) > self.context else ()
 
     def __iter__(self):
-        skip = self.read
-        for number, window in enumerate(self.windows()):
-            if number >= skip:
-                self.read = number + 1
-                yield (window,)
+        for window in islice(self.windows(), self.read, None):
+            self.read += 1
+            yield (window,)
         self.set_epoch(self.epoch + 1)
 
 
@@ -124,12 +122,9 @@ def train(options, stop=None, resume=None):
         devices=len(options.seconds),
         max_steps=options.steps,
         callbacks=[watch, EmulatedSpeed([(0, seconds) for seconds in options.seconds])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+        **QUIET,
     )
-    model, text = StreamGPT(options.context, options.width, options.layers, lr=0.01), Text(options)
+    model, text = StreamGPT(options.context, 32, options.layers, lr=0.01), Text(options)
     trainer.fit(model, text, ckpt_path=path if resume else None)
     [metrics] = trainer.test(model, text, verbose=False)
     return watch.rows, metrics["test_bits"], trainer.is_global_zero
@@ -146,18 +141,19 @@ def draw(straight, stopped, resumed, ranks, path):
         for rank, shade in zip(ranks, cycle(("#4B2E83", "#8C510A"))):
             wide = rows is straight
             bottom.step(steps, [row[rank] for row in rows], color=shade, linewidth=width, alpha=0.3 if wide else 1,
-                        label=f"{rank}, {label}" if rows is not stopped else None, where="mid")  # fmt: skip
+                        label=f"{rank}, {label if wide else 'stopped and resumed'}" if rows is not stopped else None,
+                        where="mid")  # fmt: skip
     top.set_ylabel("loss, bits per character")
     bottom.set_ylabel("windows of text per step")
     bottom.set_xlabel("step")
-    bottom.set_ylim(0)
+    bottom.set_ylim(0, 1.6 * bottom.get_ylim()[1])  # room for the legend
+    top.legend(loc="upper right")
+    bottom.legend(loc="upper center", ncols=2)
     for axis in (top, bottom):
-        axis.legend(frameon=False)
         axis.axvline(stopped[-1]["step"] + 0.5, color="#222222", linestyle=":")
         for before, row in pairwise(straight):
             if row["epoch"] > before["epoch"]:
                 axis.axvline(row["step"] - 0.5, color="#3FA34D", linestyle="--")
-        axis.spines[["top", "right"]].set_visible(False)
     top.set_title("dotted: stopped and resumed; dashed: an epoch begins", fontsize="medium")
     figure.savefig(path, dpi=90)
 
@@ -165,16 +161,15 @@ def draw(straight, stopped, resumed, ranks, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     whole = {"type": int, "metavar": "N"}
+    seconds = {"type": float, "nargs": "+", "metavar": "X", "default": [0.008, 0.032]}
     parser.add_argument(
-        "--seconds", type=float, nargs="+", default=[0.008, 0.032], metavar="X",
-        help="that each rank is to take for a window of text; 0: as fast as it is (%(default)s)",
-    )  # fmt: skip
+        "--seconds", **seconds, help="for a window of text, of each rank; 0: as fast as it is (%(default)s)"
+    )
     parser.add_argument("--loader", choices=["shared", "stateful"], default="shared", help="see above (%(default)s)")
     parser.add_argument("--steps", **whole, default=120, help="steps of each run (%(default)s)")
     parser.add_argument("--files", **whole, default=30, help="files of source code to train on (%(default)s)")
     parser.add_argument("--batch-size", **whole, default=16, help="windows of text per rank and step (%(default)s)")
     parser.add_argument("--context", **whole, default=64, help="characters that the model sees (%(default)s)")
-    parser.add_argument("--width", **whole, default=32, help="of the model, a multiple of 32 (%(default)s)")
     parser.add_argument("--layers", **whole, default=2, help="of the model (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("stream"), help="folder for what it writes (%(default)s)")
     options = parser.parse_args()
