@@ -149,9 +149,11 @@ class SaveAt(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def _resumed(kind: Any, options: Any, folder: Any, data: Any, workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _resumed(
+    kind: Any, options: Any, folder: Any, data: Any, workers: int, steps: int = 10
+) -> tuple[dict[str, Any], dict[str, Any]]:
     path = f"{folder}/{kind.__name__}.ckpt"
-    whole = _fit(kind, options, data(), workers, callbacks=[SaveAt(10, path)])
+    whole = _fit(kind, options, data(), workers, callbacks=[SaveAt(steps, path)])
     return whole, _fit(kind, options, data(), workers, path=path)
 
 
@@ -161,6 +163,16 @@ def test_a_run_that_stops_within_an_epoch_goes_on_at_its_sample(kind: Any, optio
         assert rest["seen"] == whole["seen"][10:]
         if kind not in (EASGDAsyncStrategy, GossipAsyncStrategy):  # there, time decides which replicas meet
             assert torch.equal(rest["parameters"], whole["parameters"])
+
+
+@pytest.mark.parametrize("data", [Plain, Sized])
+@pytest.mark.parametrize(("kind", "options"), KINDS[:2], ids=NAMES[:2])
+def test_a_run_that_stops_with_the_last_batch_of_an_epoch_goes_on_with_the_next_epoch(
+    kind: Any, options: Any, data: Any, tmp_path: Any
+) -> None:
+    for whole, rest in run(_resumed, 2, kind, options, tmp_path, data, 0, 7):
+        assert rest["seen"] == whole["seen"][7:]
+        assert torch.equal(rest["parameters"], whole["parameters"])
 
 
 def test_and_with_workers_and_jumps(tmp_path: Any) -> None:
