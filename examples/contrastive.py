@@ -106,6 +106,8 @@ def on_ranks(options, pictures, gathers):
         callbacks=[EmulatedSpeed([(0.01, seconds) for seconds in options.seconds])],
         **QUIET,
     )
+    if trainer.is_global_zero:
+        print("each rank compares", "the samples of all ranks" if gathers else "its own samples only", flush=True)
     dataset = TensorDataset(pictures, torch.arange(len(pictures)))
     trainer.fit(model, DataLoader(dataset, options.batch_size, shuffle=True, drop_last=True))
     return model, trainer.is_global_zero
@@ -170,9 +172,7 @@ def main():
     pictures, labels = images(*range(10))
     pictures = pictures.double()
     unlabelled = pictures[TEST : TEST + options.images]
-    print("each rank compares the samples of all ranks", flush=True)
     gathered, first = on_ranks(options, unlabelled, gathers=True)
-    print("each rank compares its own samples only", flush=True)
     alone, _ = on_ranks(options, unlabelled, gathers=False)
     if not first:
         return
