@@ -113,9 +113,9 @@ def results_of(trainer: "pl.Trainer") -> Any:
     return trainer._results
 
 
-def step_arguments(trainer: "pl.Trainer", batch: Any) -> dict[str, Any]:
-    """What ``training_step`` is given for the first batch of an epoch."""
-    return trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+def step_arguments(trainer: "pl.Trainer", batch: Any) -> list[Any]:
+    """What ``training_step`` is given, by position, for the first batch of an epoch."""
+    return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
 
 
 def before_transfer(module: "pl.LightningModule", batch: Any) -> Any:

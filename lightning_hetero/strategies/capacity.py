@@ -97,6 +97,12 @@ class Capacity:
             self._module, self._restored = weakref.ref(trainer.lightning_module), False
             wrap_anew(strategy)  # DDP has counted the backward passes
         assert self.found is not None
+        if sum(self.found) < batches.total:
+            raise ShareError(
+                f"max_batch_size='auto': the ranks take at most {self.found} samples, {sum(self.found)} together, by "
+                f"what fits into their memory, but a global batch has {batches.total}. Use a smaller batch with "
+                "accumulate_grad_batches, or raise max_batch_memory if the devices have more."
+            )
         asked = None if share.planner.auto else share.planner.shares(share.step)
         if share.planner.limit(self.found):
             _tell_if_moved(asked, share.planner, share.step)
@@ -196,7 +202,7 @@ def _step(strategy: "HeteroStrategy", batches: TrialBatches, samples: int) -> No
     batch = DDPStrategy.batch_to_device(strategy, batch, strategy.root_device)
     trial = Trial(batches.sizes(samples), strategy.world_size)
     with strategy.collectives.trying(trial), precision.train_step_context():
-        output = module.training_step(**_lightning.step_arguments(trainer, batch))
+        output = module.training_step(*_lightning.step_arguments(trainer, batch))
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor):
         with strategy.collectives.trying(trial):

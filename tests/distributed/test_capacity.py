@@ -56,10 +56,10 @@ class Busy(pl.LightningModule):
         self.tries, self.metric, self.generator = 0, MeanMetric(), torch.Generator().manual_seed(3)
         self.synced = MeanMetric(dist_sync_on_step=True)  # asks all ranks in every step
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        if isinstance(batch, dict):  # of two loaders
-            batch = [torch.cat(parts) for parts in zip(batch["a"], batch["b"], strict=True)]
-        x, y, _, indices = batch
+    def training_step(self, given: Any, number: int) -> dict[str, Any]:  # Lightning does not ask for names
+        if isinstance(given, dict):  # of two loaders
+            given = [torch.cat(parts) for parts in zip(given["a"], given["b"], strict=True)]
+        x, y, _, indices = given
         self.tries += 1
         Busy.calls += 1
         with torch.no_grad():

@@ -134,7 +134,7 @@ TWO_RANKS = [
         module=bad.FailsAlone,
     ),
     ddp(ShareError, "not even a batch of 1 fits", "rank(s) [1]", options={**SEARCHED, "max_batch_memory": ["1GB", 99]}),
-    ddp(ShareError, "8 samples cannot be split", options={**SEARCHED, "max_batch_memory": 14_250}),
+    ddp(ShareError, "but a global batch has 8", "raise max_batch", options={**SEARCHED, "max_batch_memory": 14_250}),
     ddp(LaunchError, "WORLD_SIZE", "torchrun", env=lambda rank: {"WORLD_SIZE": ""}),
     ddp(LaunchError, "LOCAL_RANK", "torchrun", env=lambda rank: {"LOCAL_RANK": ""}),
     ddp(LaunchError, "MASTER_ADDR", "torchrun", env=lambda rank: {"MASTER_ADDR": ""}),
