@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def position(trainer: "pl.Trainer", step: int) -> Position:
     """Where training stands after so many batches since the start of the fit."""
     fit = trainer.fit_loop
-    epochs = fit.epoch_progress.current  # type: ignore[attr-defined]
+    epochs: Any = fit.epoch_progress.current
     # After a checkpoint of an epoch's last batch the Trainer counts this epoch as done, but may keep its batch count.
     within = fit.restarting and epochs.processed < epochs.ready
     batches = fit.epoch_loop.batch_progress.current.processed if within else 0  # type: ignore[attr-defined]
