@@ -53,6 +53,10 @@ class CommunicationError(HeteroError, RuntimeError):
     """Another rank did not answer within the deadline, or its connection broke."""
 
 
+class MembershipLostError(CommunicationError):
+    """This process does not take part in its job any more: the others go on without it, or too few remain."""
+
+
 class CheckpointError(HeteroError, RuntimeError):
     """A checkpoint that cannot be written, or read."""
 

@@ -1,0 +1,94 @@
+"""The rule by which some members of a view may go on without the others."""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+Key = tuple[int, int]  # of a view: its number, and the member that proposed it
+
+
+class Roster(NamedTuple):
+    """The members of a view, in units.
+
+    Attributes:
+        number: of the view.
+        host: id of the member that proposed it.
+        units: ids of each unit's members, ascending. A unit is lost as a whole if one of its members is.
+    """
+
+    number: int
+    host: int
+    units: tuple[tuple[int, ...], ...]
+
+    @property
+    def key(self) -> Key:
+        """What tells this view from all others."""
+        return self.number, self.host
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ids of all members, ascending."""
+        return tuple(sorted(member for unit in self.units for member in unit))
+
+    def unit_of(self, member: int) -> tuple[int, ...]:
+        """The unit of a member; empty if it does not take part."""
+        return next((unit for unit in self.units if member in unit), ())
+
+    @classmethod
+    def read(cls, value: Any) -> "Roster":
+        """The roster that was written as JSON."""
+        number, host, units = value
+        return cls(int(number), int(host), tuple(tuple(int(member) for member in unit) for unit in units))
+
+
+class Decision(NamedTuple):
+    """Who may go on.
+
+    Attributes:
+        units: those of which all members are present.
+        lacks: why they may not go on; empty if they may.
+    """
+
+    units: tuple[tuple[int, ...], ...]
+    lacks: str
+
+
+def decide(present: Collection[int], rosters: Collection[Roster], left: Collection[int], minimum: int) -> Decision:
+    """Whether the members that are present may go on without the others.
+
+    They may if they hold more than half of the units of each view, or exactly half of them with the unit of the
+    lowest id. Two sets of members that have none in common cannot both do that. A unit that has left counts for
+    nobody: it is not one of those of which half is needed.
+
+    Args:
+        present: members that can go on.
+        rosters: the last view that was committed, and all views that were acknowledged after it.
+        left: members that have left because their run was over.
+        minimum: units that must remain.
+
+    Returns:
+        The units that remain, and what they lack.
+
+    Example::
+
+        >>> halves = [Roster(0, 0, ((0,), (1,), (2,), (3,)))]
+        >>> decide({0, 1}, halves, (), 1).lacks
+        ''
+        >>> decide({2, 3}, halves, (), 1).lacks
+        'only 2 of 4 replicas remain without rank 0; it takes more than half, or half with rank 0'
+    """
+    kept = tuple(unit for unit in min(rosters).units if set(present).issuperset(unit))
+    for roster in sorted(rosters):
+        voters = [unit for unit in roster.units if not set(left).intersection(unit)]
+        ours = [unit for unit in voters if unit in kept]
+        if 2 * len(ours) > len(voters):
+            continue
+        first = min(voters, default=())
+        if 2 * len(ours) == len(voters) and first in ours:
+            continue
+        lowest = f"rank {min(first, default=0)}"
+        missing = "" if first in ours else f" without {lowest}"
+        rule = f"it takes more than half, or half with {lowest}"
+        return Decision(kept, f"only {len(ours)} of {len(voters)} replicas remain{missing}; {rule}")
+    if len(kept) < minimum:
+        return Decision(kept, f"only {len(kept)} replicas remain, and at least {minimum} are required")
+    return Decision(kept, "" if kept else "no replica remains")

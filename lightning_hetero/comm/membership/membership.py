@@ -1,0 +1,254 @@
+"""How the ranks of a job agree on who takes part after one has died, frozen or been cut off."""
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_hetero.comm.leaving import close_at_exit
+from lightning_hetero.comm.membership.majority import Roster
+from lightning_hetero.comm.membership.member import Member
+from lightning_hetero.comm.membership.state import Proposal
+from lightning_hetero.comm.membership.terms import Agreed, Event, Terms
+from lightning_hetero.comm.membership.wire import HostPort, Link, Wire
+from lightning_hetero.errors import MembershipLostError
+
+_PATIENCE = 1.5  # seconds to let others know that this member ends
+_AGAIN = 1.0  # seconds after which a training thread that has not come is called again
+_TEXT = 500  # characters of an error's text that are sent
+
+_all: weakref.WeakSet["Membership"] = weakref.WeakSet()
+
+
+class Membership:
+    """A member's part of the agreement on who takes part.
+
+    Every member keeps one connection to the coordinator: the lowest living member. A thread sends heartbeats, notices
+    who is lost, and lets the training thread know that a new view is wanted: it calls ``on_change``, and
+    :attr:`changing` becomes true. The training thread then calls :meth:`agree`.
+
+    Args:
+        me: id of this member.
+        interface: address to listen on.
+        token: the job's secret. Connections without it are closed.
+        terms: what the user has asked for.
+        on_change: called by the thread when the training thread must come to :meth:`agree`; again each second until
+            it has come.
+        offer: called on the coordinator, by its thread, with the number of a new view; returns what its members need
+            to meet, as JSON has it. It must return soon.
+
+    Attributes:
+        events: what has happened, for a monitor.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        interface: str,
+        token: str,
+        terms: Terms,
+        *,
+        on_change: Callable[[], None],
+        offer: Callable[[int], Any],
+    ) -> None:
+        self.me, self.terms, self.events = me, terms, list[Event]()
+        self._on_change, self._offer = on_change, offer
+        self._wire = Wire(me, interface, token)
+        self._member: Member | None = None
+        self._members: tuple[int, ...] = ()
+        self._thread: threading.Thread | None = None
+        self._posted: deque[Callable[[], None]] = deque()
+        self._turn = threading.Condition()  # notified after each turn of the thread
+        self._closed = False
+        self._pid = os.getpid()
+        self._called = -_AGAIN
+        _all.add(self)
+        close_at_exit(self)
+
+    @property
+    def address(self) -> HostPort:
+        """Where this member listens."""
+        return self._wire.address
+
+    @property
+    def changing(self) -> bool:
+        """Whether a new view is wanted, or this member must end."""
+        return self._member is not None and self._member.changing
+
+    def begin(self, number: int, units: Sequence[Sequence[int]], addresses: Mapping[int, HostPort]) -> None:
+        """Begin to take part, in a view of which all members are known.
+
+        Args:
+            number: of the view.
+            units: ids of each unit's members. A unit is lost as a whole if one of its members is.
+            addresses: where each member listens.
+        """
+        first = Roster(number, -1, tuple(sorted(tuple(sorted(unit)) for unit in units)))
+        self._wire.addresses = {member: (host, port) for member, (host, port) in addresses.items() if member != self.me}
+        self._members = first.members
+        self._member = Member(self.me, first, self.terms, self)
+        self._thread = threading.Thread(target=self._serve, name="hetero-membership", daemon=True)
+        self._thread.start()
+
+    def agree(self, standing: tuple[int, ...]) -> Agreed:
+        """Agree with all living members on a new view; asks them to come, and waits until they have.
+
+        Args:
+            standing: how far this member has come; the others learn it.
+
+        Raises:
+            MembershipLostError: this member must end: it was left out, a member of its unit is lost, or too few
+                remain.
+        """
+        member = self._member
+        assert member is not None, "begin() comes first"
+        before, until = member.agreed, time.monotonic() + self.terms.timeout + 4 * member.hearing.grace + 10.0
+        while (agreed := self._next(member, standing, before, until)) is not None:
+            if not member.changing or time.monotonic() > until:
+                return self._result(agreed)
+            before = agreed  # somebody else has been lost meanwhile
+        raise MembershipLostError(f"Rank {self.me} cannot go on: {member.over}")
+
+    def _next(
+        self, member: Member, standing: tuple[int, ...], before: Proposal | None, until: float
+    ) -> Proposal | None:
+        """The view after another one; ``None`` if this member must end."""
+        self._post(lambda: member.come(standing))
+        with self._turn:
+            self._turn.wait_for(
+                lambda: self._closed or member.over is not None or member.agreed is not before,
+                max(until - time.monotonic(), 0.0),
+            )
+        if member.over is None and member.agreed is before:
+            member.finish("it was closed." if self._closed else "the members have not agreed in time.")
+        return None if member.over is not None else member.agreed
+
+    def _result(self, agreed: Proposal) -> Agreed:
+        roster, lost = agreed.roster, {}
+        for one in set(self._members).difference(roster.members):
+            lost[one] = agreed.lost.get(one, "was not among those that went on")
+        self._members = roster.members
+        standings = {one: agreed.standings[one] for one in roster.members}
+        return Agreed(roster.number, roster.members, standings, dict(sorted(lost.items())), agreed.offer, roster.host)
+
+    def failed(self, how: str) -> None:
+        """Let the others know that this member ends with an error, and close.
+
+        Args:
+            how: completes "rank 2 ...".
+        """
+        self._end(how[:_TEXT])
+
+    def leave(self) -> None:
+        """Let the others know that this member ends because its run is over, and close. Nobody counts it as lost."""
+        self._end(None)
+
+    def _end(self, how: str | None) -> None:
+        member = self._member
+        if member is not None and not self._closed and self._pid == os.getpid():
+            self._post(lambda: member.end(how))
+            with self._turn:
+                self._turn.wait_for(lambda: self._closed or (member.bye is not None and member.may_go), _PATIENCE)
+        self.close()
+
+    def close(self) -> None:
+        """End the thread and close all connections; idempotent."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        self._wire.wake()
+        if self._thread is None:
+            self._wire.close()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE)
+
+    def after_fork(self) -> None:
+        """Close the connections in a child process, which would keep them open for as long as it lives."""
+        if not self._closed:
+            self._wire.after_fork()
+
+    # -- what the member's part needs --------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds, on a clock that never goes back."""
+        return time.monotonic()
+
+    def connect(self, peer: int) -> Link:
+        """Begin to connect to a member."""
+        return self._wire.connect(peer)
+
+    def offer(self, number: int) -> Any:
+        """What the members of a view need to meet."""
+        return self._offer(number)
+
+    def note(self, what: str, member: int, why: str = "") -> None:
+        """Take note of an event."""
+        self.events.append(Event(time.time(), what, member, why))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._posted.append(action)
+        self._wire.wake()
+
+    def _serve(self) -> None:
+        member = self._member
+        assert member is not None
+        try:
+            while not self._closed:
+                self._take_turn(member)
+                with self._turn:
+                    self._turn.notify_all()
+        except Exception as error:
+            member.finish(f"its membership thread has failed with {type(error).__name__}: {error}.")
+            self._call(member)
+            raise
+        finally:
+            self._wire.close()
+            with self._turn:
+                self._turn.notify_all()
+
+    def _take_turn(self, member: Member) -> None:
+        pause = 0.05 if member.changing or member.bye else min(member.hearing.beat / 4, 0.25)
+        began = time.monotonic()
+        happened = self._wire.poll(pause)
+        if time.monotonic() - began - pause > member.hearing.beat:
+            member.restart()  # this process was stopped, or another thread held Python's lock
+        while self._posted:
+            self._posted.popleft()()
+        for what, link, message in happened:
+            if link.dropped:
+                continue
+            if what == "opened":
+                member.opened(link)
+            elif what == "message":
+                try:
+                    member.received(link, message)
+                except (KeyError, TypeError, ValueError, AttributeError):
+                    self._wire.end(link)
+            else:
+                member.closed(link, what == "refused")
+        member.tick()
+        self._call(member)
+
+    def _call(self, member: Member) -> None:
+        """Let the training thread know that it must come."""
+        if member.changing and member.standing is None and time.monotonic() - self._called > _AGAIN:
+            self._called = time.monotonic()
+            try:
+                self._on_change()
+            except Exception as error:
+                self.note("error", self.me, f"on_change failed with {type(error).__name__}: {error}")
+        elif not member.changing:
+            self._called = -_AGAIN
+
+
+def _after_fork() -> None:
+    for membership in list(_all):
+        membership.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,32 @@
+"""What a member needs of the outside: connections, a clock, callbacks."""
+
+from typing import Any, Protocol
+
+
+class Channel(Protocol):
+    """A connection to another member."""
+
+    peer: Any
+    mine: bool
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message."""
+
+    def close(self) -> None:
+        """Close the connection; nothing is heard of it any more."""
+
+
+class Surroundings(Protocol):
+    """What a member needs of the outside."""
+
+    def now(self) -> float:
+        """Seconds, on a clock that never goes back."""
+
+    def connect(self, peer: int) -> Channel:
+        """Begin to connect to a member."""
+
+    def offer(self, number: int) -> Any:
+        """What the members of a view need to work together."""
+
+    def note(self, what: str, member: int, why: str = "") -> None:
+        """Take note of an event."""

@@ -1,0 +1,158 @@
+"""Members of a job for tests: in threads of this process, or in processes of their own."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightning_hetero.comm.membership import Agreed, Membership, Terms
+from lightning_hetero.errors import MembershipLostError
+
+LONG = 30.0  # seconds for what takes no time on a machine that is not busy
+TOKEN = "0123456789abcdef"
+TERMS = Terms(grace=2.0, minimum=1, timeout=LONG)
+
+_context = multiprocessing.get_context("fork")
+
+
+def offer(number: int) -> list[Any]:
+    return [os.getpid(), number]
+
+
+class Threads:
+    """All members in this process. ``called`` counts the calls of ``on_change``."""
+
+    def __init__(self, units: Sequence[Sequence[int]], terms: Terms = TERMS) -> None:
+        ids = [member for unit in units for member in unit]
+        self.called = dict.fromkeys(ids, 0)
+        self.all = {
+            one: Membership(one, "127.0.0.1", TOKEN, terms, on_change=self._count(one), offer=offer) for one in ids
+        }
+        addresses = {one: membership.address for one, membership in self.all.items()}
+        for membership in self.all.values():
+            membership.begin(0, units, addresses)
+
+    def _count(self, member: int) -> Callable[[], None]:
+        def count() -> None:
+            self.called[member] += 1
+
+        return count
+
+    def connected(self) -> None:
+        """Wait until all are connected with the coordinator."""
+        first = min(self.all)
+        until(lambda: len(self.all[first]._member.inbound) == len(self.all) - 1)
+
+    def agree(self, members: Sequence[int]) -> dict[int, Agreed | MembershipLostError]:
+        """What ``agree`` returns or raises in each of some members, all at once."""
+        results: dict[int, Agreed | MembershipLostError] = {}
+
+        def one(member: int) -> None:
+            try:
+                results[member] = self.all[member].agree((member, 10 * member))
+            except MembershipLostError as error:
+                results[member] = error
+
+        threads = [threading.Thread(target=one, args=(member,)) for member in members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * LONG)
+        return results
+
+
+@contextlib.contextmanager
+def in_threads(units: Sequence[Sequence[int]], terms: Terms = TERMS) -> Iterator[Threads]:
+    threads = Threads(units, terms)
+    try:
+        threads.connected()
+        yield threads
+    finally:
+        for membership in threads.all.values():
+            membership.close()
+
+
+def until(condition: Callable[[], Any], seconds: float = LONG) -> None:
+    """Wait for a condition; fails if it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come in time"
+        time.sleep(0.01)
+
+
+class Process:
+    """A member in a process of its own, which does what its ``life`` does."""
+
+    def __init__(self, member: int, life: Callable, terms: Terms) -> None:
+        self.member = member
+        self.end, theirs = _context.Pipe()
+        self.process = _context.Process(target=_live, args=(member, life, terms, theirs))
+        self.process.start()
+        theirs.close()
+
+    def told(self, seconds: float = LONG) -> Any:
+        """The next thing that the process says."""
+        assert self.end.poll(seconds), f"member {self.member} says nothing"
+        return self.end.recv()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+def _live(member: int, life: Callable, terms: Terms, end: Connection) -> None:
+    os.setpgid(0, 0)
+    changed = threading.Event()
+    hooks: dict[str, Callable[[int], Any]] = {"offer": offer}
+    membership = Membership(
+        member, "127.0.0.1", TOKEN, terms, on_change=changed.set, offer=lambda number: hooks["offer"](number)
+    )
+    end.send(membership.address)
+    membership.begin(*end.recv())
+    known = membership._member
+    until(lambda: len(known.inbound) == len(known.others) if known.leads else known.leader in known.outbound)
+    end.send("ready")
+    life(membership, changed, end, hooks)
+    membership.close()
+
+
+def work(membership: Membership, changed: threading.Event, end: Connection, hooks: dict) -> None:
+    """Wait for a change, agree, tell; until this member must end, or is told to."""
+    views = 0
+    while True:
+        while not changed.wait(0.01):
+            if end.poll() and end.recv() == "leave":
+                membership.leave()
+                end.send("left")
+                return
+        try:
+            agreed = membership.agree((membership.me, views))
+        except MembershipLostError as error:
+            end.send((time.time(), str(error)))
+            return
+        views += 1
+        changed.clear()
+        end.send((time.time(), agreed))
+
+
+@contextlib.contextmanager
+def in_processes(
+    units: Sequence[Sequence[int]], terms: Terms = TERMS, lives: dict[int, Callable] | None = None
+) -> Iterator[dict[int, Process]]:
+    processes = {one: Process(one, (lives or {}).get(one, work), terms) for unit in units for one in unit}
+    try:
+        addresses = {one: process.told() for one, process in processes.items()}
+        for process in processes.values():
+            process.end.send((0, units, addresses))
+        assert all(process.told() == "ready" for process in processes.values())
+        yield processes
+    finally:
+        for process in processes.values():
+            if process.process.exitcode is None:
+                process.signal(signal.SIGKILL)
+            process.process.join()
+            process.end.close()

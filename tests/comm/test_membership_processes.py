@@ -1,0 +1,64 @@
+"""Members in processes that are killed and frozen."""
+
+import signal
+import time
+
+import pytest
+from members import TERMS, in_processes
+
+from lightning_hetero.comm.membership import Agreed
+
+SINGLE = [[0], [1], [2], [3]]
+
+
+def agreed(processes, members, of: int | None = None):
+    """What members have agreed on; all the same."""
+    results = [processes[member].told() for member in members]
+    views = [view for _, view in results]
+    assert all(isinstance(view, Agreed) for view in views), views
+    assert len({repr(view) for view in views}) == 1
+    return max(when for when, _ in results), views[0]
+
+
+@pytest.mark.parametrize("killed", [[0], [3], [0, 1]], ids=str)
+def test_killed(killed: list[int]) -> None:
+    with in_processes([[0], [1], [2], [3], [4]]) as processes:
+        died = time.time()
+        for member in killed:
+            processes[member].signal(signal.SIGKILL)
+        alive = [member for member in range(5) if member not in killed]
+        when, view = agreed(processes, alive)
+        assert when - died < 1.0
+        if len(view.members) > len(alive):  # the first death was agreed on before the second
+            when, view = agreed(processes, alive)
+        assert view.members == tuple(alive)
+        assert view.host == min(alive)
+        assert "has ended without a word" in view.lost[killed[-1]]
+
+
+def test_frozen_member_is_left_out_and_learns_it_when_it_thaws() -> None:
+    with in_processes(SINGLE) as processes:
+        processes[2].signal(signal.SIGSTOP)
+        froze = time.time()
+        when, view = agreed(processes, [0, 1, 3])
+        assert view.members == (0, 1, 3)
+        assert 1.5 < when - froze < TERMS.grace + 1.5
+        assert "has not been heard of for" in view.lost[2]
+        processes[2].signal(signal.SIGCONT)
+        _, text = processes[2].told()
+        assert f"left out since view {view.number}: it has not been heard of for" in text
+        assert not any(processes[one].end.poll(0.5) for one in (0, 1, 3))
+
+
+def test_frozen_coordinator() -> None:
+    with in_processes(SINGLE) as processes:
+        processes[0].signal(signal.SIGSTOP)
+        froze = time.time()
+        when, view = agreed(processes, [1, 2, 3])
+        assert view.members == (1, 2, 3)
+        assert view.host == 1
+        assert 1.5 < when - froze < TERMS.grace + 1.5
+        processes[0].signal(signal.SIGCONT)
+        _, text = processes[0].told()
+        assert f"left out since view {view.number}: it has not been heard of for" in text
+        assert not any(processes[one].end.poll(0.5) for one in (1, 2, 3))
