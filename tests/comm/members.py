@@ -132,7 +132,7 @@ def work(membership: Membership, changed: threading.Event, end: Connection, hook
         try:
             agreed = membership.agree((membership.me, views))
         except MembershipLostError as error:
-            end.send((time.time(), str(error)))
+            end.send((time.time(), error))
             return
         views += 1
         changed.clear()

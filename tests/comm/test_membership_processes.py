@@ -7,6 +7,7 @@ import pytest
 from members import TERMS, in_processes
 
 from lightning_hetero.comm.membership import Agreed
+from lightning_hetero.errors import MembershipLostError
 
 SINGLE = [[0], [1], [2], [3]]
 
@@ -18,6 +19,13 @@ def agreed(processes, members, of: int | None = None):
     assert all(isinstance(view, Agreed) for view in views), views
     assert len({repr(view) for view in views}) == 1
     return max(when for when, _ in results), views[0]
+
+
+def lost(process) -> str:
+    """The error with which a member must end."""
+    _, error = process.told()
+    assert isinstance(error, MembershipLostError), error
+    return str(error)
 
 
 @pytest.mark.parametrize("killed", [[0], [3], [0, 1]], ids=str)
@@ -45,8 +53,7 @@ def test_frozen_member_is_left_out_and_learns_it_when_it_thaws() -> None:
         assert 1.5 < when - froze < TERMS.grace + 1.5
         assert "has not been heard of for" in view.lost[2]
         processes[2].signal(signal.SIGCONT)
-        _, text = processes[2].told()
-        assert f"left out since view {view.number}: it has not been heard of for" in text
+        assert f"left out since view {view.number}: it has not been heard of for" in lost(processes[2])
         assert not any(processes[one].end.poll(0.5) for one in (0, 1, 3))
 
 
@@ -59,6 +66,5 @@ def test_frozen_coordinator() -> None:
         assert view.host == 1
         assert 1.5 < when - froze < TERMS.grace + 1.5
         processes[0].signal(signal.SIGCONT)
-        _, text = processes[0].told()
-        assert f"left out since view {view.number}: it has not been heard of for" in text
+        assert f"left out since view {view.number}: it has not been heard of for" in lost(processes[0])
         assert not any(processes[one].end.poll(0.5) for one in (1, 2, 3))
