@@ -14,6 +14,7 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_work
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
@@ -229,6 +230,11 @@ class _Both:
     def __call__(self) -> None:
         self._first()
         self._second()
+
+
+def leave_out(closure: Any) -> None:
+    """Let a step's closure count as executed, without a result: other ranks have taken the step for this one."""
+    closure._result = ClosureResult(closure_loss=None)
 
 
 # -- callbacks that average weights ----------------------------------------------------------------

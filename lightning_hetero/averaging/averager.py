@@ -266,5 +266,30 @@ class Averager(ABC):
         """
         return {**state, "reference": growth.carry(state["reference"])}
 
+    # -- replicas that are lost --------------------------------------------------------------------
+
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        """What this replica holds of its own after others were lost in the midst of the fit, for :meth:`go_on`.
+
+        Local: it waits for nobody. What is under way is dropped, its connections are broken.
+
+        Args:
+            kept: of each replica that remains, its index before.
+        """
+        return self.state_dict()
+
+    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+        """Go on among the replicas that remain, after :meth:`setup` (collective over them).
+
+        Args:
+            state: what :meth:`remains` has returned.
+            context: of the latest step.
+        """
+        self.load_state_dict(state)
+
+    def missed(self, context: StepContext) -> None:
+        """The others have completed an exchange in which this replica lost its connections; their state is loaded."""
+        self.replica.unpack(self.reference)
+
     def close(self) -> None:  # noqa: B027 - not all algorithms hold resources
         """Let go of all resources; local, idempotent, also after an error."""

@@ -1,6 +1,7 @@
 """DASO: rotating, asynchronous, stale mixing of nodes at an adaptive rate."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -234,6 +235,16 @@ class DASOAverager(Averager):
         self._epoch_ended = state.get("epoch_ended", False)
         pending = state["pending"]
         self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        self._pending = None
+        return {**self.state_dict(), "epoch_ended": self._epoch_ended}
+
+    @override
+    def missed(self, context: StepContext) -> None:
+        if self.phase(context.step) != "cycling":  # else replicas differ after an exchange as well
+            super().missed(context)
 
     @override
     def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:

@@ -147,6 +147,10 @@ class ElasticAverager(Elastic, CenterAverager):
         return self.strength()[0]
 
     @override
+    def missed(self, context: StepContext) -> None:
+        """Nothing: the center is there, and the next exchange pulls this replica towards it."""
+
+    @override
     def move(self, own: list[Tensor], average: Average) -> str | None:
         alpha = average.payloads[0]
         beta = self.pull.of_center(alpha, self.links.count)

@@ -15,6 +15,7 @@ from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.center import CenteredAverager
 from lightning_hetero.averaging.elastic import Elastic, check_momentum, stability
 from lightning_hetero.checks import one_of
+from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.centers import CenterOptions, Home, layout_of, open_center
 from lightning_hetero.comm.centers.center import Center, PushPull
 from lightning_hetero.comm.centers.client import CenterClient
@@ -136,7 +137,7 @@ class PushPullAverager(Elastic):
     def after_step(self, context: StepContext) -> Outcome | None:
         if not self._exchanges(context.step):
             return None
-        if self.order == "gauss_seidel":
+        if self._exchange is None:  # with "gauss_seidel", and where the center was lost since the step began
             self._go(context.samples_per_replica)
         assert self._exchange is not None
         seen, self._exchange = self._exchange(), None
@@ -204,6 +205,30 @@ class PushPullAverager(Elastic):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._client.write(self.known, state["counts"])
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        assert self._center is not None
+        self._exchange = None
+        state = {**CenteredAverager.state_dict(self), "distance": self._distance, "here": False}
+        counts = [0] * self.links.count
+        if (found := self._center.look()) is not None:
+            state["reference"] = [*found[0], *self.reference[self.replica.included :]]
+            counts, state["here"] = found[1], True
+        return {**state, "counts": [counts[index] for index in kept]}
+
+    @override
+    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+        holders = [rank for rank, here in enumerate(self.links.gather(state["here"])) if here]
+        if holders:
+            state = of_rank(state, holders[0])
+        else:  # the center was lost with its host: it begins again as the mean of those that remain
+            state["reference"] = self.average(context).mean
+        self.load_state_dict(state)
+
+    @override
+    def missed(self, context: StepContext) -> None:
+        """Nothing: replicas come to the center on their own."""
 
     @override
     def close(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Outcome, StepContext
+from lightning_hetero.averaging.averager import Averager, Outcome, StepContext
 from lightning_hetero.averaging.gossip import PushAverager
 from lightning_hetero.averaging.mixing import DIRECTED, Rule, rule_of, sends
 from lightning_hetero.comm.gossip.pushing import Push
@@ -144,6 +144,13 @@ class PushSumAverager(PushAverager):
     @override
     def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
         return {**super().regrown(state, growth), "x": growth.carry(state["x"], self._weight), "arrived": []}
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        arrived = [] if self._transport is None else self._transport.waiting()
+        for push in arrived:  # weight that was lost with a replica is lost, but not what has come
+            self._add(push.vectors, push.weight, 1)
+        return {**Averager.state_dict(self), "x": self._x, "weight": self._weight, "alone": False, "arrived": []}
 
     @override
     def status(self, step: int) -> dict[str, float | str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import DisagreementError, HeteroError
 
@@ -23,10 +24,32 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
     Raises:
         CommunicationError: another rank did not take part in time.
     """
-    values: list[Any] = [None] * dist.get_world_size(group)
-    with deadline(f"gather {what}"):
+
+    def everyone() -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, value, group=group)
-    return values
+        return values
+
+    if group is None:
+        return collective(f"gather {what}", everyone)
+    with deadline(f"gather {what}"):
+        return everyone()
+
+
+def of_rank(value: Any, rank: int) -> Any:
+    """The value of one rank, on every rank (collective).
+
+    Args:
+        value: this rank's; anything that can be pickled.
+        rank: which one counts.
+    """
+
+    def received() -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, rank)
+        return box[0]
+
+    return collective(f"receive an object from rank {rank}", received)
 
 
 def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:

@@ -36,6 +36,10 @@ class AsyncAllGather:
         with deadline("send its row to all ranks"):
             self._work = dist.all_gather(self._rows, mine, group=self._group, async_op=True)
 
+    def forget(self) -> None:
+        """Drop what is in flight: a rank was lost."""
+        self._rows, self._work = [], None
+
     def collect(self) -> list[list[float]]:
         """The rows of all ranks, in their order. Waits until all ranks have launched."""
         with deadline("receive the rows of all ranks"):

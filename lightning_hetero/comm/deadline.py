@@ -10,6 +10,13 @@ from lightning_hetero.errors import CommunicationError
 
 _SOON = 5.0  # seconds to wait for news of a rank that has ended; of a rank that is only late there may be none
 _LATE = 1.0
+_waits_for_news = True
+
+
+def wait_for_news(wait: bool) -> None:
+    """Whether an error waits until it is known which rank failed first. Where lost ranks are survived it need not."""
+    global _waits_for_news
+    _waits_for_news = wait
 
 
 @contextmanager
@@ -33,7 +40,8 @@ def deadline(what: str) -> Iterator[None]:
 
 def cause(error: BaseException) -> str:
     """Why a collective failed, in words: the rank that failed first, if that is known in time, and what broke here."""
-    if (failure := failures.first(_LATE if "imed out" in str(error) else _SOON)) is not None:
+    seconds = (_LATE if "imed out" in str(error) else _SOON) if _waits_for_news else 0.0
+    if (failure := failures.first(seconds)) is not None:
         return f"{failure}. What has broken here: {error}"
     return (
         "another rank has failed or was too late (the strategy's `timeout` is the limit). "

@@ -18,6 +18,7 @@ THREADS = "hetero-"  # their names begin with this
 _PATIENCE = 3.0  # seconds to wait for their end; a thread that waits for something else than gloo does no harm
 
 _sockets: set[str] = set()  # of process groups
+_sockets_of_all: set[str] = set()  # of the group of all ranks, and of the store with which it was made
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 
 
@@ -34,11 +35,20 @@ def close_at_exit(thing: Closable) -> None:
 
 
 @contextmanager
-def noting_sockets() -> Iterator[None]:
-    """Remember the sockets that are opened in this block: they belong to a process group."""
+def noting_sockets(of_all: bool = False) -> Iterator[None]:
+    """Remember the sockets that are opened in this block: they belong to a process group.
+
+    Args:
+        of_all: whether it is the group of all ranks, whose end nobody waits for when the process ends.
+    """
     before = {name for _, name in _open_sockets()}
     yield
-    _sockets.update(name for _, name in _open_sockets() if name not in before)
+    (_sockets_of_all if of_all else _sockets).update(name for _, name in _open_sockets() if name not in before)
+
+
+def cut() -> None:
+    """Break the connections of all process groups: who waits on them, here or elsewhere, gets an error at once."""
+    _cut(_sockets | _sockets_of_all)
 
 
 def _open_sockets() -> list[tuple[int, str]]:
@@ -53,10 +63,10 @@ def _open_sockets() -> list[tuple[int, str]]:
     return found
 
 
-def _cut() -> None:
-    """Break the connections of process groups: threads that wait on them get an error at once."""
+def _cut(names: set[str]) -> None:
+    """Break connections: threads that wait on them get an error at once."""
     for descriptor, name in _open_sockets():
-        if name in _sockets:
+        if name in names:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.getpeername()  # raises for a listening socket: gloo does not survive the end of that one
                 connection.shutdown(socket.SHUT_RDWR)
@@ -71,7 +81,7 @@ def leave() -> None:
     """End all threads of this package. Runs when the process ends."""
     if not _running():
         return
-    _cut()
+    _cut(_sockets)
     for thing in list(_open):
         with suppress(Exception):
             thing.close()

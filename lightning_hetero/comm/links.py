@@ -182,6 +182,12 @@ class ReplicaLinks:
         self._latest = Exchange(self, work, own)
         return self._latest
 
+    def abandon(self) -> None:
+        """Wait until what is under way in the background has ended; its connections are broken already."""
+        if self._latest is not None:
+            self._latest.wait()
+            self._latest = None
+
     def _account(self, average: Average, own: Contribution, seconds: float, exposed: float) -> None:
         if self.count == 1:
             return

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.collective import collective
 
 
 class Replica:
@@ -247,10 +248,13 @@ def share(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     for alike in groups.values():
-        flat = flatten(alike).cpu()
-        with deadline("receive rank 0's values"):
-            dist.broadcast(flat, 0)
-        unflatten(flat, alike)
+        unflatten(collective("receive rank 0's values", partial(_of_rank_zero, alike)), alike)
+
+
+def _of_rank_zero(tensors: Sequence[Tensor]) -> Tensor:
+    flat = flatten(tensors).cpu()
+    dist.broadcast(flat, 0)
+    return flat
 
 
 def share_values(module: nn.Module) -> None:

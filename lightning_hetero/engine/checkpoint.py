@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.losses import Losses
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
@@ -151,10 +150,8 @@ def add_replicas(
         losses: of this rank.
         trainable: names of the parameters that are trainable.
     """
-    everyone: list[Any] | None = [None] * view.world if view.rank == 0 else None
-    with deadline("gather the ranks' losses to save"):
-        dist.gather_object(losses.state_dict(), everyone)
-    if everyone is not None:
+    everyone = gather(losses.state_dict(), "the ranks' losses to save")
+    if view.rank == 0:
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
         replicas = {**names, "losses": everyone, "trainable": list(trainable)}

@@ -10,7 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.gather import gather_samples
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.workload.timer import StepTimer
@@ -79,17 +80,15 @@ class Collectives:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if not self.alone():
-            with self._timer.waiting(), deadline("pass a barrier"):
-                dist.barrier()
+            with self._timer.waiting():
+                collective("pass a barrier", dist.barrier)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
         if self.alone():
             return obj
-        box = [obj]
-        with self._timer.waiting(), deadline(f"receive an object from rank {src}"):
-            dist.broadcast_object_list(box, src)
-        return box[0]
+        with self._timer.waiting():
+            return of_rank(obj, src)
 
     def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
         """Reduce a tensor over all ranks.
@@ -123,10 +122,15 @@ class Collectives:
         op: Any = ReduceOp.SUM
         if not mean and name is not None:
             op = getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
-        with self._timer.waiting(), deadline("reduce a tensor"):
-            dist.all_reduce(value, op=op, group=group)
-        if mean:
-            value = self._mean(value)
+
+        def reduced() -> Tensor:
+            total = value.clone()
+            dist.all_reduce(total, op=op, group=group)
+            return total
+
+        with self._timer.waiting():
+            total = collective("reduce a tensor", reduced)
+        value = self._mean(total) if mean else total
         return value.reshape(tensor.shape).to(
             tensor.device, tensor.dtype if tensor.is_floating_point() else value.dtype
         )
@@ -175,5 +179,9 @@ class Collectives:
             return self._trial.gathered(tensor, sync_grads)
         if self.alone():
             return tensor
-        gathered = gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)
+
+        def gathering() -> Tensor:
+            return gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)
+
+        gathered = collective("gather a tensor", gathering)
         return gathered.to(tensor.device)

@@ -1,5 +1,6 @@
 """How a process joins a job, and how it tells the others why it ends."""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -8,10 +9,11 @@ import torch.distributed as dist
 
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.address import interface_towards
-from lightning_hetero.comm.agreement import check_equal
+from lightning_hetero.comm.agreement import check_equal, gather
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.groups import Groups, end_unused
+from lightning_hetero.comm.leaving import noting_sockets
 from lightning_hetero.comm.topology import Place, Topology, discover
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CommunicationError
@@ -111,6 +113,35 @@ class Job:
         check_equal("the strategy's options", options)
         return cls(View.first(topology, replicas(topology)), timeout)
 
+    def among(self, number: int, ids: Sequence[int], store: dist.Store) -> "Job":
+        """Join the ranks that remain after others were lost; connections are broken already (collective over them).
+
+        Args:
+            number: of the new view.
+            ids: of the ranks that remain; see :class:`~lightning_hetero.engine.view.View`.
+            store: of the new view.
+
+        Raises:
+            CommunicationError: one more rank was lost.
+        """
+        view = self.view.among(number, ids)
+        with deadline("join the ranks that remain"):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            with noting_sockets(of_all=True):
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore(f"view-{number}", store),
+                    rank=view.rank,
+                    world_size=view.world,
+                    timeout=self.timeout,
+                )
+        return Job(view, self.timeout)
+
+    def token(self) -> str:
+        """A secret of the job (collective over all ranks)."""
+        return gather(secrets.token_hex(16), "a secret")[0]
+
     def data_group(self) -> dist.ProcessGroup | None:
         """The group in which this rank's replica averages gradients; ``None`` for one rank (collective over it)."""
         ranks = self.view.replica.ranks
@@ -127,6 +158,23 @@ class Job:
     def store(self, purpose: str) -> dist.Store:
         """The store of the job, with keys of its own for a purpose."""
         return self.groups.store(purpose)
+
+
+def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[str, int]]:
+    """Open a store for a new view on this rank, and say where.
+
+    Args:
+        interface: address of this machine on the network of the job.
+        timeout: longest wait for a value.
+    """
+    store = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return store, (interface, store.port)
+
+
+def store_at(address: Sequence[Any], timeout: timedelta) -> dist.Store:
+    """Connect to the store of a new view."""
+    host, port = address
+    return dist.TCPStore(str(host), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def tell_failure(exception: BaseException) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.workload.stream import Stream
@@ -17,10 +17,8 @@ _NAME, _ENDED = "loaders", "ended"
 def gather_into(checkpoint: dict[str, Any], share: Workshare) -> None:
     """Add the states of all ranks' loaders to rank 0's checkpoint (collective)."""
     own = [source.position() if isinstance(source, Stream) else None for source in share.loaders.sources()]
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with deadline("gather where dataloaders stand, to save it"):
-        dist.gather_object(own, everyone)
-    if everyone is not None and any(state is not None for states in everyone for state in states):
+    everyone = gather(own, "where dataloaders stand, to save it")
+    if dist.get_rank() == 0 and any(state is not None for states in everyone for state in states):
         part = checkpoint.setdefault(KEY, {"format": FORMAT})
         part.update({_NAME: everyone, _ENDED: list(share.ended)})
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.collective import collective
 
 
 class Losses:
@@ -45,9 +45,14 @@ class Losses:
     def mean_over_ranks(self) -> float:
         """The mean over the samples of all ranks since the last look (collective); NaN if there were none."""
         sums, self._sums = self._sums.cpu(), torch.zeros(2, dtype=torch.float64)
-        with deadline("average the loss"):
-            dist.all_reduce(sums)
-        return (sums[0] / sums[1]).item()
+
+        def total() -> list[float]:
+            everyone = sums.clone()
+            dist.all_reduce(everyone)
+            return everyone.tolist()
+
+        weighted, samples = collective("average the loss", total)
+        return weighted / samples if samples else math.nan
 
     def state_dict(self) -> list[float]:
         """Builtins only."""

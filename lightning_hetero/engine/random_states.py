@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
 
 _NAME = "random"
@@ -18,11 +18,9 @@ _NAME = "random"
 
 def gather_into(checkpoint: dict[str, Any]) -> None:
     """Add the states of all ranks to rank 0's checkpoint, next to the plan (collective)."""
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with deadline("gather random states to save"):
-        # As arrays: to pickle a tensor calls `torch.save`, which is for files, and slow.
-        dist.gather_object(tree_map_only(torch.Tensor, torch.Tensor.numpy, current()), everyone)
-    if everyone is not None:
+    # As arrays: to pickle a tensor calls `torch.save`, which is for files, and slow.
+    everyone = gather(tree_map_only(torch.Tensor, torch.Tensor.numpy, current()), "random states to save")
+    if dist.get_rank() == 0:
         checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = tree_map_only(np.ndarray, torch.from_numpy, everyone)
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.averaging.averager import Averager, Outcome, Run, StepContext
 from lightning_hetero.averaging.regrow import regrow
-from lightning_hetero.comm.agreement import check_equal
+from lightning_hetero.comm.agreement import check_equal, of_rank
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.engine.losses import Losses
@@ -42,7 +42,7 @@ class ReplicaEngine:
         self._report_every = report_every
         self.averager: Averager | None = None
         self.losses = Losses()
-        self.windows = 0
+        self.windows = self.meetings = 0
         self._open = False  # whether a window has begun
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
@@ -92,7 +92,43 @@ class ReplicaEngine:
 
     def take_over(self, former: "ReplicaEngine") -> None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
-        self.windows, self.losses, self.links.traffic = former.windows, former.losses, former.traffic
+        self.windows, self.meetings, self.losses = former.windows, former.meetings, former.losses
+        self.links.traffic = former.traffic
+
+    def abandon(self) -> None:
+        """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
+        self.links.abandon()
+
+    def go_on(self, former: "ReplicaEngine", kept: Sequence[int], missed: bool, run: Run) -> None:
+        """Go on in the midst of a fit, among the replicas that remain (collective over them).
+
+        Args:
+            former: what went on until now.
+            kept: of each replica that remains, its index before.
+            missed: whether the others have completed an exchange in which this replica lost its connections.
+            run: what is known of the job and the fit now.
+        """
+        self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
+        self._own, self._exchanges, self._looked = former._own, former._exchanges, former._looked
+        self._warned = former._warned
+        if former.averager is None:
+            return
+        averager = self.averager = former.averager
+        self._metric, self._optimizers = former._metric, former._optimizers
+        if not former.averages:
+            averager.links, averager.run = self.links, run
+            return
+        state = averager.remains(kept)
+        averager.close()
+        everyone = self.links.gather((missed, self.view.leads))
+        if any(one for one, _ in everyone):  # who has completed it says where it has led
+            source = next(rank for rank, (one, _) in enumerate(everyone) if not one)
+            theirs = of_rank(state, source)
+            state = theirs if missed else state
+        averager.setup(averager.replica, self.links, self._optimizers, run)
+        averager.go_on(state, self.context(epoch_ends=False))
+        if missed:
+            averager.missed(self.context(epoch_ends=False))
 
     @property
     def averages(self) -> bool:
@@ -177,19 +213,26 @@ class ReplicaEngine:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
         self.losses.take(loss, self._share.current().samples, self.windows)
 
-    def after_window(self) -> Outcome | None:
+    def window_ended(self) -> None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
-        assert self.averager is not None
         self.windows += 1
         self._open = False
+
+    def exchange(self) -> Outcome | None:
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
+        assert self.averager is not None
         if not self.averages:
             return None
         with self._share.timer.waiting(exchange=True), self._meeting():
             outcome = self.averager.after_step(self.context(self._epoch_ends))
-        if self._due and self.averager.facts.blocking:
-            self._share.listen()  # all are here now
+        self.meetings += self._due
         self._exchanges += outcome is not None and outcome.exchanged
         return outcome
+
+    def met(self) -> None:
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
+        if self.averages and self._due and self.averager is not None and self.averager.facts.blocking:
+            self._share.listen()  # all are here now
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -228,12 +271,16 @@ class ReplicaEngine:
             self._note_look()
         return values
 
-    def hold(self, sanity_check: bool) -> None:
+    def look(self, sanity_check: bool) -> list[Tensor] | None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
-        if self.averages and self._own is None:
+        return self.consensus(sanity_check) if self.averages and self._own is None else None
+
+    def hold(self, values: list[Tensor] | None) -> None:
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
+        if values is not None:
             assert self.averager is not None
             self._own = self.averager.replica.pack()
-            self.averager.replica.unpack(self.consensus(sanity_check))
+            self.averager.replica.unpack(values)
 
     def release(self) -> None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""

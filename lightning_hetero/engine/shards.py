@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.collective import collective
 from lightning_hetero.engine.checkpoint import FORMAT
 from lightning_hetero.errors import CheckpointError
 
@@ -90,10 +90,13 @@ class Shards:
         Returns:
             A name for a save, the same on all ranks.
         """
-        box = [(secrets.token_hex(6), self._removed)]
-        with deadline("agree on what to save"):
+
+        def agreed() -> tuple[str, list[str]]:
+            box = [(secrets.token_hex(6), self._removed)]
             dist.broadcast_object_list(box, 0)
-        (save, removed), self._removed = box[0], []
+            return box[0]
+
+        (save, removed), self._removed = collective("agree on what to save", agreed), []
         for path in removed if leads else ():
             _prune(files, path, save.__eq__)  # another leader may already write to the same folder
         return save

@@ -25,21 +25,36 @@ class Engine(Protocol):
     def take_loss(self, loss: Tensor) -> None:
         """Take in the loss of a batch, the mean over its samples."""
 
-    def after_window(self) -> Outcome | None:
+    windows: int  # optimizer steps since the start of the fit
+    meetings: int  # exchanges between replicas that this one has completed, since its ranks have met
+
+    def window_ended(self) -> None:
         """The optimizer has stepped; after :meth:`due`."""
 
-    def hold(self, sanity_check: bool) -> None:
-        """Let the model hold what is to be validated until :meth:`release` (collective).
+    def exchange(self) -> Outcome | None:
+        """What follows between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
+
+    def met(self) -> None:
+        """The exchange is complete: where all replicas are here now, act on their reports."""
+
+    def look(self, sanity_check: bool) -> list[Tensor] | None:
+        """The values to validate; ``None``: those of the model (collective).
 
         Args:
             sanity_check: whether this is the sanity check, before training.
         """
+
+    def hold(self, values: list[Tensor] | None) -> None:
+        """Let the model hold what :meth:`look` has returned, until :meth:`release`."""
 
     def release(self) -> None:
         """Let the model hold this replica's own values again."""
 
     def close(self) -> None:
         """Let go of what the fit held; local, idempotent, also after an error."""
+
+    def abandon(self) -> None:
+        """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
 
     def take_over(self, former: Any) -> None:
         """Go on where another one of this kind has stopped, which was made from an earlier view, between two fits."""
@@ -54,6 +69,7 @@ class SingleReplica:
 
     def __init__(self, report_every: int) -> None:
         self._report_every = report_every
+        self.windows = self.meetings = 0
 
     def before_window(self) -> None:
         """See :class:`Engine`."""
@@ -65,11 +81,22 @@ class SingleReplica:
     def take_loss(self, loss: Tensor) -> None:
         """See :class:`Engine`."""
 
-    def after_window(self) -> Outcome | None:
+    def window_ended(self) -> None:
+        """See :class:`Engine`."""
+        self.windows += 1
+
+    def exchange(self) -> Outcome | None:
         """See :class:`Engine`."""
         return None
 
-    def hold(self, sanity_check: bool) -> None:
+    def met(self) -> None:
+        """See :class:`Engine`."""
+
+    def look(self, sanity_check: bool) -> list[Tensor] | None:
+        """See :class:`Engine`."""
+        return None
+
+    def hold(self, values: list[Tensor] | None) -> None:
         """See :class:`Engine`."""
 
     def release(self) -> None:
@@ -78,5 +105,9 @@ class SingleReplica:
     def close(self) -> None:
         """See :class:`Engine`."""
 
+    def abandon(self) -> None:
+        """See :class:`Engine`."""
+
     def take_over(self, former: "SingleReplica") -> None:
         """See :class:`Engine`."""
+        self.windows = former.windows

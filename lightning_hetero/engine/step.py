@@ -81,10 +81,24 @@ class Workshare:
         self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
 
-    def take_over(self, former: "Workshare") -> None:
-        """Go on where another one has stopped, which was made from an earlier view."""
+    def take_over(self, former: "Workshare", kept: Sequence[int] | None = None) -> None:
+        """Go on where another one has stopped, which was made from an earlier view.
+
+        Args:
+            former: the other one.
+            kept: of each rank that remains, its number before; ``None`` between two fits.
+        """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
         self._told = former._told
+        if kept is not None:  # in the midst of a step, perhaps
+            self.reports = [former.reports[rank] for rank in kept] if former.reports else []
+            self.ended = [former.ended[rank] for rank in kept]
+            self.drawn = None if former.drawn is None else former.drawn.among(kept)
+            self._fresh_pass, self._laps = former._fresh_pass, former._laps
+
+    def forget(self) -> None:
+        """Drop the reports that are on their way: a rank was lost."""
+        self._gathering.forget()
 
     def assume(self, cost: Cost | Curve, samples: int) -> None:
         """Go on from what a checkpoint knows of this rank's time, when it last had so many samples."""
@@ -222,7 +236,7 @@ class Workshare:
             DataError: on every rank, if the user's measure of a batch was negative or NaN on any.
             UnsupportedError: no step is running.
         """
-        own, total = self.current()
+        own, total, _ = self.current()
         if self._weighing is not None:
             mine, everyone, work = self._weighing
             if work is not None:

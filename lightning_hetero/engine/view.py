@@ -1,6 +1,6 @@
 """Who takes part in a job, as a value."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +37,8 @@ class View:
         replicas: those that take part.
         places: where each rank lives.
         rank: this process.
+        ids: of each rank, the number that it had when it joined; it stays when others leave and ranks are numbered anew.
+        ranks_leave: whether a lost rank leaves alone, as in a job of one replica, rather than with its replica.
 
     Example::
 
@@ -51,12 +53,40 @@ class View:
     replicas: tuple[Member, ...]
     places: tuple[Place, ...]
     rank: int
+    ids: tuple[int, ...] = ()
+    ranks_leave: bool = False
 
     @classmethod
     def first(cls, topology: Topology, replicas: Sequence[Sequence[int]]) -> "View":
         """The view in which a job begins: replicas get the numbers from 0 on as their ids."""
         members = tuple(Member(number, tuple(ranks)) for number, ranks in enumerate(replicas))
-        return cls(0, members, topology.places, topology.rank)
+        ids = tuple(range(topology.world))
+        return cls(0, members, topology.places, topology.rank, ids, ranks_leave=len(members) == 1)
+
+    @property
+    def units(self) -> list[list[int]]:
+        """What is lost as a whole, by the ids of its ranks: each replica; or each rank, in a job of one replica."""
+        ranks = [(rank,) for rank in range(self.world)] if self.ranks_leave else self.ranks
+        return [[self.ids[rank] for rank in unit] for unit in ranks]
+
+    def among(self, number: int, ids: Collection[int]) -> "View":
+        """The view of the ranks that remain, numbered anew in their order.
+
+        Args:
+            number: of the new view.
+            ids: of the ranks that remain, this one among them. Where replicas leave as a whole, their ranks do.
+        """
+        kept = [rank for rank, id in enumerate(self.ids) if id in ids]
+        now = {rank: new for new, rank in enumerate(kept)}
+        replicas = [Member(m.id, tuple(now[rank] for rank in m.ranks if rank in now)) for m in self.replicas]
+        return View(
+            number,
+            tuple(member for member in replicas if member.ranks),
+            tuple(self.places[rank] for rank in kept),
+            now[self.rank],
+            tuple(self.ids[rank] for rank in kept),
+            self.ranks_leave,
+        )
 
     @property
     def world(self) -> int:
@@ -72,6 +102,10 @@ class View:
     def index(self) -> int:
         """Where this rank's replica stands in ``replicas``; it may change from view to view, the id does not."""
         return next(index for index, member in enumerate(self.replicas) if self.rank in member.ranks)
+
+    def index_of(self, id: int) -> int:
+        """Where the replica with an id stands in ``replicas``."""
+        return next(index for index, member in enumerate(self.replicas) if member.id == id)
 
     @property
     def replica(self) -> Member:

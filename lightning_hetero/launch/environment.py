@@ -82,6 +82,36 @@ class RaggedEnvironment(ClusterEnvironment):
         self.inner.teardown()
 
 
+class RegroupedEnvironment(RaggedEnvironment):
+    """The environment of a rank that has got another number, since others were lost.
+
+    Args:
+        inner: the environment in which it was launched.
+        rank: its number now.
+        world: ranks that remain.
+    """
+
+    def __init__(self, inner: ClusterEnvironment, rank: int, world: int) -> None:
+        super().__init__(inner)
+        self._rank, self._world = rank, world
+
+    @override
+    def world_size(self) -> int:
+        return self._world
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """The ranks that remain are as many as they are."""
+
+    @override
+    def global_rank(self) -> int:
+        return self._rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """The number stays."""
+
+
 def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
     """See that the launcher has set what rank, world and rendezvous are read from.
 

@@ -1,6 +1,6 @@
 """The Lightning face of every strategy: overrides only. One training step reads from top to bottom."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import _lightning
+from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.engine.checkpoint import readable, warn_of_replicas
 from lightning_hetero.engine.collectives import Collectives
@@ -31,7 +32,10 @@ from lightning_hetero.strategies.guards import check_setup, running
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.replica_ddp import share_buffers, take_unfrozen_in
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
-from lightning_hetero.strategies.training import TrainingStep, explain_unused
+from lightning_hetero.strategies.loaders import Loaders
+from lightning_hetero.strategies.survival import GoingOn, Survival
+from lightning_hetero.strategies.training import TrainingStep, apply, explain_unused
+from lightning_hetero.workload.plan import Regrouping
 from lightning_hetero.workload.timer import StepTimer
 
 
@@ -63,6 +67,7 @@ class HeteroStrategy(DDPStrategy):
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer, partial(joining.alone, self), partial(joining.loss_counts, self))
         self._rank_state, self._shards = saving.RankState(self.options), Shards()
+        self.survival = GoingOn(self) if self.options.on_peer_loss == "continue" else Survival()
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -117,11 +122,38 @@ class HeteroStrategy(DDPStrategy):
             self.timer.move_to(self.root_device)
             self.build(joining.join(self))
 
-    def build(self, job: Job) -> None:
-        """Make what depends on who takes part, by the job's view (collective); again when it has changed."""
-        parts = joining.make_parts(self, job, None if self.job is None else self._parts)
+    def build(self, job: Job, regrouping: Regrouping | None = None) -> joining.Parts | None:
+        """Make what depends on who takes part, by the job's view (collective); again when it has changed.
+
+        Args:
+            job: with the view.
+            regrouping: in the midst of a fit: which of the former ranks remain.
+
+        Returns:
+            What was there before.
+        """
+        former = None if self.job is None else self._parts
+        parts = joining.make_parts(self, job, former, regrouping)
         self.job, self._parts = job, parts
         self.share, self.engine, self.step = parts.share, parts.engine, parts.step
+        return former
+
+    @property
+    def loaders(self) -> Loaders:
+        """The dataloaders, once this process has joined."""
+        return self._parts.loaders
+
+    def go_on_between_replicas(self, former: Engine, kept: Sequence[int], missed: bool) -> None:
+        """Go on between the replicas that remain, in the midst of a fit; nothing where there is one (collective).
+
+        Args:
+            former: what went on until now.
+            kept: of each replica that remains, its index before.
+            missed: whether the others have completed an exchange that this replica has not.
+        """
+
+    #: Whether all replicas exchange after the same steps.
+    lockstep = True
 
     def make_engine(self, job: Job, share: Workshare) -> Engine:
         """What happens between replicas."""
@@ -166,15 +198,25 @@ class HeteroStrategy(DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None:
-            self.step.begin(self.trainer)
+            self.survival.again(lambda: self.step.begin(self.trainer))
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.before_window()
+        self.survival.again(lambda: self.engine.before_window())
         take_unfrozen_in(self)
-        with self.step.forward(self.trainer, args[0] if args else None):
-            return super().training_step(*args, **kwargs)
+        run = super().training_step
+        if self.trainer.lightning_module.automatic_optimization:
+            with self.step.forward(self.trainer, args[0] if args else None):
+                return run(*args, **kwargs)
+
+        def step() -> Any:
+            with self.step.forward(self.trainer, args[0] if args else None):
+                return run(*args, **kwargs)
+
+        output = self.survival.step(step, left_out=lambda: None)
+        self.window_ended()
+        return output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -193,7 +235,21 @@ class HeteroStrategy(DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         stepping = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        return self.step.optimize(self.trainer, optimizer, closure, stepping)
+
+        def step() -> Any:
+            return self.step.optimize(self.trainer, optimizer, closure, stepping)
+
+        output = self.survival.step(step, left_out=lambda: _lightning.leave_out(closure))
+        if self.trainer.lightning_module.automatic_optimization:
+            self.window_ended()  # before schedulers and callbacks
+        return output
+
+    def window_ended(self) -> None:
+        """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
+        self.survival.again(lambda: self.step.batch_ended(self.trainer, window=True))
+        self.step.window_ended()
+        apply(self.survival.exchange(lambda: self.engine.exchange()), type(self).__name__)
+        self.survival.again(lambda: self.engine.met())
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -204,8 +260,8 @@ class HeteroStrategy(DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        share_buffers(self.model)  # as DDP would
-        self.engine.hold(self.trainer.sanity_checking)
+        collective("share buffers", lambda: share_buffers(self.model))  # as DDP would
+        self.engine.hold(collective("find the consensus", lambda: self.engine.look(self.trainer.sanity_checking)))
 
     @override
     def on_validation_end(self) -> None:
@@ -220,14 +276,16 @@ class HeteroStrategy(DDPStrategy):
         super().on_train_start()
         self._parts.finite.begin(searching=_lightning.searches_lr(self.trainer))
         self._rank_state.begin(self)
+        self.survival.begin()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.step.batch_ended(self.trainer)
-        self.share.listen()  # leave nothing in flight
+        self.survival.again(lambda: self.step.batch_ended(self.trainer))
+        self.survival.again(lambda: self.share.listen())  # leave nothing in flight
         if self.stop_request is not None:
             self.stop_request.finish()
+        self.survival.end()
 
     @override
     def teardown(self) -> None:
@@ -239,6 +297,7 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self.survival.failed(exception)
         tell_failure(exception)
         _lightning.forget_loader_that_failed(_lightning.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)
@@ -273,6 +332,7 @@ class HeteroStrategy(DDPStrategy):
         return self._checkpoint_io
 
     @override
+    @saving.whole
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         with self._rank_state.saving(checkpoint, self):
             super().save_checkpoint(checkpoint, filepath, storage_options)

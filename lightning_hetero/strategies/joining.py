@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_hetero import _lightning
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
+from lightning_hetero.comm.leaving import noting_sockets
 from lightning_hetero.comm.topology import Place, device_identity
 from lightning_hetero.engine.finite import FiniteSteps
 from lightning_hetero.engine.job import Address, Job, meet
@@ -23,6 +24,7 @@ from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.training import TrainingStep
+from lightning_hetero.workload.plan import Regrouping
 from lightning_hetero.workload.sampler import Position
 
 if TYPE_CHECKING:
@@ -68,7 +70,12 @@ def connect(strategy: "HeteroStrategy") -> None:
     cluster, timeout = strategy.cluster_environment, strategy.options.limit
     assert cluster is not None
     address = Address(cluster.main_address, cluster.main_port, cluster.global_rank(), cluster.world_size())
-    meet(lambda: _lightning.init_dist_connection(cluster, "gloo", timeout=timeout), address, timeout)
+
+    def init() -> None:
+        with noting_sockets(of_all=True):
+            _lightning.init_dist_connection(cluster, "gloo", timeout=timeout)
+
+    meet(init, address, timeout)
 
 
 def join(strategy: "HeteroStrategy") -> Job:
@@ -133,18 +140,23 @@ class Parts:
         return None if layer_sync is None else ReplicaSyncBatchNorm(self.data_group())
 
 
-def make_parts(strategy: "HeteroStrategy", job: Job, former: Parts | None) -> Parts:
+def make_parts(
+    strategy: "HeteroStrategy", job: Job, former: Parts | None, regrouping: Regrouping | None = None
+) -> Parts:
     """Make what depends on who takes part (collective).
 
     Args:
         strategy: that asks.
         job: with the view.
         former: what was made from an earlier view, which goes on in the new parts.
+        regrouping: in the midst of a fit: which of the former ranks remain, and from which step on they share batches.
     """
     view, options, timer = job.view, strategy.options, strategy.timer
     # Replicas that differ look when they meet, so that all learn of it at once.
     mode = options.on_nan if view.count == 1 else "ignore"
-    planner = options.planner(view.world)
+    planner = options.planner(view.world, view.ids)
+    if former is not None and regrouping is not None:
+        planner = former.share.planner.among(regrouping.kept, planner)
 
     def begin_pass() -> Position:
         share.begin_pass()
@@ -172,7 +184,7 @@ def make_parts(strategy: "HeteroStrategy", job: Job, former: Parts | None) -> Pa
     share = Workshare(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
     finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
     if former is not None:
-        share.take_over(former.share)
+        share.take_over(former.share, regrouping and regrouping.kept)
     engine = strategy.make_engine(job, share)
     if former is not None:
         engine.take_over(former.engine)

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -35,8 +35,9 @@ from lightning_hetero.workload.order import (
     GlobalBatches,
     GroupedBatches,
 )
+from lightning_hetero.workload.plan import Regrouping
 from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, ShareSampler, check_enough
+from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, Seat, ShareSampler, check_enough
 from lightning_hetero.workload.shared_stream import Requests, SharedStreamLoader
 from lightning_hetero.workload.stream import Peers, SizedStream, Stream, VaryingBatchSizes
 
@@ -83,6 +84,30 @@ class Loaders:
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
         self.moments: WeakKeyDictionary[Source, Moment] = WeakKeyDictionary()  # when a source was made
         self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
+        self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
+
+    def take_over(self, former: "Loaders", regrouping: Regrouping) -> int:
+        """Go on with the loaders of an earlier view, in the midst of a fit.
+
+        Returns:
+            Training samples that lost ranks had still to take of what was drawn; nobody takes them now.
+        """
+        self.combined, self.moments, self.evaluated = former.combined, former.moments, former.evaluated
+        self.own_sizes = [former.own_sizes[rank] for rank in regrouping.kept]
+        for evaluated in self.evaluated:
+            self._seat_in(evaluated)
+        lost = 0
+        for source in self.sources():
+            assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
+            seat = Seat(self.rank, tuple(self.replica), self._shares, regrouping.start)
+            lost += source.regroup(seat, regrouping.kept, self._begin_pass)
+            if isinstance(order := source.sampler, AgreedOrder):
+                order.agree_by(self._broadcast, lambda: self.rank == 0)
+        return lost
+
+    def _seat_in(self, sampler: EvaluationSampler) -> None:
+        planner = self.planner
+        sampler.regroup(self.rank, planner.world, lambda: planner.plans[-1], lambda: planner.found)
 
     # -- entry -------------------------------------------------------------------------------------
 
@@ -129,6 +154,7 @@ class Loaders:
         check_enough(_samples(batches), self.planner.world, name)
         world, planner = self.planner.world, self.planner
         sampler = EvaluationSampler(batches, self.rank, world, lambda: planner.plans[-1], lambda: planner.found)
+        self.evaluated.add(sampler)
         indexed = name == "predict"
         return _with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
 
@@ -149,7 +175,8 @@ class Loaders:
     def take(self) -> Drawn:
         """What was drawn for the batch that is about to be trained on: samples of all loaders together."""
         parts = [source.take() for source in self.sources() if source.drawn]
-        return Drawn(sum(part.samples for part in parts), sum(part.total for part in parts))
+        each = {rank: sum(part.parts.get(rank, 0) for part in parts) for part in parts for rank in part.parts}
+        return Drawn(sum(part.samples for part in parts), sum(part.total for part in parts), each)
 
     def ended(self) -> bool:
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
@@ -187,7 +214,7 @@ class Loaders:
         return self._agreed(sampler if inner is None else inner)
 
     def _agreed(self, sampler: Any) -> AgreedOrder:
-        return AgreedOrder(sampler, self._broadcast, self.rank == 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
+        return AgreedOrder(sampler, self._broadcast, lambda: self.rank == 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
 
     def _batch_size(self, loader: Any) -> int:
         if self._global_batch_size is not None:

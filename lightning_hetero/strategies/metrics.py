@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.collective import collective
 from lightning_hetero.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -48,10 +48,14 @@ class LoggedMetrics:
         if value is self._seen.get(name) and (value is not None or occasions == 0):
             return None
         self._seen[name] = value
-        total = torch.tensor([math.nan if value is None else float(value), 1.0], dtype=torch.float64)
-        with deadline(f"average the metric {name!r}"):
-            dist.all_reduce(total)
-        mean = (total[0] / total[1]).item()
+
+        def total() -> list[float]:
+            row = torch.tensor([math.nan if value is None else float(value), 1.0], dtype=torch.float64)
+            dist.all_reduce(row)
+            return row.tolist()
+
+        value_sum, ranks = collective(f"average the metric {name!r}", total)
+        mean = value_sum / ranks
         if math.isnan(mean):
             raise ConfigurationError(
                 f"monitor={name!r} is NaN, or has not been logged by all ranks; this one has logged "

@@ -1,5 +1,6 @@
 """The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from inspect import signature
@@ -8,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.checks import at_least_one, one_of
+from lightning_hetero.checks import at_least_one, is_number, one_of
 from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.docstrings import documented
@@ -44,6 +45,14 @@ class Options:
         ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
             launcher; to try one machine as several nodes.
         timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
+        on_peer_loss: what to do when a rank dies, freezes or cannot be reached during a fit: ``"error"`` ends all ranks,
+            with an error that names it; ``"continue"`` goes on among the others: without its replica, or under
+            ``hetero_ddp`` without that rank.
+        min_replicas: with ``on_peer_loss="continue"``, how many replicas (under ``hetero_ddp``, ranks) must be left to
+            go on. More than half of them must be left at each loss, or half with the lowest, whatever this says.
+        grace: with ``on_peer_loss="continue"``, seconds of silence after which a rank counts as lost. A dead process is
+            noticed at once; this is for frozen ones and for broken links. ``"auto"``: learned from how regularly ranks
+            are heard, 3 to 60 seconds.
         start_method: how processes start if no launcher has: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: not a choice here: all ranks meet over gloo, and groups of GPUs use NCCL by themselves.
 
@@ -61,6 +70,9 @@ class Options:
     on_nan: OnNaN = "error"
     ranks_per_node: int | list[int] | None = None
     timeout: timedelta | float = 1800.0
+    on_peer_loss: Literal["error", "continue"] = "error"
+    min_replicas: int = 1
+    grace: Literal["auto"] | float = "auto"
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     process_group_backend: None = None
 
@@ -114,8 +126,25 @@ class Options:
                 f"ranks_per_node={self.ranks_per_node!r}: give a size, or a list of sizes, above 0."
             )
         self._check_memory()
+        self._check_loss()
         given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list | tuple)]
         self.planner(len(given[0]) if given else 1)  # raises now rather than after the launch
+
+    def _check_loss(self) -> None:
+        one_of("on_peer_loss", self.on_peer_loss, ("error", "continue"))
+        at_least_one("min_replicas", self.min_replicas)
+        if self.grace != "auto" and not (is_number(self.grace) and self.grace > 0):
+            raise ConfigurationError(f"grace={self.grace!r}: give seconds above 0, or 'auto'.")
+        if self.on_peer_loss == "error" and (self.min_replicas, self.grace) != (1, "auto"):
+            raise ConfigurationError(
+                f"min_replicas={self.min_replicas!r} and grace={self.grace!r} say when to go on without lost ranks, but "
+                "on_peer_loss='error' ends the fit. Set on_peer_loss='continue', or leave them out."
+            )
+        if self.on_peer_loss == "continue" and self.start_method != "popen":
+            raise ConfigurationError(
+                f"on_peer_loss='continue' with start_method={self.start_method!r}: that launcher ends all ranks when one "
+                "fails. Use start_method='popen', or start the ranks by a launcher."
+            )
 
     def _check_memory(self) -> None:
         if isinstance(self.max_batch_size, str) and self.max_batch_size != "auto":
@@ -158,10 +187,19 @@ class Options:
         limits = (self.global_batch_size, self.min_batch_size, self.max_batch_size)
         return not isinstance(self.balance, str) or any(limit is not None for limit in limits)
 
-    def planner(self, world: int) -> Planner:
-        """A planner for ``world`` ranks."""
+    def planner(self, world: int, ids: Sequence[int] | None = None) -> Planner:
+        """A planner for ``world`` ranks.
+
+        Args:
+            world: number of ranks.
+            ids: of each rank, its place in the lists that the user gave. Default: its number.
+        """
+
+        def of(given: Any) -> Any:
+            return [given[id] for id in ids] if isinstance(given, list | tuple) and ids is not None else given
+
         high = None if self.max_batch_size == "auto" else self.max_batch_size
-        return Planner(world, self.balance, self.min_batch_size, high)
+        return Planner(world, of(self.balance), of(self.min_batch_size), of(high))
 
 
 def check_accelerator(accelerator: Any) -> None:

@@ -1,7 +1,7 @@
 """Strategies with replicas that train apart, and are brought together by an averager."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero._lightning import WrappingCheckpointIO
@@ -17,6 +18,7 @@ from lightning_hetero.averaging.resting import RestingAverager
 from lightning_hetero.checks import one_of
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
+from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import share_values
 from lightning_hetero.comm.topology import ReplicaKind, Topology
@@ -24,6 +26,7 @@ from lightning_hetero.engine import shards
 from lightning_hetero.engine.checkpoint import Identity, add_replicas, trainable_of
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
+from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies import saving
@@ -175,6 +178,16 @@ class ReplicaStrategy(HeteroStrategy):
         replica = averager.make_replica(self.trainer.lightning_module, self.settle)
         return self.engine.start(averager, replica, lambda: self.optimizers, self._run(), self._metrics.mean_over_ranks)
 
+    @property
+    def lockstep(self) -> bool:  # type: ignore[override]
+        """Whether all replicas exchange after the same steps."""
+        return self.averager is not None and self.averager.facts.lockstep
+
+    @override
+    def go_on_between_replicas(self, former: Engine, kept: Sequence[int], missed: bool) -> None:
+        assert isinstance(former, ReplicaEngine)
+        self.engine.go_on(former, kept, missed, self._run())
+
     def _run(self) -> Run:
         """What the averager may want to know of the job and the fit."""
         assert self.job is not None
@@ -219,8 +232,16 @@ class ReplicaStrategy(HeteroStrategy):
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
         if self.engine.averages:
-            apply(self.engine.finish(), type(self).__name__)
+            outcome, values = collective("make replicas equal", self._finished)
+            apply(outcome, type(self).__name__)
+            assert self.averager is not None
+            self.averager.replica.unpack(values)
             share_values(self.trainer.lightning_module)  # also what does not travel
+
+    def _finished(self) -> tuple[Outcome | None, list[Tensor]]:
+        outcome = self.engine.finish()
+        assert self.averager is not None
+        return outcome, self.averager.replica.pack()
 
     def rest(self) -> None:
         """After :meth:`finish`: only statistics, such as BatchNorm's, still change (collective)."""
@@ -238,8 +259,9 @@ class ReplicaStrategy(HeteroStrategy):
         training = self.job is not None and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
         if not training or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
+        values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         assert self.averager is not None
-        with self.averager.replica.holding(self.engine.consensus(self.trainer.sanity_checking)):
+        with self.averager.replica.holding(values):
             return deepcopy(dict(super().lightning_module_state_dict()))
 
     def _identity(self) -> Identity:
@@ -248,11 +270,14 @@ class ReplicaStrategy(HeteroStrategy):
         return Identity(type(self).__name__, self.saved_as or type(self.averager).__name__, bases)
 
     @override
+    @saving.whole
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.averager is None or isinstance(self.averager, RestingAverager) or self.collectives.alone():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        own, view = self.engine.state_dict(self.optimizers, self.precision_plugin.state_dict()), self.engine.view
+        precision = self.precision_plugin.state_dict()
+        own = self.survival.again(lambda: self.engine.state_dict(self.optimizers, precision))
+        view = self.engine.view
         background = isinstance(self.checkpoint_io, WrappingCheckpointIO)
         with self._shards.saving(self.checkpoint_io, filepath, view.leads, background) as save:
             trainable = self.averager.replica.trainable
@@ -289,8 +314,8 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def on_train_end(self) -> None:
-        super().on_train_end()
         self._shards.clean(self.checkpoint_io, self.engine.view.leads)
+        super().on_train_end()
 
     @override
     def teardown(self) -> None:

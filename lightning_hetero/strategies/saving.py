@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -40,6 +41,23 @@ def atomic(io: CheckpointIO | None) -> CheckpointIO:
     if isinstance(io, WrappingCheckpointIO):  # such as AsyncCheckpointIO
         io.checkpoint_io = AtomicCheckpointIO()  # kept only if it wraps none yet
     return io
+
+
+def whole(save: Callable[..., None]) -> Callable[..., None]:
+    """A method that saves a checkpoint, once more if ranks were lost meanwhile: rank 0 may have been the one to write.
+
+    Args:
+        save: the method of a strategy (collective).
+    """
+
+    @wraps(save)
+    def saved(strategy: "HeteroStrategy", *args: Any, **kwargs: Any) -> None:
+        before = strategy.survival.view
+        save(strategy, *args, **kwargs)
+        if before is not None and any(view != strategy.survival.view for view in gather(before, "what was saved")):
+            save(strategy, *args, **kwargs)
+
+    return saved
 
 
 @contextmanager

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_hetero import _lightning
 from lightning_hetero.comm import failures
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.collective import collective
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.strategies.saving import save_to_resume
 
@@ -53,14 +54,28 @@ class StopRequest:
         self.all_stop = False  # whether all ranks have saved, and end here
         self.at: int | None = None  # the batch after which all stop, counted from the start of this fit
         self._trainer, self._limit, self._save = trainer, limit, save
-        self._store = PrefixStore(f"lightning_hetero/stop/{fit}", _get_default_store())
-        self._lock, self._closed, self._known = threading.Lock(), threading.Event(), threading.Event()
+        self._lock = threading.Lock()
         self._done = 0  # batches of this fit
         self._bound: int | None = None  # how far this rank may go before it knows `at`
-        self._silent: list[str] = []  # ranks that have not answered yet
         self._hooks = _lightning.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
+        self._watch(PrefixStore(f"lightning_hetero/stop/{fit}", _get_default_store()))
+
+    def _watch(self, store: Store) -> None:
+        self._store, self._closed, self._known = store, threading.Event(), threading.Event()
+        self._silent: list[str] = []  # ranks that have not answered yet
         self._thread = threading.Thread(target=self._listen, daemon=True, name="stop-request")
         self._thread.start()
+
+    def move(self, store: Store) -> None:
+        """Go on among other ranks: some were lost. What was not agreed on yet is agreed on anew.
+
+        Args:
+            store: of the ranks that remain, with keys of its own.
+        """
+        self._closed.set()
+        self._thread.join(2.0)
+        self._bound = self.at = None
+        self._watch(store)
 
     def __deepcopy__(self, _: Any) -> "StopRequest":
         return self  # of one Trainer, with a thread
@@ -73,10 +88,13 @@ class StopRequest:
 
     def finish(self) -> None:
         """The fit is complete; if any rank has been asked to stop, save and end all the same (collective)."""
-        asked = torch.tensor([self.requested or self._bound is not None])
-        with deadline("end the fit"):
-            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        if asked.item():
+
+        def asked() -> bool:
+            flag = torch.tensor([self.requested or self._bound is not None])
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            return bool(flag.item())
+
+        if collective("end the fit", asked):
             self._stop()
 
     # -- the handlers ------------------------------------------------------------------------------

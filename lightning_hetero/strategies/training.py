@@ -26,7 +26,8 @@ class TrainingStep:
     """Weighs and measures what a rank does in a step.
 
     A batch goes through :meth:`begin`, :meth:`forward`, :meth:`weigh`, :meth:`backward` and :meth:`batch_ended`. A
-    window, an optimizer's step with all the batches that it takes in, ends in :meth:`window_ended`.
+    window, an optimizer's step with all the batches that it takes in, ends in :meth:`window_ended`, after which
+    replicas may meet.
 
     Args:
         share: this rank's part of the work.
@@ -50,11 +51,8 @@ class TrainingStep:
 
     @contextmanager
     def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
-        """Run the module's training step in this block; what it logs counts by this rank's samples.
-
-        With manual optimization that ends a window.
-        """
-        module, (samples, total) = trainer.lightning_module, self._share.current()
+        """Run the module's training step in this block; what it logs counts by this rank's samples."""
+        module, (samples, total, _) = trainer.lightning_module, self._share.current()
         self._samples += total
         if callable(measure := getattr(module, "batch_weight", None)):
             self._share.weigh(measure, batch)
@@ -64,8 +62,6 @@ class TrainingStep:
         buffers = nullcontext() if total > 0 else same_buffers(module)
         with buffers, counts if samples > 0 else counting_nothing(self._collectives, results):
             yield
-        if not module.automatic_optimization:
-            self.window_ended(trainer)
 
     def weigh(self, loss: Tensor, windows: int) -> Tensor:
         """The loss times this rank's weight.
@@ -105,8 +101,6 @@ class TrainingStep:
     ) -> Any:
         """Let an optimizer step, unless what it would take in is not finite, or no sample at all.
 
-        With automatic optimization that ends a window.
-
         Args:
             trainer: runs the fit.
             optimizer: that is to step.
@@ -127,8 +121,6 @@ class TrainingStep:
         except StepLeftOutError:
             optimizer.zero_grad()
             output = None
-        if module.automatic_optimization:
-            self.window_ended(trainer)  # before schedulers and callbacks
         return output
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
@@ -137,11 +129,14 @@ class TrainingStep:
             ends = window and not _lightning.accumulates(trainer)
             self._share.end(report=self._engine.due(self._share.step + 1, ends, _lightning.epoch_ends(trainer)))
 
-    def window_ended(self, trainer: "pl.Trainer") -> None:
-        """An optimizer has stepped (with manual optimization, however often); replicas may meet."""
-        self.batch_ended(trainer, window=True)
+    def window_ended(self) -> None:
+        """An optimizer has stepped (with manual optimization, however often); after :meth:`batch_ended`."""
         self._samples = 0.0
-        apply(self._engine.after_window(), type(trainer.strategy).__name__)
+        self._engine.window_ended()
+
+    def take_over(self, former: "TrainingStep") -> None:
+        """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
+        self._samples = former._samples
 
 
 def apply(outcome: Outcome | None, strategy: str) -> None:

@@ -112,7 +112,7 @@ class WeightAverages:
         with timer.waiting(exchange=True):
             if not self._agreed():
                 return
-            engine.hold(sanity_check=False)
+            engine.hold(engine.look(sanity_check=False))
             try:
                 for updates in self._all:
                     updates.make()

@@ -148,14 +148,19 @@ class AgreedOrder:
     Args:
         sampler: yields dataset indices, or lists of them; has a length.
         broadcast: sends an object from rank 0 to all (collective).
-        decides: whether this is rank 0.
+        decides: whether this is rank 0, now.
         seed: of the first epoch.
     """
 
-    def __init__(self, sampler: Iterable[Any], broadcast: Callable[[Any], Any], decides: bool, seed: int) -> None:
-        self.sampler, self._broadcast, self._decides, self._seed = sampler, broadcast, decides, seed
+    def __init__(self, sampler: Iterable[Any], broadcast: Callable[[Any], Any], decides: Callable[[], bool], seed: int) -> None:
+        self.sampler, self._seed = sampler, seed
+        self.agree_by(broadcast, decides)
         self._epoch = 0
         self._own_seeds: dict[int, int] = {}
+
+    def agree_by(self, broadcast: Callable[[Any], Any], decides: Callable[[], bool]) -> None:
+        """Agree among other ranks from now on; arguments like the constructor's."""
+        self._broadcast, self._decides = broadcast, decides
 
     def set_epoch(self, epoch: int) -> None:
         """Let the order depend on the epoch."""
@@ -173,19 +178,23 @@ class AgreedOrder:
 
     def __iter__(self) -> Iterator[Any]:
         order: list[Any] | None = None
-        if self._decides:
-            with seeded(self._seed + self._epoch):
-                for owner in (self.sampler, getattr(self.sampler, "sampler", None)):
-                    if isinstance(own := getattr(owner, "generator", None), torch.Generator):
-                        own.manual_seed(self._own_seed(own) + self._epoch)
-                order = list(self.sampler)
-            if len(order) > len(self):
-                warnings.warn(
-                    f"{type(self.sampler).__name__} yields {len(order)} items, but its length says {len(self)}: the "
-                    "rest is not used. Let its `__len__` tell how many it yields.",
-                    stacklevel=2,
-                )
-        return iter(self._broadcast(order))
+        while order is None:  # again if rank 0 was lost before it has told the others, and another rank decides now
+            order = self._broadcast(self._decided() if self._decides() else None)
+        return iter(order)
+
+    def _decided(self) -> list[Any]:
+        with seeded(self._seed + self._epoch):
+            for owner in (self.sampler, getattr(self.sampler, "sampler", None)):
+                if isinstance(own := getattr(owner, "generator", None), torch.Generator):
+                    own.manual_seed(self._own_seed(own) + self._epoch)
+            order = list(self.sampler)
+        if len(order) > len(self):
+            warnings.warn(
+                f"{type(self.sampler).__name__} yields {len(order)} items, but its length says {len(self)}: the "
+                "rest is not used. Let its `__len__` tell how many it yields.",
+                stacklevel=3,
+            )
+        return order
 
 
 @contextmanager

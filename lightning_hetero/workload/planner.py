@@ -285,6 +285,35 @@ class Planner:
         self.plans = [Plan(0, costs, self._low, self._high, tuple(state["reach"]), self._need)]
         self._most = list(state["most"])
 
+    def among(self, kept: Sequence[int], planner: "Planner") -> "Planner":
+        """Let a new planner go on for the ranks that remain, with what this one knows of them.
+
+        Args:
+            kept: of each rank that remains, its number here.
+            planner: of these ranks, with the user's options for them.
+
+        Returns:
+            The new planner. It splits anew at once, by the costs of the latest plan.
+
+        Raises:
+            ShareError: the remaining ranks cannot take a whole batch.
+        """
+        planner.least, planner._held, planner._learns = self.least, self._held, self._learns
+        if self.found:
+            planner.limit([self._high[rank] for rank in kept])
+        state = {name: [rows[rank] for rank in kept] if rows else [] for name, rows in self.state_dict().items()}
+        planner.load_state_dict(state)
+        if self.total:
+            planner.expect(self.total)
+            planner._learns = self._learns
+            room = sum(planner._high)
+            if room < self.total:
+                raise ShareError(
+                    f"the ranks that remain take at most {list(planner._high)} samples, less than the global batch of "
+                    f"{self.total}. Raise max_batch_size, or start again with a smaller batch."
+                )
+        return planner
+
     def _note(self, shares: Sequence[int]) -> None:
         self._most = [max(most, n / self.total) for most, n in zip(self._most, shares, strict=True)]
 

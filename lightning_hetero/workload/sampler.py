@@ -1,8 +1,9 @@
 """Batch samplers that yield this rank's slice of every global batch."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_hetero.errors import DataError
@@ -16,10 +17,19 @@ class Drawn(NamedTuple):
     Attributes:
         samples: this rank's samples; 0 if its batch is a padding batch.
         total: samples of all ranks of its replica.
+        parts: of each rank of its replica, its samples; empty if only the total is known.
     """
 
     samples: float
     total: float
+    parts: Mapping[int, float] = {}
+
+    def among(self, kept: Sequence[int]) -> "Drawn":
+        """What counts once only these ranks are left, which get the numbers from 0 on."""
+        if not self.parts:
+            return self
+        parts = {new: self.parts[old] for new, old in enumerate(kept) if old in self.parts}
+        return Drawn(self.samples, sum(parts.values()), parts)
 
 
 class Position(NamedTuple):
@@ -36,6 +46,36 @@ class Position(NamedTuple):
     step: int
 
 
+class Seat(NamedTuple):
+    """A rank's place among those that share batches.
+
+    Attributes:
+        rank: its number when batches are cut.
+        replica: the ranks that average gradients with it, by the same numbers.
+        shares: for (sampler, step, index of the batch in the epoch, its size): the share of every rank.
+        start: the first step for which the seat holds.
+        kept: of each rank that remains, its number when batches are cut; ``None``: all remain.
+    """
+
+    rank: int
+    replica: tuple[int, ...]
+    shares: Callable[["ShareSampler", int, int, int], Sequence[int]]
+    start: int = 0
+    kept: tuple[int, ...] | None = None
+
+    def draw(self, sampler: "ShareSampler", batch: list[int], in_epoch: int) -> tuple[Drawn, list[int]]:
+        """This rank's part of a global batch."""
+        shares = self.shares(sampler, sampler.next_step, in_epoch, len(batch))
+        own = batch_slice(batch, shares, self.rank)
+        drawn = Drawn(len(own), sum(shares[rank] for rank in self.replica), {r: shares[r] for r in self.replica})
+        return drawn if self.kept is None else drawn.among(self.kept), own
+
+    def among(self, kept: Sequence[int]) -> "Seat":
+        """The same seat when only these ranks of the latest numbering are left."""
+        now = tuple(kept) if self.kept is None else tuple(self.kept[rank] for rank in kept)
+        return self._replace(kept=now)
+
+
 class ShareSampler:
     """This rank's slices of the global batches, in training.
 
@@ -48,6 +88,10 @@ class ShareSampler:
         replica: the ranks that average gradients with this one, itself among them.
         position: where training stands; asked whenever an epoch begins.
         shares: for (step, index of the batch in the epoch, its size): the share of every rank.
+
+    Attributes:
+        seats: this rank's seat now, and before it those for steps that other ranks have drawn before they were
+            regrouped.
     """
 
     def __init__(
@@ -58,8 +102,8 @@ class ShareSampler:
         position: Callable[[], Position],
         shares: Callable[["ShareSampler", int, int, int], Sequence[int]],
     ) -> None:
-        self.batches, self.rank, self.replica = batches, rank, replica
-        self._position, self._shares = position, shares
+        self.batches, self.seats = batches, [Seat(rank, tuple(replica), shares)]
+        self._position = position
         self.sampler = batches.sampler  # where Lightning looks for `set_epoch`
         self.drawn: deque[Drawn] = deque()  # drawn but not yet trained on, in order
         self.begun: Position | None = None  # where the running epoch began, or was resumed
@@ -86,11 +130,44 @@ class ShareSampler:
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(position.epoch)
         for batch in self.batches.draw(first):
-            shares = self._shares(self, self.next_step, self.next_step - origin, len(batch))
-            own = batch_slice(batch, shares, self.rank)
+            drawn, own = self._seat().draw(self, batch, self.next_step - origin)
             self.next_step, self._left = self.next_step + 1, self._left - 1
-            self.drawn.append(Drawn(len(own), sum(shares[rank] for rank in self.replica)))
+            self.drawn.append(drawn)
             yield own or (batch * self.padding)[: self.padding]
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.seats[-1].rank
+
+    @property
+    def replica(self) -> tuple[int, ...]:
+        """The ranks that average gradients with this one, itself among them."""
+        return self.seats[-1].replica
+
+    def _seat(self) -> "Seat":
+        while len(self.seats) > 1 and self.seats[1].start <= self.next_step:
+            del self.seats[0]
+        return self.seats[0]
+
+    def regroup(self, seat: "Seat", kept: Sequence[int], position: Callable[[], Position]) -> int:
+        """Other ranks share the batches from a step on; what was drawn stays as it is.
+
+        Args:
+            seat: of this rank, from the first step that no rank has drawn.
+            kept: of each rank that remains, its number before.
+            position: where training stands.
+
+        Returns:
+            Samples that the others were to take of earlier steps, which nobody takes now.
+        """
+        self._position = position
+        full = self.seats[-1].shares(self, self.next_step, 0, self.batches.size(0) or 0)
+        parts = [drawn.parts for drawn in self.drawn] + [dict(enumerate(full))] * (seat.start - self.next_step)
+        lost = sum(n for drawn in parts for rank, n in drawn.items() if rank not in kept)
+        self.drawn = deque(drawn.among(kept) for drawn in self.drawn)
+        self.seats = [before.among(kept) for before in self.seats if before.start < seat.start] + [seat]
+        return int(lost)
 
     def take(self) -> Drawn:
         """What was drawn for the batch that is about to be trained on."""
@@ -117,9 +194,12 @@ class EvaluationSampler:
         plan: Callable[[], Plan],
         grows: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.batches, self.rank, self._plan, self._grows = batches, rank, plan, grows
-        self.sampler = batches.sampler
-        self._world = world
+        self.batches, self.sampler = batches, batches.sampler
+        self.regroup(rank, world, plan, grows)
+
+    def regroup(self, rank: int, world: int, plan: Callable[[], Plan], grows: Callable[[], bool]) -> None:
+        """Other ranks share the batches from the next pass on; arguments like the constructor's."""
+        self.rank, self._world, self._plan, self._grows = rank, world, plan, grows
 
     def __len__(self) -> int:
         # A batch with fewer samples than ranks gives one sample each to the first of them, whatever the plan.
@@ -127,17 +207,17 @@ class EvaluationSampler:
         return sum(size is None or size > self.rank for size in sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
-        plan = self._plan()
-        return filter(None, (self._slice(plan, batch) for batch in self.batches.draw(0)))
+        slicing = partial(self._slice, self.rank, self._world, self._plan())  # those of now, for the whole pass
+        return filter(None, map(slicing, self.batches.draw(0)))
 
-    def _slice(self, plan: Plan, batch: list[int]) -> list[int]:
-        if len(batch) <= self._world:
-            return batch[self.rank : self.rank + 1]
+    def _slice(self, rank: int, world: int, plan: Plan, batch: list[int]) -> list[int]:
+        if len(batch) <= world:
+            return batch[rank : rank + 1]
         high = tuple(max(high, 1) for high in plan.high)
         if self._grows() and (room := sum(high)) < len(batch):
             high = tuple(-(-most * len(batch) // room) for most in high)
-        everyone = replace(plan, low=(1,) * self._world, high=high)
-        return batch_slice(batch, everyone.split([len(batch)])[0], self.rank)
+        everyone = replace(plan, low=(1,) * world, high=high)
+        return batch_slice(batch, everyone.split([len(batch)])[0], rank)
 
 
 def batch_slice(batch: list[Any], shares: Sequence[int], rank: int) -> list[Any]:

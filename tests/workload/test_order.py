@@ -98,7 +98,7 @@ def test_a_sampler_that_yields_more_than_its_length_says_so():
         def __len__(self):
             return 2
 
-    order = AgreedOrder(Long([1, 2, 3]), lambda value: value, decides=True, seed=0)
+    order = AgreedOrder(Long([1, 2, 3]), lambda value: value, decides=lambda: True, seed=0)
     with pytest.warns(UserWarning, match="Long yields 3 items, but its length says 2"):
         assert list(order) == [1, 2, 3]
 
@@ -157,7 +157,7 @@ def states():
 
 def order_of(sampler, epoch=0, seed=0):
     """What rank 0 decides."""
-    agreed = AgreedOrder(sampler, Wire().sender, decides=True, seed=seed)
+    agreed = AgreedOrder(sampler, Wire().sender, decides=lambda: True, seed=seed)
     agreed.set_epoch(epoch)
     return list(agreed)
 
@@ -183,7 +183,7 @@ def test_rank_0_decides_for_all(make):
     for rank in range(3):
         stir(rank)  # as ranks differ
         sampler = make() if rank == 0 else Forbidden()
-        agreed = AgreedOrder(sampler, wire.sender if rank == 0 else wire.receiver, rank == 0, seed=5)
+        agreed = AgreedOrder(sampler, wire.sender if rank == 0 else wire.receiver, lambda: rank == 0, seed=5)
         orders.append(list(agreed))
     assert orders[0] == orders[1] == orders[2]
     assert len(wire.sent) == 1
@@ -204,7 +204,7 @@ def test_an_interrupted_epoch_can_be_repeated_though_the_sampler_has_its_own_gen
     def sampler(seed=7):
         return wrap(RandomSampler(range(30), generator=torch.Generator().manual_seed(seed)))
 
-    agreed = AgreedOrder(sampler(), Wire().sender, decides=True, seed=0)
+    agreed = AgreedOrder(sampler(), Wire().sender, decides=lambda: True, seed=0)
     orders = []
     for epoch in range(3):
         agreed.set_epoch(epoch)
@@ -249,4 +249,4 @@ def test_samplers_are_told_the_epoch():
 
 
 def test_the_length_is_the_samplers():
-    assert len(AgreedOrder(SequentialSampler(range(17)), Wire().sender, True, 0)) == 17
+    assert len(AgreedOrder(SequentialSampler(range(17)), Wire().sender, lambda: True, 0)) == 17

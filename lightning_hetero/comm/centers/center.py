@@ -94,6 +94,10 @@ class Center(ABC):
             out: where to write the center. Default: new memory.
         """
 
+    def look(self) -> tuple[list[Tensor], list[int]] | None:
+        """A copy of the center, and the counts, if they are at hand on this rank; nobody uses the center meanwhile."""
+        return None
+
     @abstractmethod
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         """Set the center and the counts. All leaders call it, while no push-pull is under way.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.centers.center import Center, PushPull
+from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.links import ReplicaLinks
 
@@ -64,9 +65,16 @@ class CenterClient:
         if layout.rank == layout.host:
             _, seen = self.center.read(out)
             counts.copy_(torch.tensor(seen))
-        with deadline("receive the center"):
+
+        def received() -> list[Tensor]:
             for tensor in (counts, *out):
                 dist.broadcast(tensor, layout.host)
+            return [counts, *out]
+
+        counts, *center = collective("receive the center", received)
+        for own, value in zip(out, center, strict=True):
+            if own is not value:  # another rank had it already, when this one had lost its connection
+                own.copy_(value)
         return counts.tolist()
 
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:

@@ -88,6 +88,10 @@ class SharedCenter(Center):
             return copied(self._values, out), self._counts()
 
     @override
+    def look(self) -> tuple[list[Tensor], list[int]] | None:
+        return (copied(self._values, None), self._counts()) if self._file >= 0 else None
+
+    @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         if self.layout.rank != self.layout.host:
             return

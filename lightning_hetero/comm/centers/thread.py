@@ -117,6 +117,10 @@ class ThreadCenter(Center):
             return copied(self._values, out), list(self._counts)
 
     @override
+    def look(self) -> tuple[list[Tensor], list[int]] | None:
+        return (copied(self._values, None), list(self._counts)) if self.layout.rank == self.layout.host else None
+
+    @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:
         with self._changed:
             for own, value in zip(self._values, values, strict=False):  # only the host has any

@@ -1,0 +1,127 @@
+"""Collectives over all ranks of the job: what breaks becomes an error, or is repeated among the ranks that remain."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from lightning_hetero.comm.deadline import deadline, of_communication, wait_for_news
+
+T = TypeVar("T")
+
+_repeater: "Repeater | None" = None  # of the fit in which lost ranks are survived
+
+
+class Repeater(Protocol):
+    """Runs a collective until it has succeeded."""
+
+    def run(self, what: str, operation: Callable[[], T]) -> T:
+        """The result of an operation; see :func:`collective`."""
+
+
+def collective(what: str, operation: Callable[[], T]) -> T:
+    """Run a collective over all ranks of the job.
+
+    Args:
+        what: completes "rank 1 of 4 could not ...".
+        operation: takes no arguments, has the same result on every rank, and may be called again: after a rank was
+            lost there are fewer ranks, with other numbers.
+
+    Raises:
+        CommunicationError: another rank did not take part in time, or has ended, and that ends the fit.
+    """
+    if _repeater is not None:
+        return _repeater.run(what, operation)
+    with deadline(what):
+        return operation()
+
+
+def repeat_by(repeater: Repeater | None) -> None:
+    """From now on let an object repeat what breaks; ``None``: nothing is repeated."""
+    global _repeater
+    _repeater = repeater
+    wait_for_news(repeater is None)
+
+
+class Survivor:
+    """Repeats collectives among the ranks that remain.
+
+    All ranks run the same collectives in the same order, so a collective is known by its number. A rank can be one
+    ahead: an all-reduce may succeed on one rank and fail on another. What the latest ones have returned is kept, so
+    that those who missed it get it from those who have it.
+
+    Args:
+        recover: joins the ranks that remain (collective over them); raises an error if this rank must end.
+
+    Attributes:
+        calls: collectives completed.
+        results: of the latest collectives, by their numbers, for ranks that have missed them.
+        received: results that others have completed, by their numbers.
+        waits: whether this rank is in an operation that waits for other ranks.
+    """
+
+    #: Results that are kept. A rank cannot be further ahead than broadcasts run ahead of who receives them.
+    KEPT = 32
+
+    def __init__(self, recover: Callable[[], Any]) -> None:
+        self.recover = recover
+        self.calls = 0
+        self.results: dict[int, Any] = {}
+        self.received: dict[int, Any] = {}
+        self.waits = False
+        self._plain = 0  # depth of blocks in which nothing is repeated
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """In this block collectives are not repeated one by one: what is around them is."""
+        self._plain += 1
+        try:
+            yield
+        finally:
+            self._plain -= 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """This block waits for other ranks."""
+        before, self.waits = self.waits, True
+        try:
+            yield
+        finally:
+            self.waits = before
+
+    def run(self, what: str, operation: Callable[[], T]) -> T:
+        """The result of a collective over all ranks, or over those that remain; see :func:`collective`."""
+        if self._plain:
+            with deadline(what):
+                return operation()
+        while self.calls not in self.received:
+            try:
+                with self.waiting(), self.plain(), deadline(what):
+                    result = operation()
+            except RuntimeError as error:
+                if not of_communication(error):
+                    raise
+                self.recover()
+                continue
+            self.results[self.calls] = result
+            self.results.pop(self.calls - self.KEPT, None)
+            self.calls += 1
+            return result
+        self.calls += 1
+        return self.received.pop(self.calls - 1)
+
+    def again(self, operation: Callable[[], T], missed: Callable[[], T] | None = None) -> T:
+        """The result of an operation that is not the same on all ranks; it is called again if it breaks.
+
+        Args:
+            operation: may contain collectives of this rank's replica and averages between replicas.
+            missed: what to do instead of calling it again where the other ranks have completed it.
+        """
+        while True:
+            try:
+                with self.waiting():
+                    return operation()
+            except RuntimeError as error:
+                if not of_communication(error):
+                    raise
+                if self.recover() and missed is not None:
+                    return missed()

@@ -1,0 +1,112 @@
+"""What a strategy does in the midst of a fit when the ranks that share it have changed."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_hetero.comm import failures
+from lightning_hetero.comm.address import interface_towards
+from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.engine.job import Job
+from lightning_hetero.launch.environment import RegroupedEnvironment
+from lightning_hetero.strategies import joining
+from lightning_hetero.strategies.replica_ddp import wrap_anew
+from lightning_hetero.workload.plan import Regrouping
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+
+def interface(strategy: "HeteroStrategy") -> str:
+    """This rank's address in the network of the job."""
+    assert strategy.cluster_environment is not None
+    return interface_towards(strategy.cluster_environment.main_address)
+
+
+def abandon(strategy: "HeteroStrategy") -> None:
+    """Drop what is under way: all connections are broken. Local."""
+    strategy.share.forget()
+    strategy.engine.abandon()
+
+
+def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: bool) -> int:
+    """Make all that depends on who takes part anew, and go on with it (collective).
+
+    Args:
+        strategy: in the midst of a fit.
+        job: of the ranks that remain.
+        moved: which ones, by their former numbers, and from which step on they share batches.
+        missed: whether the others have completed an exchange between replicas that this rank has not.
+
+    Returns:
+        Samples that were drawn for the lost ranks; nobody trains on them.
+    """
+    before, engine = strategy.job, strategy.engine
+    assert before is not None
+    take_number(strategy, job)
+    failures.watch(interface(strategy), strategy.options.limit.total_seconds())
+    former = strategy.build(job, moved)
+    assert former is not None
+    strategy.step.take_over(former.step)
+    samples = strategy.loaders.take_over(former.loaders, moved)
+    kept = [before.view.index_of(member.id) for member in job.view.replicas]
+    strategy.go_on_between_replicas(engine, kept, missed)
+    _renew_model(strategy)
+    if strategy.stop_request is not None:
+        strategy.stop_request.move(job.store("stop"))
+    strategy.timer.restart()
+    return max(gather(samples, "samples that are lost"))
+
+
+def take_number(strategy: "HeteroStrategy", job: Job) -> None:
+    """Let this process have its new number, and the duties of rank zero if that is it."""
+    first = not strategy.is_global_zero and job.view.rank == 0
+    inner = strategy.cluster_environment
+    assert inner is not None
+    while isinstance(inner, RegroupedEnvironment):
+        inner = inner.inner
+    strategy.cluster_environment = RegroupedEnvironment(inner, job.view.rank, job.view.world)
+    rank_zero_only.rank = job.view.rank
+    if first:
+        for callback in strategy.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ProgressBar):
+                callback.enable()
+
+
+def copy_state(strategy: "HeteroStrategy", windows: Sequence[int]) -> None:
+    """Give the ranks of this replica the weights and the optimizers' state of one that has taken most steps.
+
+    Collective over the replica.
+
+    Args:
+        strategy: in the midst of a fit.
+        windows: optimizer steps of each rank of the replica.
+    """
+    assert strategy.job is not None
+    source = strategy.job.view.replica.ranks[list(windows).index(max(windows))]
+    module = strategy.lightning_module
+    assert module is not None
+    own: Any = None
+    if strategy.global_rank == source:
+        own = module.state_dict(), [optimizer.state_dict()["state"] for optimizer in strategy.optimizers]
+    values, states = of_rank(own, source)
+    if strategy.global_rank != source:
+        module.load_state_dict(values)
+        for optimizer, state in zip(strategy.optimizers, states, strict=True):
+            # The learning rate is this rank's own: its schedule has yet to follow.
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _renew_model(strategy: "HeteroStrategy") -> None:
+    """Let DDP average gradients over the ranks that remain; BatchNorm, if it is synchronised, too."""
+    module = strategy.lightning_module
+    assert module is not None
+    assert strategy.job is not None
+    group = strategy.job.data_group()
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm):
+            layer.process_group = group
+    wrap_anew(strategy)
