@@ -1,7 +1,6 @@
 """Every touch of a private name of Lightning.
 
-Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. A new version of Lightning is checked here first.
-The rest of the package uses public names only (``tests/test_architecture.py``).
+Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. The rest of the package uses public names only.
 """
 
 import copy
@@ -14,8 +13,8 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_work
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
@@ -233,7 +232,7 @@ class _Both:
 
 
 def leave_out(closure: Any) -> None:
-    """Let a step's closure count as executed, without a result: other ranks have taken the step for this one."""
+    """Let the closure of a step count as executed: other ranks have taken the step for this one."""
     closure._result = ClosureResult(closure_loss=None)
 
 
@@ -276,20 +275,18 @@ class SignalHooks:
 
     def __init__(self, trainer: "pl.Trainer", notify: Callable, notify_here: Callable, after_batch: Callable) -> None:
         loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-        self._replaced: list[tuple[Any, str]] = []
-        self._replace(loop, "_broadcast_sigterm_tensor", lambda: None)
-        self._replace(loop, "update_lr_schedulers", after_batch)
-        self._replace(connector, "_sigterm_notifier_fn", notify)
-        self._replace(connector, "_slurm_sigusr_handler_fn", notify_here)
-
-    def _replace(self, owner: Any, name: str, by: Callable) -> None:
-        setattr(owner, name, by)
-        self._replaced.append((owner, name))
+        self._replaced = (
+            (loop, "_broadcast_sigterm_tensor", lambda: None),
+            (loop, "update_lr_schedulers", after_batch),
+            (connector, "_sigterm_notifier_fn", notify),
+            (connector, "_slurm_sigusr_handler_fn", notify_here),
+        )
+        for owner, name, by in self._replaced:
+            setattr(owner, name, by)
 
     def restore(self) -> None:
         """Give the Trainer its own methods back; idempotent."""
-        while self._replaced:
-            owner, name = self._replaced.pop()
+        for owner, name, _ in self._replaced:
             vars(owner).pop(name, None)
 
 

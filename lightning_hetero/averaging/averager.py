@@ -287,7 +287,7 @@ class Averager(ABC):
         """
         self.load_state_dict(state)
 
-    def missed(self, context: StepContext) -> None:
+    def missed_exchange(self, context: StepContext) -> None:
         """The others have completed an exchange in which this replica lost its connections; their state is loaded."""
         self.replica.unpack(self.reference)
 

@@ -242,9 +242,9 @@ class DASOAverager(Averager):
         return {**self.state_dict(), "epoch_ended": self._epoch_ended}
 
     @override
-    def missed(self, context: StepContext) -> None:
+    def missed_exchange(self, context: StepContext) -> None:
         if self.phase(context.step) != "cycling":  # else replicas differ after an exchange as well
-            super().missed(context)
+            super().missed_exchange(context)
 
     @override
     def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:

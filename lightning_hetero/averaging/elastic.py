@@ -147,7 +147,7 @@ class ElasticAverager(Elastic, CenterAverager):
         return self.strength()[0]
 
     @override
-    def missed(self, context: StepContext) -> None:
+    def missed_exchange(self, context: StepContext) -> None:
         """Nothing: the center is there, and the next exchange pulls this replica towards it."""
 
     @override

@@ -227,7 +227,7 @@ class PushPullAverager(Elastic):
         self.load_state_dict(state)
 
     @override
-    def missed(self, context: StepContext) -> None:
+    def missed_exchange(self, context: StepContext) -> None:
         """Nothing: replicas come to the center on their own."""
 
     @override

@@ -1,5 +1,6 @@
 """What this rank's training loss has been."""
 
+import math
 from collections.abc import Sequence
 
 import torch

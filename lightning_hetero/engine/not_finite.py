@@ -1,6 +1,16 @@
 """What to say of replicas with values that are not finite."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hetero.errors import NotFiniteError
+
+if TYPE_CHECKING:
+    from lightning_hetero.engine.replicas import ReplicaEngine
 
 
 def about(
@@ -45,3 +55,32 @@ def about(
         "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with "
         f"{fresh_start}."
     )
+
+
+@contextmanager
+def explained(engine: "ReplicaEngine") -> Iterator[None]:
+    """In a block in which replicas meet, say more about those that are not finite than they tell each other.
+
+    All ranks alike do where all exchange after the same steps (collective then, if a replica is not finite).
+
+    Raises:
+        NotFiniteError: a replica is not finite, and may not be left out.
+    """
+    assert engine.averager is not None
+    skipped, facts = len(engine.traffic.skipped), engine.averager.facts
+    try:
+        yield
+    except NotFiniteError as error:
+        mine = engine.averager.replica.broken(), engine.losses.broken_at
+        if facts.lockstep:
+            seen = engine.links.gather(mine)
+        else:  # nobody else knows
+            seen = [mine if rank == engine.view.rank else (None, None) for rank in range(engine.view.world)]
+        message = about(error.replicas, engine.view.ranks, engine.windows, seen, facts.fresh_start)
+        raise NotFiniteError(error.replicas, message) from None
+    for index in engine.traffic.skipped[skipped:]:
+        warn = rank_zero_warn if facts.lockstep else warnings.warn
+        warn(
+            f"Replica {index} (ranks {list(engine.view.ranks[index])}) was left out of the average after step "
+            f"{engine.windows}: its values were not finite. It goes on with {facts.fresh_start}."
+        )

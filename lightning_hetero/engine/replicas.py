@@ -1,11 +1,8 @@
 """What happens between replicas: before and after every optimizer step, and wherever their consensus is looked at."""
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,12 +11,13 @@ from lightning_hetero.averaging.regrow import regrow
 from lightning_hetero.comm.agreement import check_equal, of_rank
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
+from lightning_hetero.engine.looks import Looks
 from lightning_hetero.engine.losses import Losses
-from lightning_hetero.engine.not_finite import about
+from lightning_hetero.engine.not_finite import explained
 from lightning_hetero.engine.regrowing import CHANGED, cannot_regrow, in_mid_epoch
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
-from lightning_hetero.errors import NotFiniteError, UnsupportedError
+from lightning_hetero.errors import UnsupportedError
 
 
 class ReplicaEngine:
@@ -46,9 +44,7 @@ class ReplicaEngine:
         self._open = False  # whether a window has begun
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
-        self._exchanges = 0  # that this replica has completed in this fit
-        self._looked: tuple[int, int] | None = None  # at the consensus: at which step, and after how many exchanges
-        self._warned = False  # that looks come more often than exchanges
+        self._looks = Looks()
 
     # -- a fit -------------------------------------------------------------------------------------
 
@@ -70,18 +66,18 @@ class ReplicaEngine:
             metric: gives the mean over all ranks of a logged metric; see :class:`StepContext`.
         """
         self._open = False  # an earlier fit may have ended in a window
-        self._exchanges, self._looked, self._warned = 0, None, False
+        self._looks = Looks()
         self.averager, self._metric, self._optimizers = averager, metric, optimizers
         return averager.setup(replica, self.links, optimizers, run)
 
     def resume(self, windows: int) -> None:
         """Go on after so many optimizer steps."""
-        self.windows, self._looked = windows, None
+        self.windows, self._looks.before = windows, None
 
     def finish(self) -> Outcome | None:
         """Make all replicas equal, at the end of a fit (collective)."""
         assert self.averager is not None
-        with self._meeting():
+        with explained(self):
             return self.averager.finish(self.context(epoch_ends=False))
 
     def close(self) -> None:
@@ -95,22 +91,19 @@ class ReplicaEngine:
         self.windows, self.meetings, self.losses = former.windows, former.meetings, former.losses
         self.links.traffic = former.traffic
 
+    @property
+    def lockstep(self) -> bool:
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
+        return self.averager is not None and self.averager.facts.lockstep
+
     def abandon(self) -> None:
-        """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
         self.links.abandon()
 
     def go_on(self, former: "ReplicaEngine", kept: Sequence[int], missed: bool, run: Run) -> None:
-        """Go on in the midst of a fit, among the replicas that remain (collective over them).
-
-        Args:
-            former: what went on until now.
-            kept: of each replica that remains, its index before.
-            missed: whether the others have completed an exchange in which this replica lost its connections.
-            run: what is known of the job and the fit now.
-        """
+        """See :class:`~lightning_hetero.engine.single.Engine`."""
         self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
-        self._own, self._exchanges, self._looked = former._own, former._exchanges, former._looked
-        self._warned = former._warned
+        self._own, self._looks = former._own, former._looks
         if former.averager is None:
             return
         averager = self.averager = former.averager
@@ -128,7 +121,7 @@ class ReplicaEngine:
         averager.setup(averager.replica, self.links, self._optimizers, run)
         averager.go_on(state, self.context(epoch_ends=False))
         if missed:
-            averager.missed(self.context(epoch_ends=False))
+            averager.missed_exchange(self.context(epoch_ends=False))
 
     @property
     def averages(self) -> bool:
@@ -174,7 +167,7 @@ class ReplicaEngine:
             return
         if changed := self.averager.replica.changed():
             raise UnsupportedError(in_mid_epoch(changed))
-        with self._share.timer.waiting(exchange=True), self._meeting():
+        with self._share.timer.waiting(exchange=True), explained(self):
             self.averager.before_step(self.context(epoch_ends=False))
 
     def regrow(self) -> bool:
@@ -195,7 +188,7 @@ class ReplicaEngine:
             if self.averages and not self.averager.facts.regrows:
                 raise UnsupportedError(cannot_regrow(type(self.averager).__name__, changed))
             self.averager.replica.share([name for name, trainable in changed.items() if trainable])
-            with self._meeting():
+            with explained(self):
                 regrow(self.averager, self.context(epoch_ends=False), self._optimizers)
         return True
 
@@ -223,38 +216,16 @@ class ReplicaEngine:
         assert self.averager is not None
         if not self.averages:
             return None
-        with self._share.timer.waiting(exchange=True), self._meeting():
+        with self._share.timer.waiting(exchange=True), explained(self):
             outcome = self.averager.after_step(self.context(self._epoch_ends))
         self.meetings += self._due
-        self._exchanges += outcome is not None and outcome.exchanged
+        self._looks.exchanges += outcome is not None and outcome.exchanged
         return outcome
 
     def met(self) -> None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
         if self.averages and self._due and self.averager is not None and self.averager.facts.blocking:
             self._share.listen()  # all are here now
-
-    @contextmanager
-    def _meeting(self) -> Iterator[None]:
-        """Say more about replicas that are not finite than what they tell each other; on all ranks alike."""
-        assert self.averager is not None
-        skipped, facts = len(self.traffic.skipped), self.averager.facts
-        try:
-            yield
-        except NotFiniteError as error:
-            mine = self.averager.replica.broken(), self.losses.broken_at
-            if facts.lockstep:
-                seen = self.links.gather(mine)
-            else:  # nobody else knows
-                seen = [mine if rank == self.view.rank else (None, None) for rank in range(self.view.world)]
-            message = about(error.replicas, self.view.ranks, self.windows, seen, facts.fresh_start)
-            raise NotFiniteError(error.replicas, message) from None
-        for index in self.traffic.skipped[skipped:]:
-            warn = rank_zero_warn if facts.lockstep else warnings.warn
-            warn(
-                f"Replica {index} (ranks {list(self.view.ranks[index])}) was left out of the average after step "
-                f"{self.windows}: its values were not finite. It goes on with {facts.fresh_start}."
-            )
 
     # -- the consensus -----------------------------------------------------------------------------
 
@@ -265,10 +236,10 @@ class ReplicaEngine:
             sanity_check: whether the look comes from the sanity check, before training.
         """
         assert self.averager is not None
-        with self._meeting():
+        with explained(self):
             values = self.averager.consensus(self.context(epoch_ends=False))
         if not sanity_check:
-            self._note_look()
+            self._looks.look(self.windows, self.averager.facts.between)
         return values
 
     def look(self, sanity_check: bool) -> list[Tensor] | None:
@@ -298,30 +269,12 @@ class ReplicaEngine:
         assert self.averager is not None
         return self.averager.replica.pack() if self._own is None else self._own
 
-    def _note_look(self) -> None:
-        """Warn, once, if validation or checkpoints come more often than exchanges."""
-        assert self.averager is not None
-        before, between = self._looked, self.averager.facts.between
-        if not between:
-            return
-        self._looked = self.windows, self._exchanges
-        if before is None or self._warned:
-            return
-        step, exchanges = before
-        if self._exchanges == exchanges and self.windows > step:
-            self._warned = True
-            rank_zero_warn(
-                f"Replicas have not met between step {step} and step {self.windows}, at which validation or a "
-                f"checkpoint looks at them again. Between exchanges it sees {between}. Look less often "
-                "(check_val_every_n_epoch, val_check_interval, every_n_train_steps), or lower tau."
-            )
-
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self, optimizers: Sequence[Optimizer], precision: dict[str, Any]) -> dict[str, Any] | None:
         """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only."""
         assert self.averager is not None
-        with self._meeting():
+        with explained(self):
             algorithm = self.averager.state_dict()
         state = {
             "values": [value.cpu() for value in self.own_values()],

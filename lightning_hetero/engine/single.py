@@ -1,10 +1,11 @@
 """What a strategy asks about replicas, and the answers where there is one replica only."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_hetero.averaging.averager import Outcome
+from lightning_hetero.averaging.averager import Outcome, Run
 
 
 class Engine(Protocol):
@@ -52,6 +53,20 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of what the fit held; local, idempotent, also after an error."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all replicas exchange after the same steps."""
+
+    def go_on(self, former: Any, kept: Sequence[int], missed: bool, run: Run) -> None:
+        """Go on in the midst of a fit, among the replicas that remain (collective over them).
+
+        Args:
+            former: what went on until now.
+            kept: of each replica that remains, its index before.
+            missed: whether the others have completed an exchange in which this replica lost its connections.
+            run: what is known of the job and the fit now.
+        """
 
     def abandon(self) -> None:
         """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
@@ -103,6 +118,11 @@ class SingleReplica:
         """See :class:`Engine`."""
 
     def close(self) -> None:
+        """See :class:`Engine`."""
+
+    lockstep = True
+
+    def go_on(self, former: "SingleReplica", kept: Sequence[int], missed: bool, run: Run) -> None:
         """See :class:`Engine`."""
 
     def abandon(self) -> None:

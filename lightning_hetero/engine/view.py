@@ -37,7 +37,7 @@ class View:
         replicas: those that take part.
         places: where each rank lives.
         rank: this process.
-        ids: of each rank, the number that it had when it joined; it stays when others leave and ranks are numbered anew.
+        ids: of each rank, the number that it had when it joined; it stays when others leave.
         ranks_leave: whether a lost rank leaves alone, as in a job of one replica, rather than with its replica.
 
     Example::

@@ -1,6 +1,6 @@
 """The Lightning face of every strategy: overrides only. One training step reads from top to bottom."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,16 +26,16 @@ from lightning_hetero.engine.job import Job, tell_failure
 from lightning_hetero.engine.shards import Shards
 from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.strategies import joining, saving
+from lightning_hetero.strategies import joining, one_step, saving
 from lightning_hetero.strategies.evaluation import evaluation_step
+from lightning_hetero.strategies.going_on import GoingOn
 from lightning_hetero.strategies.guards import check_setup, running
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
-from lightning_hetero.strategies.replica_ddp import share_buffers, take_unfrozen_in
+from lightning_hetero.strategies.replica_ddp import share_buffers
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
-from lightning_hetero.strategies.loaders import Loaders
-from lightning_hetero.strategies.survival import GoingOn, Survival
-from lightning_hetero.strategies.training import TrainingStep, apply, explain_unused
-from lightning_hetero.workload.plan import Regrouping
+from lightning_hetero.strategies.survival import Survival
+from lightning_hetero.strategies.training import TrainingStep, explain_unused
+from lightning_hetero.workload.regrouping import Regrouping
 from lightning_hetero.workload.timer import StepTimer
 
 
@@ -75,11 +75,11 @@ class HeteroStrategy(DDPStrategy):
     share: Workshare
     engine: Engine
     step: TrainingStep
-    _parts: joining.Parts
+    parts: joining.Parts
     stop_request: StopRequest | None = None  # of the latest fit
 
     #: What a strategy has of the job that it has joined, or of a fit. A copy has yet to join.
-    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "_parts", "stop_request")
+    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request")
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: options, and what the Trainer has set, but no connections."""
@@ -125,35 +125,13 @@ class HeteroStrategy(DDPStrategy):
     def build(self, job: Job, regrouping: Regrouping | None = None) -> joining.Parts | None:
         """Make what depends on who takes part, by the job's view (collective); again when it has changed.
 
-        Args:
-            job: with the view.
-            regrouping: in the midst of a fit: which of the former ranks remain.
-
-        Returns:
-            What was there before.
+        In the midst of a fit ``regrouping`` says which of the former ranks remain. Returns what was there before.
         """
-        former = None if self.job is None else self._parts
+        former = None if self.job is None else self.parts
         parts = joining.make_parts(self, job, former, regrouping)
-        self.job, self._parts = job, parts
+        self.job, self.parts = job, parts
         self.share, self.engine, self.step = parts.share, parts.engine, parts.step
         return former
-
-    @property
-    def loaders(self) -> Loaders:
-        """The dataloaders, once this process has joined."""
-        return self._parts.loaders
-
-    def go_on_between_replicas(self, former: Engine, kept: Sequence[int], missed: bool) -> None:
-        """Go on between the replicas that remain, in the midst of a fit; nothing where there is one (collective).
-
-        Args:
-            former: what went on until now.
-            kept: of each replica that remains, its index before.
-            missed: whether the others have completed an exchange that this replica has not.
-        """
-
-    #: Whether all replicas exchange after the same steps.
-    lockstep = True
 
     def make_engine(self, job: Job, share: Workshare) -> Engine:
         """What happens between replicas."""
@@ -166,13 +144,13 @@ class HeteroStrategy(DDPStrategy):
         _lightning.keep_batch_samplers(trainer)
         check_setup(self, trainer, self._layer_sync)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._layer_sync = self._parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync)
+            self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync)
         self.stop_request = handle_sigterm(self, trainer)
         super().setup(trainer)
 
     @override
     def configure_ddp(self) -> None:
-        self.model = self._parts.wrapped(self)
+        self.model = self.parts.wrapped(self)
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -191,65 +169,28 @@ class HeteroStrategy(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = running(self)
-        return self._parts.loaders.process(dataloader, trainer)
+        return self.parts.loaders.process(dataloader, trainer)
 
     # -- a step ------------------------------------------------------------------------------------
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None:
-            self.survival.again(lambda: self.step.begin(self.trainer))
+            one_step.begin(self)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.survival.again(lambda: self.engine.before_window())
-        take_unfrozen_in(self)
-        run = super().training_step
-        if self.trainer.lightning_module.automatic_optimization:
-            with self.step.forward(self.trainer, args[0] if args else None):
-                return run(*args, **kwargs)
-
-        def step() -> Any:
-            with self.step.forward(self.trainer, args[0] if args else None):
-                return run(*args, **kwargs)
-
-        output = self.survival.step(step, left_out=lambda: None)
-        self.window_ended()
-        return output
+        return one_step.forward(self, partial(super().training_step, *args, **kwargs), args[0] if args else None)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        trainer, module = self.trainer, self.trainer.lightning_module
-        loss = self.step.weigh(closure_loss, trainer.accumulate_grad_batches)
-        self.pre_backward(loss)
-        loss = self.precision_plugin.pre_backward(loss, module)
-        with self.step.backward(trainer, loss, self.optimizers):
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        loss = self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        if module.automatic_optimization and _lightning.accumulates(trainer):
-            self.step.batch_ended(trainer)
-        return loss
+        return one_step.backward(self, closure_loss, optimizer, args, kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         stepping = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-
-        def step() -> Any:
-            return self.step.optimize(self.trainer, optimizer, closure, stepping)
-
-        output = self.survival.step(step, left_out=lambda: _lightning.leave_out(closure))
-        if self.trainer.lightning_module.automatic_optimization:
-            self.window_ended()  # before schedulers and callbacks
-        return output
-
-    def window_ended(self) -> None:
-        """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
-        self.survival.again(lambda: self.step.batch_ended(self.trainer, window=True))
-        self.step.window_ended()
-        apply(self.survival.exchange(lambda: self.engine.exchange()), type(self).__name__)
-        self.survival.again(lambda: self.engine.met())
+        return one_step.optimize(self, optimizer, closure, stepping)
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -274,7 +215,7 @@ class HeteroStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._parts.finite.begin(searching=_lightning.searches_lr(self.trainer))
+        self.parts.finite.begin(searching=_lightning.searches_lr(self.trainer))
         self._rank_state.begin(self)
         self.survival.begin()
 

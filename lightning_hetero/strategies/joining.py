@@ -24,7 +24,7 @@ from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.training import TrainingStep
-from lightning_hetero.workload.plan import Regrouping
+from lightning_hetero.workload.regrouping import Regrouping, plan_among
 from lightning_hetero.workload.sampler import Position
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def make_parts(
     mode = options.on_nan if view.count == 1 else "ignore"
     planner = options.planner(view.world, view.ids)
     if former is not None and regrouping is not None:
-        planner = former.share.planner.among(regrouping.kept, planner)
+        planner = plan_among(former.share.planner, regrouping.kept, planner)
 
     def begin_pass() -> Position:
         share.begin_pass()

@@ -27,6 +27,7 @@ from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.engine.random_states import Moment
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.loader_kinds import Kind, described, kind_of, no_batches
+from lightning_hetero.strategies.sources import Source, samples_in_order, source_of, with_batch_sampler
 from lightning_hetero.workload.order import (
     AgreedOrder,
     EvaluatedGroups,
@@ -35,17 +36,14 @@ from lightning_hetero.workload.order import (
     GlobalBatches,
     GroupedBatches,
 )
-from lightning_hetero.workload.plan import Regrouping
 from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.regrouping import Regrouping
 from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, Seat, ShareSampler, check_enough
 from lightning_hetero.workload.shared_stream import Requests, SharedStreamLoader
 from lightning_hetero.workload.stream import Peers, SizedStream, Stream, VaryingBatchSizes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-#: Where the parts of a training batch come from.
-Source = ShareSampler | Stream | SharedStreamLoader
 
 
 class Loaders:
@@ -86,28 +84,19 @@ class Loaders:
         self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
         self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
 
-    def take_over(self, former: "Loaders", regrouping: Regrouping) -> int:
-        """Go on with the loaders of an earlier view, in the midst of a fit.
-
-        Returns:
-            Training samples that lost ranks had still to take of what was drawn; nobody takes them now.
-        """
+    def take_over(self, former: "Loaders", regrouping: Regrouping) -> None:
+        """Go on with the loaders of an earlier view, in the midst of a fit."""
         self.combined, self.moments, self.evaluated = former.combined, former.moments, former.evaluated
         self.own_sizes = [former.own_sizes[rank] for rank in regrouping.kept]
+        planner = self.planner
         for evaluated in self.evaluated:
-            self._seat_in(evaluated)
-        lost = 0
+            evaluated.regroup(self.rank, planner.world, lambda: planner.plans[-1], lambda: planner.found)
         for source in self.sources():
             assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
             seat = Seat(self.rank, tuple(self.replica), self._shares, regrouping.start)
-            lost += source.regroup(seat, regrouping.kept, self._begin_pass)
+            source.regroup(seat, regrouping.kept, self._begin_pass)
             if isinstance(order := source.sampler, AgreedOrder):
                 order.agree_by(self._broadcast, lambda: self.rank == 0)
-        return lost
-
-    def _seat_in(self, sampler: EvaluationSampler) -> None:
-        planner = self.planner
-        sampler.regroup(self.rank, planner.world, lambda: planner.plans[-1], lambda: planner.found)
 
     # -- entry -------------------------------------------------------------------------------------
 
@@ -119,7 +108,7 @@ class Loaders:
         if trainer.training:
             self.combined = lambda: combined_loader(trainer)
             made = self.training(loader, sharded)
-            if (source := _source(made)) is not None:
+            if (source := source_of(made)) is not None:
                 self.moments[source] = Moment(getattr(loader, "generator", None))
             return made
         return self.evaluation(loader, sharded, stage.dataloader_prefix or "validation")
@@ -137,11 +126,11 @@ class Loaders:
         self.planner.hold(kind not in ("map", "shared stream") and not self._balance_iterable)
         if kind == "map":
             batches = self._batches(loader, evaluation=False)
-            check_enough(_samples(batches), self.planner.world, "training")
+            check_enough(samples_in_order(batches), self.planner.world, "training")
             self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._shares)
             sampler.padding = self.planner.least
-            return _with_batch_sampler(loader, sampler)
+            return with_batch_sampler(loader, sampler)
         return self._shared(loader) if kind == "shared stream" else self._stream(loader, kind)
 
     def evaluation(self, loader: object, sharded_by_user: bool, name: str) -> object:
@@ -151,19 +140,19 @@ class Loaders:
         raise_on_all(no_batches(loader, name), f"the {name} dataloader")
         check_equal(f"the {name} dataloader", self._described(loader, "map"))
         batches = self._batches(loader, evaluation=True)
-        check_enough(_samples(batches), self.planner.world, name)
+        check_enough(samples_in_order(batches), self.planner.world, name)
         world, planner = self.planner.world, self.planner
         sampler = EvaluationSampler(batches, self.rank, world, lambda: planner.plans[-1], lambda: planner.found)
         self.evaluated.add(sampler)
         indexed = name == "predict"
-        return _with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
+        return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
 
     # -- what was drawn ----------------------------------------------------------------------------
 
     def sources(self) -> list[Source]:
         """Where the parts of a training batch come from, one per loader."""
         combined = self.combined()
-        found = [] if combined is None else [_source(loader) for loader in combined.flattened]
+        found = [] if combined is None else [source_of(loader) for loader in combined.flattened]
         return [source for source in found if source is not None]
 
     def next_step(self) -> int:
@@ -214,7 +203,9 @@ class Loaders:
         return self._agreed(sampler if inner is None else inner)
 
     def _agreed(self, sampler: Any) -> AgreedOrder:
-        return AgreedOrder(sampler, self._broadcast, lambda: self.rank == 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
+        return AgreedOrder(
+            sampler, self._broadcast, lambda: self.rank == 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0))
+        )
 
     def _batch_size(self, loader: Any) -> int:
         if self._global_batch_size is not None:
@@ -299,25 +290,3 @@ class Loaders:
         if mode == "max_size_cycle":
             in_epoch %= length
         return source.batches.size(in_epoch) if in_epoch < length else 0
-
-
-def _source(loader: Any) -> Source | None:
-    if isinstance(loader, Stream | SharedStreamLoader):
-        return loader
-    sampler = getattr(loader, "batch_sampler", None)
-    return sampler if isinstance(sampler, ShareSampler) else None
-
-
-def _samples(batches: GlobalBatches) -> int:
-    length = len(batches.sampler)
-    return length if isinstance(batches, FixedBatches) else length * 10**9 if length else 0
-
-
-def _with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:
-    # DataLoader forbids this after its construction; going around it keeps subclasses and persistent workers intact.
-    object.__setattr__(loader, "batch_sampler", batch_sampler)
-    if isinstance(batch_sampler, ShareSampler):
-        # The Trainer saves the position itself; these tell it that the loader resumes there.
-        object.__setattr__(loader, "state_dict", dict)
-        object.__setattr__(loader, "load_state_dict", lambda state: None)
-    return loader

@@ -45,8 +45,8 @@ class Options:
         ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
             launcher; to try one machine as several nodes.
         timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
-        on_peer_loss: what to do when a rank dies, freezes or cannot be reached during a fit: ``"error"`` ends all ranks,
-            with an error that names it; ``"continue"`` goes on among the others: without its replica, or under
+        on_peer_loss: what to do when a rank dies, freezes or cannot be reached during a fit: ``"error"`` ends all
+            ranks, with an error that names it; ``"continue"`` goes on among the others: without its replica, or under
             ``hetero_ddp`` without that rank.
         min_replicas: with ``on_peer_loss="continue"``, how many replicas (under ``hetero_ddp``, ranks) must be left to
             go on. More than half of them must be left at each loss, or half with the lowest, whatever this says.
@@ -137,13 +137,13 @@ class Options:
             raise ConfigurationError(f"grace={self.grace!r}: give seconds above 0, or 'auto'.")
         if self.on_peer_loss == "error" and (self.min_replicas, self.grace) != (1, "auto"):
             raise ConfigurationError(
-                f"min_replicas={self.min_replicas!r} and grace={self.grace!r} say when to go on without lost ranks, but "
-                "on_peer_loss='error' ends the fit. Set on_peer_loss='continue', or leave them out."
+                f"min_replicas={self.min_replicas!r} and grace={self.grace!r} say when to go on without lost ranks, "
+                "but on_peer_loss='error' ends the fit. Set on_peer_loss='continue', or leave them out."
             )
         if self.on_peer_loss == "continue" and self.start_method != "popen":
             raise ConfigurationError(
-                f"on_peer_loss='continue' with start_method={self.start_method!r}: that launcher ends all ranks when one "
-                "fails. Use start_method='popen', or start the ranks by a launcher."
+                f"on_peer_loss='continue' with start_method={self.start_method!r}: that launcher ends all ranks when "
+                "one fails. Use start_method='popen', or start the ranks by a launcher."
             )
 
     def _check_memory(self) -> None:

@@ -12,9 +12,9 @@ from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.engine.job import Job
 from lightning_hetero.launch.environment import RegroupedEnvironment
-from lightning_hetero.strategies import joining
+from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.replica_ddp import wrap_anew
-from lightning_hetero.workload.plan import Regrouping
+from lightning_hetero.workload.regrouping import Regrouping
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -51,14 +51,16 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     former = strategy.build(job, moved)
     assert former is not None
     strategy.step.take_over(former.step)
-    samples = strategy.loaders.take_over(former.loaders, moved)
+    strategy.parts.loaders.take_over(former.loaders, moved)
     kept = [before.view.index_of(member.id) for member in job.view.replicas]
-    strategy.go_on_between_replicas(engine, kept, missed)
+    strategy.engine.go_on(engine, kept, missed, run_of(strategy))
     _renew_model(strategy)
     if strategy.stop_request is not None:
         strategy.stop_request.move(job.store("stop"))
     strategy.timer.restart()
-    return max(gather(samples, "samples that are lost"))
+    plans, steps = former.share.planner, range(strategy.share.step, moved.start)
+    lost = [n for step in steps for rank, n in enumerate(plans.shares(step)) if rank not in moved.kept]
+    return max(gather(sum(lost), "samples that are lost"))
 
 
 def take_number(strategy: "HeteroStrategy", job: Job) -> None:
@@ -69,7 +71,7 @@ def take_number(strategy: "HeteroStrategy", job: Job) -> None:
     while isinstance(inner, RegroupedEnvironment):
         inner = inner.inner
     strategy.cluster_environment = RegroupedEnvironment(inner, job.view.rank, job.view.world)
-    rank_zero_only.rank = job.view.rank
+    rank_zero_only.rank = job.view.rank  # type: ignore[attr-defined]
     if first:
         for callback in strategy.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ProgressBar):

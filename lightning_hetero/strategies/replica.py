@@ -1,7 +1,6 @@
 """Strategies with replicas that train apart, and are brought together by an averager."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,10 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero._lightning import WrappingCheckpointIO
-from lightning_hetero.averaging.averager import Averager, Outcome, Run
+from lightning_hetero.averaging.averager import Averager, Outcome
 from lightning_hetero.averaging.resting import RestingAverager
 from lightning_hetero.checks import one_of
-from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
@@ -26,11 +24,11 @@ from lightning_hetero.engine import shards
 from lightning_hetero.engine.checkpoint import Identity, add_replicas, trainable_of
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
-from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.metrics import LoggedMetrics
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, wrap_anew
 from lightning_hetero.strategies.replica_guards import (
@@ -176,39 +174,9 @@ class ReplicaStrategy(HeteroStrategy):
     def _start(self, averager: Averager) -> Outcome | None:
         """Let an averager serve the replicas, which hold the same values (collective)."""
         replica = averager.make_replica(self.trainer.lightning_module, self.settle)
-        return self.engine.start(averager, replica, lambda: self.optimizers, self._run(), self._metrics.mean_over_ranks)
-
-    @property
-    def lockstep(self) -> bool:  # type: ignore[override]
-        """Whether all replicas exchange after the same steps."""
-        return self.averager is not None and self.averager.facts.lockstep
-
-    @override
-    def go_on_between_replicas(self, former: Engine, kept: Sequence[int], missed: bool) -> None:
-        assert isinstance(former, ReplicaEngine)
-        self.engine.go_on(former, kept, missed, self._run())
-
-    def _run(self) -> Run:
-        """What the averager may want to know of the job and the fit."""
-        assert self.job is not None
-        assert self.cluster_environment is not None
-        return Run(
-            self.job.view.topology,
-            self.job.view.ranks,
-            self.job.groups,
-            interface_towards(self.cluster_environment.main_address),
-            self.options.on_nan == "skip",
-            self._length,
-            bool(getattr(self.trainer, "fast_dev_run", False)),
+        return self.engine.start(
+            averager, replica, lambda: self.optimizers, run_of(self), self._metrics.mean_over_ranks
         )
-
-    def _length(self) -> tuple[float, float]:
-        trainer = self.trainer
-        total = trainer.estimated_stepping_batches
-        if math.isinf(trainer.num_training_batches):  # it has not asked for the data yet
-            trainer.fit_loop.setup_data()
-        batches = trainer.num_training_batches / trainer.accumulate_grad_batches
-        return total if total >= 0 else math.inf, batches if math.isinf(batches) else math.ceil(batches)
 
     @override
     def on_train_start(self) -> None:

@@ -152,7 +152,9 @@ class AgreedOrder:
         seed: of the first epoch.
     """
 
-    def __init__(self, sampler: Iterable[Any], broadcast: Callable[[Any], Any], decides: Callable[[], bool], seed: int) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], broadcast: Callable[[Any], Any], decides: Callable[[], bool], seed: int
+    ) -> None:
         self.sampler, self._seed = sampler, seed
         self.agree_by(broadcast, decides)
         self._epoch = 0

@@ -4,22 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost, split
-
-
-class Regrouping(NamedTuple):
-    """From a step on other ranks share the batches: some were lost.
-
-    Attributes:
-        kept: of each rank, its number before.
-        start: the first step that they share; no rank has drawn it yet.
-    """
-
-    kept: tuple[int, ...]
-    start: int
 
 
 @dataclass(frozen=True)

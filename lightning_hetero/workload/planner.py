@@ -54,6 +54,14 @@ class Planner:
 
     Raises:
         ConfigurationError: a negative, NaN or all-zero share, a wrong number of shares or limits.
+
+    Attributes:
+        total: samples of a full step; 0 while nobody knows.
+        learns: whether reports tell how large steps are.
+        held: whether shares stay even, whatever is measured.
+        high: most samples per rank.
+        found: whether these limits were found by trying training steps.
+        least: samples that a rank can train on, where the user has not said and the batch allows it.
     """
 
     #: Noise that is expected before any has been seen, as a fraction of a rank's time.
@@ -83,18 +91,15 @@ class Planner:
         self.world = world
         self.auto = balance == "auto"
         self.min_gain = min_gain
-        self.total = 0  # samples of a full step; 0 while nobody knows
-        self._learns = False  # whether reports tell how large steps are
-        self._held = False  # whether shares stay even, whatever is measured
-        self.least = 1  # that a rank can train on, where the user has not said and the batch allows it
+        self.total, self.learns, self.held, self.least = 0, False, False, 1
         self._may_raise = low is None
-        self.found = False  # whether the upper limits were found by trying training steps
+        self.found = False
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
-        self._high = per_rank("max_batch_size", 2**62 if high is None else high, world)
+        self.high = per_rank("max_batch_size", 2**62 if high is None else high, world)
         self._check_limits()
         self._bars = tuple(share == 0 for share in shares)  # ranks that take nothing, whatever their limits
-        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self._high, strict=True))
+        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
         costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
         self._need = self._low
         self.plans = [Plan(0, costs, self._low, barred)]
@@ -117,30 +122,28 @@ class Planner:
         Raises:
             ShareError: the limits cannot be met.
         """
-        changed, self._high, self.found = tuple(high) != self._high, tuple(high), True
-        self._low = tuple(max(n, min(lo, h)) for n, lo, h in zip(self._need, self._low, self._high, strict=True))
+        changed, self.high, self.found = tuple(high) != self.high, tuple(high), True
+        self._low = tuple(max(n, min(lo, h)) for n, lo, h in zip(self._need, self._low, self.high, strict=True))
         self._check_limits()
-        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self._high, strict=True))
+        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
         self.plans = [replace(plan, low=self._low, high=barred) for plan in self.plans]
         if self.total:
-            self._most = [min(most, h / self.total) for most, h in zip(self._most, self._high, strict=True)]
+            self._most = [min(most, h / self.total) for most, h in zip(self._most, self.high, strict=True)]
             self._note(self.plans[-1].split([self.total])[0])
         return changed
 
     def _check_limits(self) -> None:
-        if any(lo > hi for lo, hi in zip(self._low, self._high, strict=True)):
-            raise ShareError(
-                f"min_batch_size={list(self._low)} exceeds max_batch_size={list(self._high)} on some rank."
-            )
+        if any(lo > hi for lo, hi in zip(self._low, self.high, strict=True)):
+            raise ShareError(f"min_batch_size={list(self._low)} exceeds max_batch_size={list(self.high)} on some rank.")
 
     def hold(self, held: bool) -> None:
         """Keep measured shares even from the first step on, as where every rank has data of its own, or let them move.
 
         Called before the first batch of a dataloader is drawn, which is when all plans may be forgotten.
         """
-        self._held = held
+        self.held = held
         if held and self.auto:
-            self.plans = [Plan(0, (Cost(0.0, 1.0),) * self.world, self._low, self._high, need=self._need)]
+            self.plans = [Plan(0, (Cost(0.0, 1.0),) * self.world, self._low, self.high, need=self._need)]
 
     def expect(self, total: int | None) -> None:
         """Say how many samples a full step holds (of all loaders together).
@@ -154,13 +157,13 @@ class Planner:
         """
         if total != self.total:
             self._trial, self._looks = None, []
-        self.total, self._learns = total or 0, total is None
+        self.total, self.learns = total or 0, total is None
         if total == 0:
             return
         if self._may_raise and (total is None or self.least * self.world <= total):
             useful = min(self.total // self.world // 4 if self.auto and self.least > 1 else 0, self.USEFUL)
             self._need = tuple(self.least if n else 0 for n in self._need)
-            self._low = tuple(max(n, min(useful, h)) if n else 0 for n, h in zip(self._need, self._high, strict=True))
+            self._low = tuple(max(n, min(useful, h)) if n else 0 for n, h in zip(self._need, self.high, strict=True))
             self.plans = [replace(plan, low=self._low, need=self._need) for plan in self.plans]
         if total is None:
             return
@@ -194,11 +197,11 @@ class Planner:
             The new plan if it pays, else ``None``.
         """
         latest, mixed, self._updated = self.plans[-1], self._updated < self.plans[-1].start, step
-        if self._learns and (total := round(sum(report.samples for report in reports))):
+        if self.learns and (total := round(sum(report.samples for report in reports))):
             self.total = total
             if not any(self._most):
                 self._note(latest.split([total])[0])
-        moves = self.auto and self.total and not self._held
+        moves = self.auto and self.total and not self.held
         if not moves or any(math.isinf(r.error) for r in reports):
             return None
         self._see(reports, mixed)
@@ -243,7 +246,7 @@ class Planner:
         costs = tuple(r.cost for r in reports)
         reach = tuple(min(1.0, self.GROWTH * part) for part in self._most)
         best, even = (
-            Plan(0, c, self._low, self._high, reach, self._need) for c in (costs, (Cost(0.0, 1.0),) * self.world)
+            Plan(0, c, self._low, self.high, reach, self._need) for c in (costs, (Cost(0.0, 1.0),) * self.world)
         )
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
         noise = [r.error for r in reports]
@@ -282,37 +285,8 @@ class Planner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""
         costs = tuple(cost_of(*cost) for cost in state["costs"])
-        self.plans = [Plan(0, costs, self._low, self._high, tuple(state["reach"]), self._need)]
+        self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need)]
         self._most = list(state["most"])
-
-    def among(self, kept: Sequence[int], planner: "Planner") -> "Planner":
-        """Let a new planner go on for the ranks that remain, with what this one knows of them.
-
-        Args:
-            kept: of each rank that remains, its number here.
-            planner: of these ranks, with the user's options for them.
-
-        Returns:
-            The new planner. It splits anew at once, by the costs of the latest plan.
-
-        Raises:
-            ShareError: the remaining ranks cannot take a whole batch.
-        """
-        planner.least, planner._held, planner._learns = self.least, self._held, self._learns
-        if self.found:
-            planner.limit([self._high[rank] for rank in kept])
-        state = {name: [rows[rank] for rank in kept] if rows else [] for name, rows in self.state_dict().items()}
-        planner.load_state_dict(state)
-        if self.total:
-            planner.expect(self.total)
-            planner._learns = self._learns
-            room = sum(planner._high)
-            if room < self.total:
-                raise ShareError(
-                    f"the ranks that remain take at most {list(planner._high)} samples, less than the global batch of "
-                    f"{self.total}. Raise max_batch_size, or start again with a smaller batch."
-                )
-        return planner
 
     def _note(self, shares: Sequence[int]) -> None:
         self._most = [max(most, n / self.total) for most, n in zip(self._most, shares, strict=True)]

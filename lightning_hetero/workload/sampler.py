@@ -150,24 +150,17 @@ class ShareSampler:
             del self.seats[0]
         return self.seats[0]
 
-    def regroup(self, seat: "Seat", kept: Sequence[int], position: Callable[[], Position]) -> int:
+    def regroup(self, seat: "Seat", kept: Sequence[int], position: Callable[[], Position]) -> None:
         """Other ranks share the batches from a step on; what was drawn stays as it is.
 
         Args:
             seat: of this rank, from the first step that no rank has drawn.
             kept: of each rank that remains, its number before.
             position: where training stands.
-
-        Returns:
-            Samples that the others were to take of earlier steps, which nobody takes now.
         """
         self._position = position
-        full = self.seats[-1].shares(self, self.next_step, 0, self.batches.size(0) or 0)
-        parts = [drawn.parts for drawn in self.drawn] + [dict(enumerate(full))] * (seat.start - self.next_step)
-        lost = sum(n for drawn in parts for rank, n in drawn.items() if rank not in kept)
         self.drawn = deque(drawn.among(kept) for drawn in self.drawn)
         self.seats = [before.among(kept) for before in self.seats if before.start < seat.start] + [seat]
-        return int(lost)
 
     def take(self) -> Drawn:
         """What was drawn for the batch that is about to be trained on."""

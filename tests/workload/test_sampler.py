@@ -13,7 +13,6 @@ from lightning_hetero.workload.order import FixedBatches
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.sampler import (
-    Drawn,
     Position,
     ShareSampler,
     batch_slice,
@@ -124,13 +123,13 @@ def test_the_epochs_differ_in_order():
 def test_the_total_is_that_of_the_replica():
     planner = Planner(4, [4, 2, 1, 1])
     parts = [Rank(r, planner, 22, 16, replica=(0, 1) if r < 2 else (2, 3)).run() for r in range(4)]
-    drawn = [[d for _, d in steps] for steps in parts]
-    assert drawn == [
-        [Drawn(8, 12), Drawn(3, 4)],  # the tail has 6 samples, not 16
-        [Drawn(4, 12), Drawn(1, 4)],
-        [Drawn(2, 4), Drawn(1, 2)],
-        [Drawn(2, 4), Drawn(1, 2)],
+    assert [[(d.samples, d.total) for _, d in steps] for steps in parts] == [
+        [(8, 12), (3, 4)],  # the tail has 6 samples, not 16
+        [(4, 12), (1, 4)],
+        [(2, 4), (1, 2)],
+        [(2, 4), (1, 2)],
     ]
+    assert [d.parts for _, d in parts[1]] == [{0: 8, 1: 4}, {0: 3, 1: 1}]
 
 
 def test_a_rank_without_a_sample_repeats_one_with_weight_0():

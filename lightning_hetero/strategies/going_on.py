@@ -1,0 +1,266 @@
+"""Lets a fit go on when ranks are lost: who remains agrees, joins anew, and continues."""
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from lightning_hetero.comm import leaving
+from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.collective import Survivor, repeat_by
+from lightning_hetero.comm.deadline import deadline, of_communication
+from lightning_hetero.comm.membership import Agreed, Membership, Terms
+from lightning_hetero.engine.job import open_store, store_at
+from lightning_hetero.errors import CommunicationError, ConfigurationError
+from lightning_hetero.strategies import regrouping
+from lightning_hetero.strategies.survival import Loss, Survival
+from lightning_hetero.workload.regrouping import Regrouping
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+T = TypeVar("T")
+
+
+class Standing(NamedTuple):
+    """How far a rank has come.
+
+    Attributes:
+        windows: optimizer steps.
+        meetings: exchanges between replicas.
+        calls: collectives over all ranks.
+        next_step: the first step that it has not drawn yet.
+    """
+
+    windows: int
+    meetings: int
+    calls: int
+    next_step: int
+
+
+class Behind(NamedTuple):
+    """What others have completed while this rank lost its connections.
+
+    Attributes:
+        step: the running optimizer step; the weights after it are there now.
+        exchange: the exchange between replicas that follows a step.
+    """
+
+    step: bool
+    exchange: bool
+
+
+class GoingOn(Survival):
+    """Goes on among the ranks that remain.
+
+    Args:
+        strategy: of the fit.
+    """
+
+    def __init__(self, strategy: "HeteroStrategy") -> None:
+        super().__init__()
+        self._strategy = strategy
+        self._survivor = Survivor(self._recover)
+        self._membership: Membership | None = None
+        self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
+        self._in_step = False
+        self._over = False  # training has ended
+
+    @property
+    def view(self) -> int | None:
+        """The number of the view, while ranks may be lost; else ``None``."""
+        return None if self._membership is None or self._strategy.job is None else self._strategy.job.view.number
+
+    def begin(self) -> None:
+        """Training starts: from now on the ranks watch each other (collective).
+
+        Raises:
+            ConfigurationError: fewer replicas than ``min_replicas``.
+        """
+        job, options = self._strategy.job, self._strategy.options
+        assert job is not None
+        view = job.view
+        self.losses, self._survivor, self._over = [], Survivor(self._recover), False
+        if len(view.units) < options.min_replicas:
+            what = "ranks" if view.ranks_leave else "replicas"
+            raise ConfigurationError(
+                f"min_replicas={options.min_replicas}, but this job has {len(view.units)} {what}. Start more, or ask "
+                "for fewer."
+            )
+        if view.world == 1:
+            return
+        grace = None if options.grace == "auto" else float(options.grace)
+        terms = Terms(grace, options.min_replicas, options.limit.total_seconds())
+        me, token = view.ids[view.rank], job.token()
+        interface = regrouping.interface(self._strategy)
+        membership = Membership(me, interface, token, terms, on_change=self._noticed, offer=self._offer)
+        addresses = dict(gather((me, membership.address), "where ranks can be reached"))
+        membership.begin(view.number, view.units, addresses)
+        self._membership = membership
+        repeat_by(self._survivor)
+
+    def end(self) -> None:
+        """Training has ended: from now on a lost rank is an error (collective)."""
+        repeat_by(None)
+        if self._membership is not None:
+            self._over = True
+            with suppress(CommunicationError), deadline("end the fit"):
+                dist.barrier()  # who is lost now has done its part
+            self._membership.leave()
+            self._membership.close()
+            self._membership = None
+
+    def failed(self, exception: BaseException) -> None:
+        """Let the others know why this rank ends; they go on."""
+        repeat_by(None)
+        if self._membership is not None:
+            what = str(exception).strip().split("\n")[0]
+            self._membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
+            self._membership.close()
+            self._membership = None
+
+    # -- operations that may break -----------------------------------------------------------------
+
+    def again(self, operation: Callable[[], T]) -> T:
+        """The result of an operation that is called again after a loss."""
+        return self._until_done(operation, lambda _: False, operation)
+
+    def step(self, operation: Callable[[], T], left_out: Callable[[], T]) -> T:
+        """Run an optimizer step, again after a loss unless the others have taken it."""
+        if self._in_step:  # the outer one repeats it
+            return operation()
+
+        def inside() -> T:
+            with self._survivor.plain(), self._step():
+                return operation()
+
+        return self._until_done(inside, lambda behind: behind.step, left_out)
+
+    def exchange(self, operation: Callable[[], T]) -> T | None:
+        """Run what follows a step between replicas, again after a loss unless the others have completed it."""
+
+        def inside() -> T | None:
+            with self._survivor.plain():
+                return operation()
+
+        if self._membership is not None and self._membership.changing:
+            self._recover()  # the others wait for this rank
+        return self._until_done(inside, lambda behind: behind.exchange, lambda: None)
+
+    def _until_done(self, operation: Callable[[], T], missed: Callable[[Behind], bool], instead: Callable[[], T]) -> T:
+        while True:
+            try:
+                return operation()
+            except RuntimeError as error:
+                if self._in_step or self._membership is None or not of_communication(error):
+                    raise
+                if missed(self._recover()):
+                    return instead()
+
+    @contextmanager
+    def _step(self) -> "Iterator[None]":
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def _noticed(self) -> None:
+        """A rank was lost, or asks who is: wake this one up, if it waits for others. On the membership's thread."""
+        if not self._over:
+            leaving.cut()
+
+    # -- recovery ----------------------------------------------------------------------------------
+
+    def _offer(self, number: int) -> Any:
+        """Open the store of a new view on this rank."""
+        self._store, address = open_store(regrouping.interface(self._strategy), self._strategy.options.limit)
+        return address
+
+    def _recover(self) -> Behind:
+        """Agree on who remains, and go on with them (collective over them).
+
+        Returns:
+            What they have completed, and this rank has not.
+
+        Raises:
+            MembershipLostError: this rank cannot go on.
+        """
+        assert self._membership is not None
+        began, step, exchange = time.monotonic(), False, False
+        self._in_step = False
+        while True:
+            agreed = self._membership.agree(self._standing())
+            own = Standing(*agreed.standings[self._membership_id])
+            try:
+                behind, lost = self._join(agreed, own)
+                break
+            except RuntimeError as error:  # one more was lost meanwhile
+                if not of_communication(error):
+                    raise
+        self._tell(agreed, lost, time.monotonic() - began)
+        return Behind(behind.step or step, behind.exchange or exchange)
+
+    @property
+    def _membership_id(self) -> int:
+        assert self._strategy.job is not None
+        return self._strategy.job.view.ids[self._strategy.job.view.rank]
+
+    def _standing(self) -> Standing:
+        engine, share = self._strategy.engine, self._strategy.share
+        return Standing(engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step())
+
+    def _join(self, agreed: Agreed, own: Standing) -> tuple[Behind, int]:
+        strategy, survivor = self._strategy, self._survivor
+        assert strategy.job is not None
+        me, before = self._membership_id, strategy.job.view
+        regrouping.abandon(strategy)
+        store = self._store if agreed.host == me else store_at(agreed.offer, strategy.options.limit)
+        assert store is not None
+        with survivor.plain():
+            job = strategy.job.among(agreed.number, agreed.members, store)
+            standings = [Standing(*agreed.standings[id]) for id in job.view.ids]
+            self._catch_up(standings, own)
+            kept = tuple(before.ids.index(id) for id in job.view.ids)
+            moved = Regrouping(kept, max(standing.next_step for standing in standings))
+            replica = [standings[rank] for rank in job.view.replica.ranks]
+            step = own.windows < max(standing.windows for standing in replica)
+            exchange = strategy.engine.lockstep and own.meetings < max(standing.meetings for standing in standings)
+            samples = regrouping.regroup(strategy, job, moved, exchange)
+            if len({standing.windows for standing in replica}) > 1:
+                regrouping.copy_state(strategy, [standing.windows for standing in replica])
+        return Behind(step, exchange), samples
+
+    def _catch_up(self, standings: list[Standing], own: Standing) -> None:
+        """Give the results of collectives to those who missed them (collective)."""
+        calls = [standing.calls for standing in standings]
+        if len(set(calls)) == 1:
+            return
+        ahead = calls.index(max(calls))
+        results = {number: self._survivor.results.get(number) for number in range(min(calls), max(calls))}
+        results = of_rank(results, ahead)
+        missed = {number: result for number, result in results.items() if number >= own.calls}
+        self._survivor.received.update(missed)
+
+    def _tell(self, agreed: Agreed, samples: int, seconds: float) -> None:
+        strategy = self._strategy
+        assert strategy.job is not None
+        view = strategy.job.view
+        loss = Loss(view.number, agreed.lost, view.world, len(view.units), seconds, samples, strategy.engine.windows)
+        self.losses.append(loss)
+        if not agreed.lost:
+            return
+        who = "; ".join(f"rank {id} {how}" for id, how in sorted(agreed.lost.items()))
+        rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
+        left = f" {samples} samples that they had still to take are not trained on." if samples else ""
+        with suppress(UserWarning):  # also where warnings are errors
+            warnings.warn(
+                f"{who}. Training goes on with {rest} after step {loss.step}; this rank, now number {view.rank}, stood "
+                f"still for {seconds:.2f} s.{left}",
+                stacklevel=2,
+            )
