@@ -33,16 +33,8 @@ from torch.utils.data import DataLoader, RandomSampler
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = [
-    "DataFetcherWrapper",
-    "IndexBatchSamplerWrapper",
-    "SubprocessScriptLauncher",
-    "WrappingCheckpointIO",
-    "add_worker_init_fn",
-    "augment_message",
-    "init_dist_connection",
-    "set_num_threads_if_needed",
-]
+__all__ = ["DataFetcherWrapper", "IndexBatchSamplerWrapper", "SubprocessScriptLauncher", "WrappingCheckpointIO"]
+__all__ += ["add_worker_init_fn", "augment_message", "init_dist_connection", "set_num_threads_if_needed"]
 
 
 # -- the strategy that ours are made from ----------------------------------------------------------
@@ -255,6 +247,17 @@ def measures_batch_norm(trainer: "pl.Trainer", callback: Any) -> bool:
 def hpc_path(trainer: "pl.Trainer") -> str:
     """The name under which Lightning finds a preempted SLURM job's checkpoint at its next start."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def resume_by(trainer: "pl.Trainer", choose: Callable[[Any, bool], Any]) -> None:
+    """Let a function choose what to go on from, given what the Trainer would take, and whether the user named it."""
+    connector = trainer._checkpoint_connector
+
+    def start(path: Any = None, *args: Any, **kwargs: Any) -> None:
+        del connector.resume_start  # the class's own again; 2.5.2 passes the path alone
+        connector.resume_start(choose(path, bool(path) and path != connector._hpc_resume_path), *args, **kwargs)
+
+    connector.resume_start = start  # type: ignore[method-assign]
 
 
 def environment_of(trainer: "pl.Trainer") -> Any:

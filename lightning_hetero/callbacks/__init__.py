@@ -3,5 +3,6 @@
 from lightning_hetero.callbacks.emulation import EmulatedSpeed
 from lightning_hetero.callbacks.monitor import HeteroMonitor
 from lightning_hetero.callbacks.record import Exchanged, Record
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
-__all__ = ["EmulatedSpeed", "Exchanged", "HeteroMonitor", "Record"]
+__all__ = ["EmulatedSpeed", "Exchanged", "HeteroMonitor", "Record", "ResumableCheckpoint"]

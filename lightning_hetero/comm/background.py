@@ -18,13 +18,14 @@ class Background(Generic[T]):
 
     Attributes:
         seconds: how long the function took, once it has ended.
+        error: that has ended the function, if one has.
         waited: seconds for which :meth:`result` has waited for it.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
         self._value: T
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.seconds = self.waited = 0.0
         self._thread = threading.Thread(target=self._run, name="hetero-exchange", daemon=True)
         self._thread.start()
@@ -34,9 +35,14 @@ class Background(Generic[T]):
         try:
             self._value = self._function()
         except BaseException as error:
-            self._error = error
+            self.error = error
         del self._function  # and what it holds
         self.seconds = time.perf_counter() - began
+
+    @property
+    def running(self) -> bool:
+        """Whether the function has not ended yet."""
+        return self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the function to end, with a value or an error."""
@@ -56,6 +62,6 @@ class Background(Generic[T]):
         self.waited += time.perf_counter() - began
         if self._thread.is_alive():
             raise TimeoutError(f"no result within {seconds:g} s")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._value

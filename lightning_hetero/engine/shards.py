@@ -90,13 +90,14 @@ class Shards:
         Returns:
             A name for a save, the same on all ranks.
         """
+        told, self._removed = self._removed, []  # a thread may remove more meanwhile
 
         def agreed() -> tuple[str, list[str]]:
-            box = [(secrets.token_hex(6), self._removed)]
+            box = [(secrets.token_hex(6), told)]
             dist.broadcast_object_list(box, 0)
             return box[0]
 
-        (save, removed), self._removed = collective("agree on what to save", agreed), []
+        save, removed = collective("agree on what to save", agreed)
         for path in removed if leads else ():
             _prune(files, path, save.__eq__)  # another leader may already write to the same folder
         return save

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import tensor
 
 from lightning_hetero._lightning import environment_of, hpc_path
+from lightning_hetero.strategies.resumable import keepers
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -19,15 +20,18 @@ if TYPE_CHECKING:
 def path_to_save(trainer: "pl.Trainer") -> str | None:
     """Where to save the checkpoint to resume from; rank 0's word counts.
 
-    Under SLURM the name by which Lightning finds it at the next start. Else a name beside ``last.ckpt`` which
-    ``ckpt_path="last"`` finds, as long as it is the newest. ``None`` if the Trainer has been told not to save.
+    Under SLURM the name by which Lightning finds it at the next start. Else in the folder of a callback that goes on by
+    itself, if there is one; or a name beside ``last.ckpt`` which ``ckpt_path="last"`` finds, as long as it is the
+    newest. ``None`` if the Trainer has been told not to save.
     """
     if getattr(trainer, "fast_dev_run", False):
         return None
     if SLURMEnvironment.detect():
         return hpc_path(trainer)
-    keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    for keeper in sorted(keepers, key=lambda keeper: not keeper.save_last):
+    for resumable in keepers(trainer):
+        return resumable.path_to_stop_at(trainer)
+    models = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    for keeper in sorted(models, key=lambda keeper: not keeper.save_last):
         if keeper.dirpath is not None:
             progress = {"epoch": tensor(trainer.current_epoch), "step": tensor(trainer.global_step)}
             last = keeper.format_checkpoint_name({**trainer.callback_metrics, **progress}, keeper.CHECKPOINT_NAME_LAST)
@@ -35,12 +39,14 @@ def path_to_save(trainer: "pl.Trainer") -> str | None:
     return os.path.join(trainer.default_root_dir, "last-sigterm.ckpt") if trainer.checkpoint_callbacks else None
 
 
-def say_where(path: str | None) -> None:
+def say_where(path: str | None, trainer: "pl.Trainer") -> None:
     """Tell the user where the checkpoint is."""
     if path is None:
         rank_zero_info("SIGTERM: stopped. Nothing was saved: the Trainer has no checkpoint callback.")
     elif PurePath(path).name.startswith("hpc_ckpt_"):
         rank_zero_info(f"SIGTERM: stopped, and saved {path}, with which the next start goes on.")
+    elif keepers(trainer):
+        rank_zero_info(f"SIGTERM: stopped, and saved {path}. The same command goes on from there.")
     else:
         rank_zero_info(f"SIGTERM: stopped, and saved {path}. Go on with ckpt_path={path!r}, or ckpt_path='last'.")
 

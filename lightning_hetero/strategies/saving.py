@@ -29,6 +29,7 @@ from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import fetch_anew_between_epochs, fetch_anew_if_moved
 from lightning_hetero.strategies.preemption import path_to_save, requeue, say_where
+from lightning_hetero.strategies.resumable import keepers
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -198,6 +199,8 @@ def save_to_resume(strategy: "HeteroStrategy") -> None:
         CheckpointError: on every rank, if it cannot be written.
     """
     trainer = strategy.trainer
+    for keeper in keepers(trainer):
+        keeper.complete()  # or an older checkpoint would be written last, and be taken for the newest
     path = strategy.broadcast(path_to_save(trainer) if strategy.is_global_zero else None)
     if path is not None:
         trainer.save_checkpoint(path)
@@ -205,5 +208,5 @@ def save_to_resume(strategy: "HeteroStrategy") -> None:
             if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
                 strategy.checkpoint_io.teardown()  # waits until the file is whole
             requeue(trainer)
-    say_where(path)
+    say_where(path, trainer)
     strategy.share.listen()  # leave nothing in flight

@@ -1,0 +1,232 @@
+"""Checkpoints to start again from, with the same command."""
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_hetero._lightning import accumulates, resume_by
+from lightning_hetero.checks import at_least_one
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.errors import CheckpointError, ConfigurationError, UnsupportedError
+from lightning_hetero.strategies.background import BackgroundFiles
+from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.newest import clean, newest_first, newest_whole, path_of
+from lightning_hetero.strategies.resumable import Resumable
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class ResumableCheckpoint(Resumable):
+    """Saves as training goes, so that the same command, started again, goes on from the newest whole checkpoint.
+
+    At the start of a fit to which no ``ckpt_path`` was given, rank 0 looks for the newest checkpoint in the folder, and
+    all ranks see whether it is whole: its file, and the shards of all replicas. One that is not is passed over with a
+    warning that says why. Without any, training starts from the beginning. So restarts by ``torchrun --max-restarts``,
+    a requeued SLURM job and a loop in a shell need nothing else. Under SLURM the checkpoint that Lightning finds by
+    itself takes part: the newest of all is taken.
+
+    At the end of a fit it saves once more. Started again, a run that is complete trains no further, and has the final
+    weights; with a larger ``max_epochs`` or ``max_steps`` it goes on.
+
+    Args:
+        dirpath: folder of the checkpoints, for this run alone, on a file system that all hosts share. Its files are
+            ``step=<step>.ckpt``, with shards beside them.
+        every_n_steps: optimizer steps from one checkpoint to the next. Default: None, not by steps.
+        keep: how many checkpoints to keep. Older ones are deleted once a newer one is complete.
+        background: write files beside the training, from a copy. Training waits for the copy only. What is due while
+            the one before is still being written is left out, with a warning.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero.callbacks import ResumableCheckpoint
+
+        checkpoints = ResumableCheckpoint("checkpoints/run-7", every_n_steps=500)
+        trainer = Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2, callbacks=[checkpoints])
+    """
+
+    _fits = itertools.count()  # of this process
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        every_n_steps: int | None = None,
+        keep: int = 2,
+        background: bool = True,
+    ) -> None:
+        if not isinstance(dirpath, str | Path) or not str(dirpath):
+            raise ConfigurationError(f"dirpath={dirpath!r}: give a folder.")
+        if every_n_steps is not None:
+            at_least_one("every_n_steps", every_n_steps, ", or None")
+        at_least_one("keep", keep)
+        self.dirpath, self.every_n_steps = str(dirpath), every_n_steps
+        self.keep, self.background = keep, background
+        self._ended = {"complete": False, "stopped": False}  # how the fit that is gone on with has ended
+        self._files: BackgroundFiles | None = None  # of the running fit
+        self._kept: list[str] = []  # complete checkpoints, the oldest first; on rank 0
+        self._at = 0  # the step at which it has last looked whether to save
+        self._saved = -1  # the step of the latest checkpoint
+        self._told = False  # that checkpoints are left out
+
+    # -- going on ----------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
+        """Choose what to go on from, once the Trainer asks.
+
+        Raises:
+            UnsupportedError: the strategy is not one of this package.
+        """
+        if not isinstance(trainer.strategy, HeteroStrategy):
+            raise UnsupportedError(
+                f"ResumableCheckpoint needs a strategy of this package, and this is {type(trainer.strategy).__name__}. "
+                "Use one, such as Trainer(strategy='hetero_ddp'), or Lightning's ModelCheckpoint."
+            )
+        self._ended = {"complete": False, "stopped": False}
+        self._kept = []
+        if stage == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False):
+            strategy = trainer.strategy
+            resume_by(trainer, lambda path, named: path if named else self._newest(strategy, path))
+
+    def _newest(self, strategy: HeteroStrategy, given: str | None) -> str | None:
+        own = newest_first(self.dirpath, given) if strategy.is_global_zero else []
+        paths = strategy.broadcast(own)
+        path = newest_whole(strategy, paths)
+        if path is None and paths:
+            rank_zero_warn(f"No checkpoint in {self.dirpath} is whole: training starts from the beginning.")
+        if path is not None:
+            self._kept = [other for other in reversed(paths[paths.index(path) :]) if other != given]
+        if strategy.local_rank == 0:
+            clean(self.dirpath, paths)
+        return path
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._ended = dict(state_dict)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._ended)
+
+    @override
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: Any) -> None:
+        if self._ended["complete"] and self._ended["stopped"]:
+            trainer.should_stop = True  # as it was told to at the end of that fit
+
+    @override
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
+        if self._ended["complete"] and self._files is None:
+            rank_zero_info(
+                f"The run in {self.dirpath} is complete, so nothing was left to train. To train on, raise max_epochs "
+                "or max_steps, or give one of its checkpoints as ckpt_path. To begin anew, give another folder."
+            )
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: Any) -> None:
+        if getattr(trainer, "fast_dev_run", False):
+            return
+        strategy = trainer.strategy
+        assert isinstance(strategy, HeteroStrategy)
+        assert strategy.job is not None
+        store = strategy.job.store(f"checkpoints of fit {strategy.broadcast(next(self._fits))}")
+        limit = strategy.options.limit.total_seconds()
+        self._files = BackgroundFiles(strategy.checkpoint_io, store, limit)
+        self._at, self._saved, self._told = trainer.global_step, -1, False
+        self._ended = {"complete": False, "stopped": False}
+
+    @override
+    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
+        if self._files is None or accumulates(trainer):
+            return
+        step, before = trainer.global_step, self._at
+        self._at = step
+        if self.every_n_steps is not None and step // self.every_n_steps > before // self.every_n_steps:
+            self._save(trainer)
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
+        if self._files is not None:
+            self.complete()
+            self._ended = {"complete": True, "stopped": bool(trainer.should_stop)}
+            self._save(trainer)
+            self.complete()
+            self._agree()
+
+    def _agree(self) -> bool:
+        """Whether any rank still writes (collective).
+
+        Raises:
+            CheckpointError: on every rank, if one could not write.
+        """
+        assert self._files is not None
+        problem = self._files.problem()
+        own = self._files.busy, None if problem is None else str(problem)
+        everyone = gather(own, "whether checkpoints are written")
+        if problem is not None:
+            raise problem
+        for rank, (_, text) in enumerate(everyone):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} could not save: {text}")
+        return any(busy for busy, _ in everyone)
+
+    def _save(self, trainer: "pl.Trainer") -> None:
+        """Save now, unless the save before is not done yet (collective)."""
+        strategy, files, step = trainer.strategy, self._files, trainer.global_step
+        assert isinstance(strategy, HeteroStrategy)
+        assert files is not None
+        if self._agree():
+            if not self._told:
+                self._told = True
+                rank_zero_warn(
+                    f"No checkpoint was saved at step {step}: the one of step {self._saved} is still being written. "
+                    "This will not be said again. Save less often, or to a faster disk."
+                )
+            return
+        path, plain = path_of(self.dirpath, step), strategy.checkpoint_io
+        strategy.checkpoint_io = files
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        finally:
+            strategy.checkpoint_io = plain
+        self._saved = step
+        files.launch(lambda: self._prune(strategy, path))
+        if not self.background:
+            files.complete()
+            self._agree()
+
+    def _prune(self, strategy: HeteroStrategy, path: str) -> None:
+        """A checkpoint is complete: delete the oldest ones; on rank 0."""
+        self._kept = [other for other in self._kept if other != path] + [path]
+        while len(self._kept) > self.keep:
+            strategy.remove_checkpoint(self._kept.pop(0))
+
+    @override
+    def path_to_stop_at(self, trainer: "pl.Trainer") -> str:
+        return path_of(self.dirpath, trainer.global_step, stopped=True)
+
+    @override
+    def complete(self) -> None:
+        if self._files is not None:
+            self._files.complete()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, trainer: "pl.Trainer", pl_module: Any, exception: BaseException) -> None:
+        self.complete()
+
+    @override
+    def teardown(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
+        self.complete()
+        self._files = None

@@ -1,0 +1,157 @@
+"""Finds the newest checkpoint that is whole, the same one on every rank."""
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.engine import shards
+from lightning_hetero.engine.checkpoint import part_of, readable
+from lightning_hetero.errors import CheckpointError
+from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+_NAME = re.compile(r"step=\d+(-stopped)?\.ckpt")
+
+
+class Look(NamedTuple):
+    """What one rank sees of a checkpoint.
+
+    Attributes:
+        problem: why it is not whole, in words.
+        summary: tells whether ranks see the same one.
+        wanted: ids of the replicas that have shards.
+        found: ids of those that this rank can read.
+    """
+
+    problem: str | None
+    summary: tuple[Any, ...] = ()
+    wanted: tuple[int, ...] = ()
+    found: tuple[int, ...] = ()
+
+
+def path_of(folder: str, step: int, stopped: bool = False) -> str:
+    """Where the checkpoint of a step is kept.
+
+    Args:
+        folder: of the checkpoints.
+        step: of the optimizer.
+        stopped: whether the job was asked to stop there.
+    """
+    return os.path.join(folder, f"step={step}{'-stopped' if stopped else ''}.ckpt")
+
+
+def newest_first(folder: str, more: str | None = None) -> list[str]:
+    """The checkpoints of :func:`path_of` in a folder, by the time at which they were written.
+
+    Args:
+        folder: need not exist.
+        more: another checkpoint, which takes its place among them.
+    """
+    file_system, local = url_to_fs(folder)
+    file_system.invalidate_cache()
+    found = file_system.ls(local, detail=False) if file_system.exists(local) else []
+    paths = [os.path.join(folder, name) for name in map(os.path.basename, found) if _NAME.fullmatch(name)]
+    return sorted(paths + ([more] if more else []), key=_written, reverse=True)
+
+
+def newest_whole(strategy: "HeteroStrategy", paths: Sequence[str]) -> str | None:
+    """The first checkpoint that is whole; those that are passed over are named in a warning (collective).
+
+    Args:
+        strategy: that is to go on from it.
+        paths: the same on every rank.
+
+    Raises:
+        CheckpointError: on every rank, if a file cannot be read for a reason that has nothing to do with its content.
+    """
+    for path in paths:
+        look, error = Look(None), None
+        try:
+            look = _look(strategy.checkpoint_io, path)
+        except Exception as broken:
+            error = broken
+        shards.agree(None, error)
+        problem = _problem(gather(look, "which checkpoints are whole"), path)
+        if problem is None:
+            return path
+        rank_zero_warn(f"{path} is passed over: {problem}")
+    return None
+
+
+def clean(folder: str, paths: Sequence[str]) -> None:
+    """Remove what a job that was killed has left half written, in a local folder, where nobody writes now.
+
+    Args:
+        folder: of the checkpoints.
+        paths: those that rank 0 has found in it; shards of others belong to none.
+    """
+    names = {os.path.basename(path) for path in paths}
+    for half in (*Path(folder).glob("saving-*.tmp"), *Path(folder).glob("step=*.ckpt.shards/saving-*.tmp")):
+        with suppress(OSError):  # another host has been faster
+            half.unlink()
+    for shard_folder in Path(folder).glob("step=*.ckpt.shards"):
+        if shard_folder.stem not in names:
+            shutil.rmtree(shard_folder, ignore_errors=True)
+
+
+def _look(io: Any, path: str) -> Look:
+    try:
+        checkpoint = _read(io, path)
+    except FileNotFoundError:
+        return Look("it is not there.")
+    except CheckpointError as error:
+        return Look(f"it was cut off while it was written or copied, or is something else ({error.__cause__}).")
+    saved = part_of(checkpoint).get("replicas", {})
+    save, ids = saved.get("save"), saved.get("ids", ())
+    wanted = tuple(ids) if save is not None else ()
+    found = tuple(id for id in wanted if _readable(io, shards.shard_of(path, id, save)))
+    return Look(None, (checkpoint.get("global_step"), save), wanted, found)
+
+
+def _readable(io: Any, path: str) -> bool:
+    try:
+        _read(io, path)
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return True
+
+
+def _read(io: Any, path: str) -> dict[str, Any]:
+    """A checkpoint. What this package writes to a local disk is not read as a whole, but its end is looked for."""
+    with readable(path):
+        if type(io) is AtomicCheckpointIO and isinstance(url_to_fs(path)[0], LocalFileSystem):
+            if not os.path.getsize(path):
+                raise EOFError("it is empty")
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=False)  # the user's own, as Lightning
+        return io.load_checkpoint(path)
+
+
+def _problem(looks: Sequence[Look], path: str) -> str | None:
+    for rank, look in enumerate(looks):
+        if look.problem is not None:
+            return look.problem if rank == 0 else f"on rank {rank}, {look.problem}"
+    if len({look.summary for look in looks}) > 1:
+        return "under this name ranks find different checkpoints."
+    lost = sorted(set(looks[0].wanted) - {id for look in looks for id in look.found})
+    if lost:
+        return f"in {shards.folder_of(path)} the state of replica(s) {', '.join(map(str, lost))} is missing or cut off."
+    return None
+
+
+def _written(path: str) -> tuple[float, int]:
+    """When a checkpoint was written; steps decide where the clock is too coarse."""
+    file_system, local = url_to_fs(path)
+    steps = re.findall(r"\d+", os.path.basename(path))
+    return file_system.modified(local).timestamp(), int(steps[0]) if steps else 0

@@ -1,0 +1,172 @@
+"""The same command, started again, goes on from its newest whole checkpoint as if it had never stopped."""
+
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from ranks import attempt, run
+from tasks import FAST, Dropping, Net, dataset, parameters
+from torch.utils.data import DataLoader
+
+from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
+from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
+
+DDP, DILOCO = (HeteroDDPStrategy, {}), (DiLoCoStrategy, {"tau": 5})
+
+
+class Killed(pl.Callback):
+    """Kills a rank some time after training has begun."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == self.rank:
+            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(0.02)
+
+
+def train(folder: str, kind: Any, *callbacks: pl.Callback, every: int = 2, **options: Any) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", "No checkpoint was saved")  # steps are faster than the disk
+    warnings.filterwarnings("ignore", "Replicas have not met")  # saved more often than they meet
+    limits = {"max_epochs": options.pop("max_epochs", 3), **options.pop("trainer", {})}
+    keeps = ResumableCheckpoint(folder, every_n_steps=every, **options.pop("keeps", {}))
+    strategy = kind[0](**{"balance": [2.0, 1.0], "global_batch_size": 12, **kind[1], **options.pop("strategy", {})})
+    settings = {**FAST, **limits, "enable_checkpointing": True, "callbacks": [*callbacks, keeps]}
+    trainer = pl.Trainer(strategy=strategy, **settings)
+    module = options.pop("module", Dropping)()
+    torch.manual_seed(trainer.global_rank)  # each rank drops out other units
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), **options)
+    return {
+        "weights": parameters(module),
+        "seen": module.seen,
+        "step": trainer.global_step,
+        "said": [str(w.message) for w in caught if "passed over" in str(w.message)],
+        "files": sorted(os.listdir(folder)),
+    }
+
+
+@pytest.mark.parametrize("kind", [DDP, DILOCO], ids=["ddp", "diloco"])
+def test_killed_again_and_again_it_ends_as_if_never_stopped(tmp_path: Path, kind: Any) -> None:
+    whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])
+    folder, kills, chance = str(tmp_path / "killed"), 0, random.Random(time.time_ns())
+    for number in range(9):
+        seconds = chance.uniform(0.1, 0.45) if number < 8 else 60.0  # all 24 steps take 0.5 s and more
+        moments = Killed(number % 2, seconds)
+        outcomes = attempt(train, 2, folder, kind, moments, nodes=[1, 1])
+        assert not any(outcome.late for outcome in outcomes)
+        if all(outcome.value for outcome in outcomes):
+            break
+        kills += any(outcome.exitcode == -signal.SIGKILL for outcome in outcomes)
+        assert kills == number + 1, outcomes
+    assert kills
+    for outcome, truth in zip(outcomes, whole, strict=True):
+        assert outcome.value["seen"] == truth["seen"][len(truth["seen"]) - len(outcome.value["seen"]) :]
+        assert torch.equal(outcome.value["weights"], truth["weights"])
+        assert len(truth["seen"]) == truth["step"] == outcome.value["step"] == 24
+
+
+def _stopped(folder: str, kind: Any, change: Callable[[Path], None]) -> Any:
+    first = train(folder, kind, max_epochs=2)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        change(Path(folder))
+    torch.distributed.barrier()
+    return first, train(folder, kind), train(folder, kind)
+
+
+def _keep(folder: Path) -> None:
+    """Change nothing."""
+
+
+def _cut_off(folder: Path) -> None:
+    newest = folder / "step=16.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+
+
+def _lose_a_shard(folder: Path) -> None:
+    next((folder / "step=16.ckpt.shards").glob("replica-1-*")).unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [(DDP, _keep, None), (DDP, _cut_off, "it was cut off"), (DILOCO, _lose_a_shard, "replica(s) 1 is missing")],
+    ids=["complete", "cut off", "without a shard"],
+)
+def test_it_goes_on_from_the_newest_that_is_whole(tmp_path: Path, kind: Any, change: Any, said: str | None) -> None:
+    # With DiLoCo what comes after the end of a fit begins from equal replicas; the one before it is as never stopped.
+    whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])
+    results = run(_stopped, 2, str(tmp_path / "stopped"), kind, change, nodes=[1, 1])
+    for rank, (truth, (first, second, third)) in enumerate(zip(whole, results, strict=True)):
+        assert first["step"] == 16
+        assert second["step"] == third["step"] == 24
+        assert len(second["seen"]) == 8 if said is None else len(second["seen"]) > 8
+        assert second["seen"] == truth["seen"][24 - len(second["seen"]) :]
+        assert torch.equal(second["weights"], truth["weights"])
+        assert len(second["said"]) == (rank == 0 and said is not None)
+        assert said is None or all(said in text and "step=16.ckpt" in text for text in second["said"])
+        assert third["seen"] == []  # it is complete
+        assert torch.equal(third["weights"], truth["weights"])
+        names = [name for name in third["files"] if not name.endswith(".shards")]
+        assert names[-1] == "step=24.ckpt"
+        assert len(names) == 2
+
+
+def _named(folder: str) -> Any:
+    first = train(folder, DDP, max_epochs=1)
+    return first, train(folder, DDP, ckpt_path=f"{folder}/step=8.ckpt", max_epochs=2), train(folder, DDP, every=5)
+
+
+def test_a_path_of_the_users_counts(tmp_path: Path) -> None:
+    for first, second, third in run(_named, 2, str(tmp_path), nodes=[1, 1]):
+        assert [len(part["seen"]) for part in (first, second, third)] == [8, 8, 8]
+        assert third["files"] == ["step=20.ckpt", "step=24.ckpt"]
+
+
+class Stops(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 5
+
+
+def _stopped_early(folder: str) -> Any:
+    return train(folder, DILOCO, Stops()), train(folder, DILOCO), train(folder, DILOCO, keeps={"background": False})
+
+
+def test_a_run_that_has_stopped_early_stays_complete(tmp_path: Path) -> None:
+    for parts in run(_stopped_early, 2, str(tmp_path), nodes=[1, 1]):
+        assert [part["step"] for part in parts] == [5, 5, 5]
+        assert [len(part["seen"]) for part in parts] == [5, 0, 0]
+        assert all(torch.equal(part["weights"], parts[0]["weights"]) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dirpath": ""}, "give a folder"),
+        ({"dirpath": "a", "every_n_steps": 0}, "every_n_steps=0"),
+        ({"dirpath": "a", "keep": 0}, "keep=0"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        ResumableCheckpoint(**options)
+
+
+def test_another_strategy_is_refused(tmp_path: Path) -> None:
+    settings = {**FAST, "enable_checkpointing": True, "callbacks": [ResumableCheckpoint(tmp_path)]}
+    with pytest.raises(UnsupportedError, match="needs a strategy of this package, and this is SingleDeviceStrategy"):
+        pl.Trainer(max_epochs=1, **settings).fit(Net(), DataLoader(dataset(96), batch_size=4))
