@@ -2,15 +2,17 @@
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import accumulates, resume_by
-from lightning_hetero.checks import at_least_one
+from lightning_hetero.checks import at_least_one, is_number
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.engine.agreed_batch import AgreedBatch
 from lightning_hetero.errors import CheckpointError, ConfigurationError, UnsupportedError
 from lightning_hetero.strategies.background import BackgroundFiles
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -35,8 +37,10 @@ class ResumableCheckpoint(Resumable):
 
     Args:
         dirpath: folder of the checkpoints, for this run alone, on a file system that all hosts share. Its files are
-            ``step=<step>.ckpt``, with shards beside them.
+            ``step=<step>.ckpt``, with shards beside them; the one of a complete run is ``step=<step>-complete.ckpt``.
         every_n_steps: optimizer steps from one checkpoint to the next. Default: None, not by steps.
+        every_n_seconds: seconds from one checkpoint to the next, by rank 0's clock; all ranks save after the same step,
+            which is about a second later. Default: None, not by time, or every 600 if ``every_n_steps`` is None, too.
         keep: how many checkpoints to keep. Older ones are deleted once a newer one is complete.
         background: write files beside the training, from a copy. Training waits for the copy only. What is due while
             the one before is still being written is left out, with a warning.
@@ -60,6 +64,7 @@ class ResumableCheckpoint(Resumable):
         self,
         dirpath: str | Path,
         every_n_steps: int | None = None,
+        every_n_seconds: float | None = None,
         keep: int = 2,
         background: bool = True,
     ) -> None:
@@ -67,15 +72,24 @@ class ResumableCheckpoint(Resumable):
             raise ConfigurationError(f"dirpath={dirpath!r}: give a folder.")
         if every_n_steps is not None:
             at_least_one("every_n_steps", every_n_steps, ", or None")
+        if every_n_seconds is not None and (not is_number(every_n_seconds) or every_n_seconds <= 0):
+            raise ConfigurationError(f"every_n_seconds={every_n_seconds!r} must be a number above 0, or None.")
         at_least_one("keep", keep)
-        self.dirpath, self.every_n_steps = str(dirpath), every_n_steps
+        if every_n_steps is None and every_n_seconds is None:
+            every_n_seconds = 600.0
+        self.dirpath, self.every_n_steps, self.every_n_seconds = str(dirpath), every_n_steps, every_n_seconds
         self.keep, self.background = keep, background
         self._ended = {"complete": False, "stopped": False}  # how the fit that is gone on with has ended
         self._files: BackgroundFiles | None = None  # of the running fit
+        self._clock: AgreedBatch | None = None  # of the running fit, where it goes by time
         self._kept: list[str] = []  # complete checkpoints, the oldest first; on rank 0
         self._at = 0  # the step at which it has last looked whether to save
         self._saved = -1  # the step of the latest checkpoint
         self._told = False  # that checkpoints are left out
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without what belongs to the running fit."""
+        return {**self.__dict__, "_files": None, "_clock": None}
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -104,7 +118,8 @@ class ResumableCheckpoint(Resumable):
         if path is None and paths:
             rank_zero_warn(f"No checkpoint in {self.dirpath} is whole: training starts from the beginning.")
         if path is not None:
-            self._kept = [other for other in reversed(paths[paths.index(path) :]) if other != given]
+            first = paths.index(path)  # those before it are not whole, and go first
+            self._kept = [other for other in (*paths[:first], *reversed(paths[first:])) if other != given]
         if strategy.local_rank == 0:
             clean(self.dirpath, paths)
         return path
@@ -142,17 +157,24 @@ class ResumableCheckpoint(Resumable):
         store = strategy.job.store(f"checkpoints of fit {strategy.broadcast(next(self._fits))}")
         limit = strategy.options.limit.total_seconds()
         self._files = BackgroundFiles(strategy.checkpoint_io, store, limit)
+        if self.every_n_seconds is not None:
+            self._clock = AgreedBatch(dist.PrefixStore("batch", store), self.every_n_seconds, limit)
         self._at, self._saved, self._told = trainer.global_step, -1, False
         self._ended = {"complete": False, "stopped": False}
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        if self._files is None or accumulates(trainer):
+        if self._files is None:
             return
-        step, before = trainer.global_step, self._at
-        self._at = step
-        if self.every_n_steps is not None and step // self.every_n_steps > before // self.every_n_steps:
+        timed = self._clock is not None and self._clock.batch_ended()
+        if accumulates(trainer):
+            return
+        before, self._at = self._at, trainer.global_step
+        counted = self.every_n_steps is not None and self._at // self.every_n_steps > before // self.every_n_steps
+        if timed or counted:
             self._save(trainer)
+        if timed and self._clock is not None:
+            self._clock.done()
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
@@ -193,7 +215,8 @@ class ResumableCheckpoint(Resumable):
                     "This will not be said again. Save less often, or to a faster disk."
                 )
             return
-        path, plain = path_of(self.dirpath, step), strategy.checkpoint_io
+        moment: Literal["", "-complete"] = "-complete" if self._ended["complete"] else ""
+        path, plain = path_of(self.dirpath, step, moment), strategy.checkpoint_io
         strategy.checkpoint_io = files
         try:
             trainer.save_checkpoint(path, weights_only=False)
@@ -213,7 +236,7 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def path_to_stop_at(self, trainer: "pl.Trainer") -> str:
-        return path_of(self.dirpath, trainer.global_step, stopped=True)
+        return path_of(self.dirpath, trainer.global_step, "-stopped")
 
     @override
     def complete(self) -> None:
@@ -224,9 +247,16 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: Any, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """End what runs beside the training, on this rank."""
+        if self._clock is not None:
+            self._clock.close()
+            self._clock = None
         self.complete()
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
-        self.complete()
+        self._close()
         self._files = None

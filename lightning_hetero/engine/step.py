@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.sampler import Drawn
 from lightning_hetero.workload.shares import Cost
 from lightning_hetero.workload.timer import Lap, StepTimer
+
+if TYPE_CHECKING:
+    from lightning_hetero.engine.global_sizes import GlobalSizes
 
 
 class Draws(Protocol):
@@ -38,6 +41,7 @@ class Draws(Protocol):
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
 
     own_sizes: list[int]  # of each rank's batches, where its own loader sizes them; 0: not known
+    sizes: "GlobalSizes"  # samples in a step of all ranks
 
 
 class Workshare:

@@ -287,7 +287,7 @@ class HeteroStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         with readable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            return self._rank_state.read(super().load_checkpoint(checkpoint_path, *args, **kwargs), self)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from lightning_hetero._lightning import (
     user_shards,
 )
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
+from lightning_hetero.engine.global_sizes import GlobalSizes
 from lightning_hetero.engine.random_states import Moment
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.loader_kinds import Kind, described, kind_of, no_batches
@@ -82,12 +83,14 @@ class Loaders:
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
         self.moments: WeakKeyDictionary[Source, Moment] = WeakKeyDictionary()  # when a source was made
         self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
+        self.sizes = GlobalSizes(planner.world, global_batch_size)
         self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
 
     def take_over(self, former: "Loaders", regrouping: Regrouping) -> None:
         """Go on with the loaders of an earlier view, in the midst of a fit."""
         self.combined, self.moments, self.evaluated = former.combined, former.moments, former.evaluated
         self.own_sizes = [former.own_sizes[rank] for rank in regrouping.kept]
+        self.sizes = former.sizes
         planner = self.planner
         for evaluated in self.evaluated:
             evaluated.regroup(self.rank, planner.world, lambda: planner.plans[-1], lambda: planner.found)
@@ -106,6 +109,7 @@ class Loaders:
         assert stage is not None
         sharded = user_shards(trainer) or is_sharded(loader)
         if trainer.training:
+            self.sizes.begin(resumed=trainer.ckpt_path is not None)
             self.combined = lambda: combined_loader(trainer)
             made = self.training(loader, sharded)
             if (source := source_of(made)) is not None:
@@ -181,9 +185,11 @@ class Loaders:
                     f"global_batch_size={self._global_batch_size} and the batch sampler "
                     f"{type(batch_sampler).__name__} both say how large a batch is. Remove one."
                 )
-            return (EvaluatedGroups if evaluation else GroupedBatches)(self._agreed(batch_sampler), self.planner.world)
+            if evaluation:
+                return EvaluatedGroups(self._agreed(batch_sampler), self.planner.world)
+            return GroupedBatches(self._agreed(batch_sampler), self.sizes.of_groups())
         order = self._order(batch_sampler.sampler)
-        size = self._batch_size(loader)
+        size = self._batch_size(loader, evaluation)
         return (
             EvenBatches(order, size, self.planner.world)
             if evaluation
@@ -207,11 +213,9 @@ class Loaders:
             sampler, self._broadcast, lambda: self.rank == 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0))
         )
 
-    def _batch_size(self, loader: Any) -> int:
-        if self._global_batch_size is not None:
-            return self._global_batch_size
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-        return int(size) * self.planner.world
+    def _batch_size(self, loader: Any, evaluation: bool = False) -> int:
+        size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
+        return self.sizes.evaluated(size) if evaluation else self.sizes.trained(size)
 
     def _shared(self, loader: Any) -> SharedStreamLoader:
         total = self._batch_size(loader)

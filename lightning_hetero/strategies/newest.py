@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from fsspec.core import url_to_fs
@@ -22,7 +22,7 @@ from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
 
-_NAME = re.compile(r"step=\d+(-stopped)?\.ckpt")
+_NAME = re.compile(r"step=\d+(-stopped|-complete)?\.ckpt")
 
 
 class Look(NamedTuple):
@@ -41,15 +41,15 @@ class Look(NamedTuple):
     found: tuple[int, ...] = ()
 
 
-def path_of(folder: str, step: int, stopped: bool = False) -> str:
+def path_of(folder: str, step: int, moment: Literal["", "-stopped", "-complete"] = "") -> str:
     """Where the checkpoint of a step is kept.
 
     Args:
         folder: of the checkpoints.
         step: of the optimizer.
-        stopped: whether the job was asked to stop there.
+        moment: whether the job was asked to stop there, or was complete.
     """
-    return os.path.join(folder, f"step={step}{'-stopped' if stopped else ''}.ckpt")
+    return os.path.join(folder, f"step={step}{moment}.ckpt")
 
 
 def newest_first(folder: str, more: str | None = None) -> list[str]:

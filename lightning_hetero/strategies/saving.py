@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_hetero._lightning import WrappingCheckpointIO
+from lightning_hetero._lightning import WrappingCheckpointIO, trainer_of
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine import loader_states, random_states, shards
 from lightning_hetero.engine.checkpoint import (
@@ -96,6 +96,14 @@ class RankState:
         self._random: dict[str, Any] | None = None  # to restore once training starts
         self._checkpoint: Mapping[str, Any] | None = None  # that was loaded, until training starts
 
+    @staticmethod
+    def read(checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> dict[str, Any]:
+        """Take from a checkpoint what must be known before the data are set up, and return it."""
+        trainer = trainer_of(strategy.lightning_module)
+        if strategy.job is not None and trainer is not None and trainer.training:
+            strategy.share.loaders.sizes.load(checkpoint)
+        return checkpoint
+
     @contextmanager
     def saving(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> Iterator[None]:
         """Add it to a checkpoint, and save that in the block, which succeeds or fails on all ranks alike (collective).
@@ -108,6 +116,7 @@ class RankState:
         if strategy.job is not None:
             add_plan(checkpoint, strategy.share)
             self._capacity.add_to(checkpoint)
+            strategy.share.loaders.sizes.add_to(checkpoint)
             if not alone:
                 random_states.gather_into(checkpoint)
                 loader_states.gather_into(checkpoint, strategy.share)

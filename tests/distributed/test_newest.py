@@ -37,12 +37,25 @@ def _cut(path: Path) -> None:
 
 def test_newest_first(tmp_path: Path) -> None:
     assert newest_first(str(tmp_path / "none")) == []
-    for name, age in (("step=9.ckpt", 20), ("step=100.ckpt", 10), ("step=40-stopped.ckpt", 5), ("step=41.ckpt", 5)):
+    for name, age in (
+        ("step=9.ckpt", 20),
+        ("step=100.ckpt", 10),
+        ("step=40-stopped.ckpt", 5),
+        ("step=41.ckpt", 5),
+        ("step=50-complete.ckpt", 1),
+    ):
         _write(tmp_path, name, age)
     for name in ("best.ckpt", "step=7.ckpt.shards", "saving-123.tmp", "step=x.ckpt", "hpc_ckpt_1.ckpt"):
         (tmp_path / name).touch()
     slurm = str(_write(tmp_path, "hpc_ckpt_2.ckpt", 7))
-    names = ["step=41.ckpt", "step=40-stopped.ckpt", "hpc_ckpt_2.ckpt", "step=100.ckpt", "step=9.ckpt"]
+    names = [
+        "step=50-complete.ckpt",
+        "step=41.ckpt",
+        "step=40-stopped.ckpt",
+        "hpc_ckpt_2.ckpt",
+        "step=100.ckpt",
+        "step=9.ckpt",
+    ]
     assert newest_first(str(tmp_path), slurm) == [str(tmp_path / name) for name in names]
 
 
@@ -57,10 +70,11 @@ def _chosen(folders: list[str], io: Any) -> list[Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                found = newest_whole(SimpleNamespace(checkpoint_io=io), [os.path.join(own, name) for name in names])
+                path = newest_whole(SimpleNamespace(checkpoint_io=io), [os.path.join(own, name) for name in names])
+                found = path and os.path.basename(path)
             except (CheckpointError, OSError) as error:
                 found = f"{type(error).__name__} {error}"
-        results.append((found and os.path.basename(found), [str(w.message) for w in caught]))
+        results.append((found, [str(w.message) for w in caught]))
     return results
 
 
