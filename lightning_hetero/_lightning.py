@@ -257,7 +257,7 @@ def resume_by(trainer: "pl.Trainer", choose: Callable[[Any, bool], Any]) -> None
         del connector.resume_start  # the class's own again; 2.5.2 passes the path alone
         connector.resume_start(choose(path, bool(path) and path != connector._hpc_resume_path), *args, **kwargs)
 
-    connector.resume_start = start  # type: ignore[method-assign]
+    connector.resume_start = start  # type: ignore[assignment, method-assign]
 
 
 def environment_of(trainer: "pl.Trainer") -> Any:
