@@ -46,6 +46,17 @@ def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare, checkpoint: Map
         share.ended = ended
 
 
+def begin_next_epoch(trainer: "pl.Trainer") -> None:
+    """After a checkpoint of an epoch's last batch, let the next epoch begin as any other; last of all.
+
+    Lightning counts that epoch as done, but not the next one as begun. A run that goes on from a checkpoint within the
+    next one would then begin it again.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    if trainer.fit_loop.restarted_mid_epoch and epochs.processed >= epochs.ready:
+        trainer.fit_loop.reset_restart_stage()
+
+
 def fetch_anew_between_epochs(trainer: "pl.Trainer", share: Workshare) -> None:
     """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
     samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew

@@ -27,7 +27,7 @@ from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 from lightning_hetero.strategies.options import Options
-from lightning_hetero.strategies.position import fetch_anew_between_epochs, fetch_anew_if_moved
+from lightning_hetero.strategies.position import begin_next_epoch, fetch_anew_between_epochs, fetch_anew_if_moved
 from lightning_hetero.strategies.preemption import path_to_save, requeue, say_where
 from lightning_hetero.strategies.resumable import keepers
 
@@ -152,6 +152,7 @@ class RankState:
             random_states.restore(self._random)
             self._random = None
             fetch_anew_between_epochs(trainer, share)
+        begin_next_epoch(trainer)
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,35 @@ def test_it_goes_on_from_the_newest_that_is_whole(tmp_path: Path, kind: Any, cha
         assert len(names) == 2
 
 
+class Epochs(pl.Callback):
+    """Counts the epochs that begin."""
+
+    begun = 0
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.begun += 1
+
+
+def _twice(folder: str, kind: Any) -> Any:
+    sync, epochs = {"keep": 50, "background": False}, Epochs()
+    whole = train(f"{folder}/whole", kind, keeps=sync)
+    results = []
+    for end in (8, 16):  # ends of epochs
+        train(f"{folder}/{end}", kind, epochs, keeps=sync, ckpt_path=f"{folder}/whole/step={end}.ckpt")
+        again = f"{folder}/{end}/step={end + 4}.ckpt"
+        results.append(train(f"{folder}/{end}-again", kind, keeps=sync, ckpt_path=again))
+    return whole, epochs.begun, results
+
+
+@pytest.mark.parametrize("kind", [DDP, DILOCO], ids=["ddp", "diloco"])
+def test_from_the_end_of_an_epoch_and_then_from_within_the_next(tmp_path: Path, kind: Any) -> None:
+    for whole, begun, results in run(_twice, 2, str(tmp_path), kind, nodes=[1, 1]):
+        assert begun == 2 + 1
+        for again, steps in zip(results, (12, 20), strict=True):
+            assert again["seen"] == whole["seen"][steps:]
+            assert torch.equal(again["weights"], whole["weights"])
+
+
 def _named(folder: str) -> Any:
     first = train(folder, DDP, max_epochs=1)
     return (
