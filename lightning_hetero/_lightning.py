@@ -228,7 +228,7 @@ def leave_out(closure: Any) -> None:
     closure._result = ClosureResult(closure_loss=None)
 
 
-# -- callbacks that average weights ----------------------------------------------------------------
+# -- averaging weights, stopping, saving -----------------------------------------------------------
 
 
 def averaged_by(callback: Any) -> torch.nn.Module:
@@ -239,9 +239,6 @@ def averaged_by(callback: Any) -> torch.nn.Module:
 def measures_batch_norm(trainer: "pl.Trainer", callback: Any) -> bool:
     """Whether this epoch is one that ``StochasticWeightAveraging`` adds, to measure BatchNorm's statistics."""
     return callback._max_epochs != -1 and trainer.current_epoch == callback.swa_end + 1
-
-
-# -- stopping and saving ---------------------------------------------------------------------------
 
 
 def hpc_path(trainer: "pl.Trainer") -> str:

@@ -13,6 +13,7 @@ from lightning_hetero._lightning import accumulates, resume_by
 from lightning_hetero.checks import at_least_one, is_number
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.agreed_batch import AgreedBatch
+from lightning_hetero.engine.job import Job
 from lightning_hetero.errors import CheckpointError, ConfigurationError, UnsupportedError
 from lightning_hetero.strategies.background import BackgroundFiles
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -82,14 +83,16 @@ class ResumableCheckpoint(Resumable):
         self._ended = {"complete": False, "stopped": False}  # how the fit that is gone on with has ended
         self._files: BackgroundFiles | None = None  # of the running fit
         self._clock: AgreedBatch | None = None  # of the running fit, where it goes by time
-        self._kept: list[str] = []  # complete checkpoints, the oldest first; on rank 0
+        self._job: Job | None = None  # of the running fit; another one when ranks are lost
+        self._fit = 0  # a number that all ranks give the running fit
+        self._kept: list[str] = []  # checkpoints, the oldest first
         self._at = 0  # the step at which it has last looked whether to save
         self._saved = -1  # the step of the latest checkpoint
         self._told = False  # that checkpoints are left out
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without what belongs to the running fit."""
-        return {**self.__dict__, "_files": None, "_clock": None}
+        return {**self.__dict__, "_files": None, "_clock": None, "_job": None}
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -154,19 +157,31 @@ class ResumableCheckpoint(Resumable):
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
         assert strategy.job is not None
-        store = strategy.job.store(f"checkpoints of fit {strategy.broadcast(next(self._fits))}")
-        limit = strategy.options.limit.total_seconds()
+        self._fit = strategy.broadcast(next(self._fits))
+        self._open(strategy)
+        self._at, self._saved, self._told = trainer.global_step, -1, False
+        self._ended = {"complete": False, "stopped": False}
+
+    def _open(self, strategy: HeteroStrategy) -> None:
+        """Begin to save for the ranks that there are now."""
+        self._close()
+        self._job = strategy.job
+        assert self._job is not None
+        store, limit = self._job.store(f"checkpoints of fit {self._fit}"), strategy.options.limit.total_seconds()
         self._files = BackgroundFiles(strategy.checkpoint_io, store, limit)
         if self.every_n_seconds is not None:
             self._clock = AgreedBatch(dist.PrefixStore("batch", store), self.every_n_seconds, limit)
-        self._at, self._saved, self._told = trainer.global_step, -1, False
-        self._ended = {"complete": False, "stopped": False}
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         if self._files is None:
             return
-        timed = self._clock is not None and self._clock.batch_ended()
+        strategy = trainer.strategy
+        assert isinstance(strategy, HeteroStrategy)
+        if strategy.job is not self._job:  # ranks were lost
+            self._open(strategy)
+        batch = trainer.fit_loop.epoch_loop.total_batch_idx
+        timed = self._clock is not None and self._clock.batch_ended(batch)
         if accumulates(trainer):
             return
         before, self._at = self._at, trainer.global_step
@@ -223,16 +238,12 @@ class ResumableCheckpoint(Resumable):
         finally:
             strategy.checkpoint_io = plain
         self._saved = step
-        files.launch(lambda: self._prune(strategy, path))
+        kept = [*(other for other in self._kept if other != path), path]
+        self._kept, old = kept[-self.keep :], kept[: -self.keep]
+        files.launch(lambda: [strategy.remove_checkpoint(other) for other in old])
         if not self.background:
             files.complete()
             self._agree()
-
-    def _prune(self, strategy: HeteroStrategy, path: str) -> None:
-        """A checkpoint is complete: delete the oldest ones; on rank 0."""
-        self._kept = [other for other in self._kept if other != path] + [path]
-        while len(self._kept) > self.keep:
-            strategy.remove_checkpoint(self._kept.pop(0))
 
     @override
     def path_to_stop_at(self, trainer: "pl.Trainer") -> str:

@@ -30,7 +30,7 @@ class AgreedBatch:
         self._store, self._seconds, self._limit = store, seconds, limit
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._lock, self._closed, self._known = threading.Lock(), threading.Event(), threading.Event()
-        self._done = self._round = 0  # batches, and how often ranks have agreed
+        self._done = self._round = 0  # the latest batch, and how often ranks have agreed
         self._silent: list[int] = []  # ranks that have not answered yet
         self._began = time.monotonic()
         self._pace = math.inf  # seconds that a batch takes
@@ -44,15 +44,18 @@ class AgreedBatch:
         self._due = time.monotonic() + self._seconds
         self._known.clear()
 
-    def batch_ended(self) -> bool:
-        """Count a batch; whether it is time, which stays so until :meth:`done`.
+    def batch_ended(self, batch: int) -> bool:
+        """Whether it is time, which stays so until :meth:`done`.
+
+        Args:
+            batch: the one that has ended, counted alike on all ranks.
 
         Raises:
             CommunicationError: the other ranks do not answer.
         """
         now = time.monotonic()
         with self._lock:
-            self._done += 1
+            self._done = batch
             self._pace, self._began = min(now - self._began, 2 * self._pace), now
             wait = self._bound is not None and self._done >= self._bound
         if wait:
@@ -104,7 +107,10 @@ class AgreedBatch:
             if self._known.wait(min(seconds, _POLL)):
                 return
             lost = failures.first(0.0)  # it will not answer any more
-        why = f"{lost}" if lost is not None else f"no answer from rank(s) {self._silent} within {self._limit:.0f} s"
+        if lost is not None:
+            self._known.wait(2 * _POLL)  # unless it has answered; whether the fit can go on is for others to say
+            return
         raise CommunicationError(
-            f"rank {self._rank} of {self._world} could not agree with the others on a step to save at: {why}."
+            f"rank {self._rank} of {self._world} could not agree with the others on a step to save at: no answer from "
+            f"rank(s) {self._silent} within {self._limit:.0f} s."
         )

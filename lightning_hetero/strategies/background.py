@@ -48,7 +48,7 @@ class BackgroundFiles(WrappingCheckpointIO):
             self._copies.rewind()
         self._jobs.append((self._copies.of(checkpoint), path, storage_options))
 
-    def launch(self, then: Callable[[], None]) -> None:
+    def launch(self, then: Callable[[], Any]) -> None:
         """Begin to write what has been given since the last time; on all ranks.
 
         Args:
@@ -72,7 +72,7 @@ class BackgroundFiles(WrappingCheckpointIO):
         """Why this rank could not write, if it could not."""
         return None if self._running is None or self._running.running else self._running.error
 
-    def _write(self, jobs: list[tuple[Any, ...]], number: int, then: Callable[[], None]) -> None:
+    def _write(self, jobs: list[tuple[Any, ...]], number: int, then: Callable[[], Any]) -> None:
         began, first = time.perf_counter(), dist.get_rank() == 0
         assert self.checkpoint_io is not None
         text = ""

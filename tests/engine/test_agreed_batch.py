@@ -22,7 +22,7 @@ def _steps(paces: list[float], seconds: float) -> tuple[list[int], list[float]]:
     for batch in range(1, 10**5):
         time.sleep(paces[dist.get_rank()])
         before = time.monotonic()
-        due = agreed.batch_ended()
+        due = agreed.batch_ended(batch)
         waits.append(time.monotonic() - before)
         if due:
             at.append(batch)
@@ -54,9 +54,11 @@ def _unanswered() -> Any:
     if dist.get_rank() == 1:
         agreed._closed.set()  # it does not answer
     until = time.monotonic() + (60 if dist.get_rank() == 0 else 8)
-    while time.monotonic() < until:
+    for batch in range(1, 10**5):
         time.sleep(0.05)
-        agreed.batch_ended()
+        agreed.batch_ended(batch)
+        if time.monotonic() > until:
+            break
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for_without_end() -> None:
