@@ -50,20 +50,45 @@ class Threads:
 
     def agree(self, members: Sequence[int]) -> dict[int, Agreed | MembershipLostError]:
         """What ``agree`` returns or raises in each of some members, all at once."""
-        results: dict[int, Agreed | MembershipLostError] = {}
+        return self.agree_later(members).results()
 
-        def one(member: int) -> None:
+    def agree_later(self, members: Sequence[int], also: "Calls | None" = None) -> "Calls":
+        """As :meth:`agree`, without waiting; ``also`` are calls that were made before."""
+        calls = also or Calls()
+        for member in members:
+            calls.make(member, lambda member=member: self.all[member].agree((member, 10 * member)))
+        return calls
+
+    def at_once(self, action: Callable[[Membership], Any]) -> None:
+        """Do something in all members at the same time."""
+        calls = Calls()
+        for member, membership in self.all.items():
+            calls.make(member, lambda membership=membership: action(membership))
+        calls.results()
+
+
+class Calls:
+    """Calls in threads, and what they have returned or raised."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, Any] = {}
+        self._threads: list[threading.Thread] = []
+
+    def make(self, member: int, call: Callable[[], Any]) -> None:
+        def run() -> None:
             try:
-                results[member] = self.all[member].agree((member, 10 * member))
+                self._results[member] = call()
             except MembershipLostError as error:
-                results[member] = error
+                self._results[member] = error
 
-        threads = [threading.Thread(target=one, args=(member,)) for member in members]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        self._threads.append(threading.Thread(target=run))
+        self._threads[-1].start()
+
+    def results(self) -> dict[int, Any]:
+        for thread in self._threads:
             thread.join(2 * LONG)
-        return results
+            assert not thread.is_alive()
+        return self._results
 
 
 @contextlib.contextmanager

@@ -1,35 +1,214 @@
-"""How members agree on who takes part: in threads."""
+"""How members agree on who takes part: in threads of one process."""
 
+import os
+import socket
 import time
 
-from members import Threads, in_threads, until
+import pytest
+from members import LONG, TERMS, TOKEN, Threads, in_threads, until
 
 from lightning_hetero.comm.membership import Agreed
-
-
-def die(threads: Threads, member: int) -> float:
-    """As the kernel would let it; returns the time."""
-    threads.all[member].close()
-    return time.time()
+from lightning_hetero.errors import MembershipLostError
 
 
 def noticed(threads: Threads, member: int) -> float:
     return next(event.time for event in threads.all[member].events if event.what == "changing")
 
 
+def changing(threads: Threads, members: list[int]) -> None:
+    until(lambda: all(threads.all[one].changing for one in members))
+
+
+def steady(threads: Threads, members: list[int], seconds: float = 0.5) -> None:
+    time.sleep(seconds)
+    assert not any(threads.all[one].changing for one in members), [threads.all[one].events for one in members]
+
+
+def same(results: dict) -> Agreed:
+    """What all have agreed on."""
+    views = list(results.values())
+    assert all(isinstance(view, Agreed) and view == views[0] for view in views), results
+    return views[0]
+
+
 def test_all_agree_on_those_that_remain() -> None:
     with in_threads([[0], [1], [2], [3]]) as threads:
-        died = die(threads, 2)
-        until(lambda: all(threads.all[one].changing for one in (0, 1, 3)))
-        results = threads.agree([0, 1, 3])
-        for result in results.values():
-            assert isinstance(result, Agreed), result
-            assert result.number == 1
-            assert result.members == (0, 1, 3)
-            assert result.standings == {0: (0, 0), 1: (1, 10), 3: (3, 30)}
-            assert result.lost == {2: "has ended without a word: killed, out of memory, or its program is over"}
-            assert result.host == 0
-        assert len({str(result.offer) for result in results.values()}) == 1
-        assert not any(threads.all[one].changing for one in (0, 1, 3))
+        threads.all[2].close()
+        died = time.time()
+        changing(threads, [0, 1, 3])
+        view = same(threads.agree([0, 1, 3]))
+        assert view.members == (0, 1, 3)
+        assert view.standings == {0: (0, 0), 1: (1, 10), 3: (3, 30)}
+        assert view.lost == {2: "has ended without a word: killed, out of memory, or its program is over"}
+        assert view.host == 0
+        assert view.offer == [os.getpid(), view.number]
+        steady(threads, [0, 1, 3])
         assert {one: called > 0 for one, called in threads.called.items()} == {0: True, 1: True, 2: False, 3: True}
         assert noticed(threads, 3) - died < 1.0
+        threads.all[0].close()
+        changing(threads, [1, 3])
+        again = threads.agree([1, 3])
+        assert same(again).members == (1, 3)
+        assert same(again).number > view.number
+        assert list(same(again).lost) == [0]
+
+
+def test_nobody_is_lost() -> None:
+    with in_threads([[0], [1], [2]]) as threads:
+        view = same(threads.agree([0, 1, 2]))
+        assert (view.members, view.lost) == ((0, 1, 2), {})
+        assert view.number > 0
+
+
+def test_broken_connections_are_made_anew() -> None:
+    with in_threads([[0], [1], [2]]) as threads:
+        for link in list(threads.all[0]._wire._links):
+            link.connection.shutdown(socket.SHUT_RDWR)
+        steady(threads, [0, 1, 2])
+        until(lambda: sorted(threads.all[0]._member.inbound) == [1, 2])
+
+
+def test_a_slow_member_is_waited_for() -> None:
+    with in_threads([[0], [1]], TERMS._replace(grace=0.8)) as threads:
+        threads.all[0]._post(lambda: threads.all[0]._member.change())
+        changing(threads, [1])
+        agreed = threads.agree_later([0])
+        time.sleep(1.5)
+        threads.agree_later([1], agreed)
+        assert same(agreed.results()).members == (0, 1)
+
+
+def test_a_member_that_does_not_come_is_left_out() -> None:
+    with in_threads([[0], [1], [2]], TERMS._replace(timeout=1.0)) as threads:
+        view = same(threads.agree([0, 1]))
+        assert view.lost == {2: "did not come within 1 s"}
+        with pytest.raises(MembershipLostError, match=r"left out since view .: it did not come within 1 s"):
+            threads.all[2].agree((2,))
+
+
+def test_a_coordinator_that_does_not_come_is_left_out() -> None:
+    with in_threads([[0], [1], [2]], TERMS._replace(timeout=1.0)) as threads:
+        view = same(threads.agree([1, 2]))
+        assert view.lost == {0: "did not come within 1 s"}
+        assert view.host == 1
+        with pytest.raises(MembershipLostError, match=r"left out since view .: it did not come within 1 s"):
+            threads.all[0].agree((0,))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 5])
+def test_a_replica_is_lost_as_a_whole(lost: int) -> None:
+    units = [[0, 1], [2, 3], [4, 5]]
+    with in_threads(units) as threads:
+        threads.all[lost].close()
+        other = lost ^ 1
+        alive = [one for one in range(6) if one != lost]
+        changing(threads, alive)
+        results = threads.agree(alive)
+        assert f"it lost rank {lost} of its replica" in str(results.pop(other))
+        view = same(results)
+        assert view.lost[other] == f"lost rank {lost} of its replica"
+        assert view.host == min(view.members) == (2 if lost < 2 else 0)
+
+
+def test_too_few_remain() -> None:
+    with in_threads([[0], [1], [2]], TERMS._replace(minimum=3)) as threads:
+        threads.all[1].failed("failed with ValueError: no")
+        changing(threads, [0, 2])
+        for result in threads.agree([0, 2]).values():
+            assert isinstance(result, MembershipLostError)
+            assert "only 2 replicas remain, and at least 3 are required. Missing: rank 1 failed with" in str(result)
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+def test_an_error_is_told(failed: int) -> None:
+    with in_threads([[0], [1], [2]]) as threads:
+        threads.all[failed].failed("failed with ValueError: no")
+        alive = [one for one in range(3) if one != failed]
+        changing(threads, alive)
+        assert same(threads.agree(alive)).lost == {failed: "failed with ValueError: no"}
+
+
+def test_one_that_has_left_is_not_lost() -> None:
+    with in_threads([[0], [1], [2], [3]]) as threads:
+        began = time.monotonic()
+        threads.all[0].leave()
+        threads.all[3].leave()
+        assert time.monotonic() - began < 2.0
+        steady(threads, [1, 2])
+        view = same(threads.agree([1, 2]))
+        assert view.lost == dict.fromkeys((0, 3), "has left: its run was over")
+        threads.all[1].leave()
+        assert threads.all[2].agree(()).members == (2,)  # there is nobody else that could go on
+
+
+def test_all_leave_at_once() -> None:
+    with in_threads([[one] for one in range(6)]) as threads:
+        threads.at_once(lambda membership: membership.leave())
+        for membership in threads.all.values():
+            assert [event for event in membership.events if event.what in ("lost", "changing")] == []
+            assert not membership._thread.is_alive()
+
+
+def test_strangers_change_nothing() -> None:
+    with in_threads([[0], [1], [2]]) as threads:
+        strangers = [socket.create_connection(threads.all[0].address) for _ in range(100)]
+        said = [b"", b"", b"\0" * 9000, b"0" * 32 + b" 1\n", f"{TOKEN} 7\n".encode(), b"GET / HTTP/1.1\r\n\r\n"]
+        for number, stranger in enumerate(strangers):
+            try:
+                stranger.sendall(said[number % len(said)])
+            except OSError:
+                continue  # it has been sent away
+        steady(threads, [0, 1, 2])
+        assert len(threads.all[0]._wire._links) <= 2 + 16 + 2
+        threads.all[1].close()
+        changing(threads, [0, 2])
+        assert same(threads.agree([0, 2])).members == (0, 2)
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_member_that_talks_nonsense_is_cut_off_and_nobody_else_is() -> None:
+    with in_threads([[0], [1], [2]]) as threads:
+        with socket.create_connection(threads.all[0].address) as liar:
+            liar.sendall(f"{TOKEN} 1\n[1]\n".encode())
+            liar.settimeout(LONG)
+            while liar.recv(4096):
+                pass
+        steady(threads, [0, 1, 2])
+        until(lambda: sorted(threads.all[0]._member.inbound) == [1, 2])
+
+
+def test_a_partition_in_halves_goes_on_once() -> None:
+    """Connections end, and new ones lead to where nobody answers."""
+    with in_threads([[0], [1], [2], [3]], TERMS._replace(grace=1.0)) as threads, socket.socket() as nowhere:
+        nowhere.bind(("127.0.0.1", 0))
+        nowhere.listen(64)
+        for one, membership in threads.all.items():
+            wire = membership._wire
+            wire.addresses = {
+                other: address if (one < 2) == (other < 2) else nowhere.getsockname()
+                for other, address in wire.addresses.items()
+            }
+        for link in list(threads.all[0]._wire._links):
+            if link.peer in (2, 3):
+                link.connection.shutdown(socket.SHUT_RDWR)
+        began = time.monotonic()
+        changing(threads, [0, 1, 2, 3])
+        results = threads.agree([0, 1, 2, 3])
+        assert time.monotonic() - began < 1.0 + 2.0
+        assert same({one: results[one] for one in (0, 1)}).members == (0, 1)
+        for one in (2, 3):
+            assert "only 2 of 4 replicas remain without rank 0" in str(results[one])
+            assert "rank 0 has not been heard of for" in str(results[one])
+
+
+def test_close_is_quick_and_may_come_first() -> None:
+    with in_threads([[0], [1]]) as threads:
+        began = time.monotonic()
+        threads.all[0].close()
+        threads.all[0].close()
+        threads.all[0].leave()
+        assert time.monotonic() - began < 1.0
+    never = Threads([[0]]).all[0].__class__(3, "127.0.0.1", TOKEN, TERMS, on_change=print, offer=print)
+    assert not never.changing
+    never.failed("failed")

@@ -32,8 +32,8 @@ class Gathering:
         self._proposal, self._since = None, member.around.now()
         if member.leads:
             member.hearing.expect(member.others, self._since)
-            for channel in member.inbound.values():  # they came before this one was their coordinator
-                channel.send(member.state())
+        for channel in member.inbound.values():  # those that follow this member
+            channel.send(member.state())
 
     def tell(self) -> None:
         """Tell all members what has changed, if this one is the coordinator."""
@@ -89,7 +89,7 @@ class Gathering:
         if proposal is None or proposal.roster.members != tuple(sorted(standings)):
             proposal = self._propose(standings)
         if proposal is not None and self._acks.issuperset(proposal.roster.members):
-            self._commit(proposal)
+            member.commit(proposal)  # tells the others
 
     # -- who is there ------------------------------------------------------------------------------
 
@@ -176,12 +176,3 @@ class Gathering:
             if peer != member.me:
                 member.inbound[peer].send({"k": "propose", "v": proposal.written()})
         return proposal
-
-    def _commit(self, proposal: Proposal) -> None:
-        member = self._member
-        member.commit(proposal)
-        for peer, channel in member.inbound.items():
-            if peer in proposal.roster.members:
-                channel.send({"k": "commit", "v": proposal.key})
-            else:
-                channel.send(member.left_out(peer))

@@ -3,6 +3,8 @@
 from typing import Any
 
 from lightning_hetero.comm.membership.casualties import GONE, Casualties
+from lightning_hetero.comm.membership.farewell import Farewell
+from lightning_hetero.comm.membership.following import Following
 from lightning_hetero.comm.membership.gathering import Gathering
 from lightning_hetero.comm.membership.hearing import Hearing
 from lightning_hetero.comm.membership.majority import Key, Roster
@@ -39,21 +41,19 @@ class Member:
         self.hearing = Hearing(terms.grace)
         self.acked: dict[Key, Proposal] = {}
         self.gone = Casualties(me)
-        self.leader, self.term = min(first.members), 0
         self.changing, self.began = False, 0.0
         self.standing: tuple[int, ...] | None = None
         self.agreed: Proposal | None = None
         self.over: str | None = None
-        self.bye: dict[str, Any] | None = None  # this member ends
-        self.heard_bye: set[int] = set()
         self.inbound: dict[int, Channel] = {}
         self.outbound: dict[int, Channel] = {}
         self._beaten = 0.0
+        self.following, self.watching, self.gathering = Following(self), Watching(self), Gathering(self)
+        self.farewell = Farewell(self)
         first_contact = around.now() + max(terms.timeout - self.hearing.grace, 0.0)
         self.hearing.expect(self.others, first_contact)  # they may begin later
         # Attempts to connect: how many, and time of the next. Members connect to the coordinator by themselves.
-        self._tries = {peer: (0, around.now() + 1.0) for peer in self.others if me == self.leader}
-        self.gathering, self.watching = Gathering(self), Watching(self)
+        self._tries = {peer: (0, around.now() + 1.0) for peer in self.others if self.leads}
 
     # -- what is known -----------------------------------------------------------------------------
 
@@ -63,6 +63,11 @@ class Member:
         return [m for m in self.view.members if m != self.me and m not in self.gone]
 
     @property
+    def leader(self) -> int:
+        """The coordinator, as far as this member knows."""
+        return self.following.leader
+
+    @property
     def leads(self) -> bool:
         """Whether this member is the coordinator."""
         return self.leader == self.me
@@ -70,7 +75,7 @@ class Member:
     def state(self) -> dict[str, Any]:
         """The message that says where this member stands."""
         acked = [proposal.roster for proposal in self.acked.values()]
-        return {"k": "state", "v": [self.leader, self.term, self.view, acked, self.standing, self.changing]}
+        return {"k": "state", "v": [self.leader, self.following.term, self.view, acked, self.standing, self.changing]}
 
     def left_out(self, peer: int) -> dict[str, Any]:
         """The message to a member that does not take part any more."""
@@ -87,21 +92,12 @@ class Member:
         """The training thread has come to the agreement."""
         self.standing = standing
         self.change()
-        if self.leader in self.outbound:
-            self.outbound[self.leader].send(self.state())
+        self._tell_leader()
         self.advance()
 
-    def end(self, how: str | None) -> None:
-        """This member ends: with an error, or because its run is over."""
-        self.bye = {"k": "bye", "how": how}
-        for channel in (*self.inbound.values(), *self.outbound.values()):
-            channel.send(self.bye)
-
-    @property
-    def may_go(self) -> bool:
-        """Whether those that must know that this member ends, know it."""
-        must = self.others if self.leads else [self.leader]
-        return self.heard_bye.issuperset(must)
+    def _tell_leader(self) -> None:
+        if self.leader in self.outbound:
+            self.outbound[self.leader].send(self.state())
 
     def change(self) -> None:
         """Ask for a new view."""
@@ -140,8 +136,7 @@ class Member:
                 old.close()
             self.gathering.forget(channel.peer)
         channel.send(self.state())
-        if self.bye:
-            channel.send(self.bye)
+        self.farewell.opened(channel)
 
     def closed(self, channel: Channel, refused: bool) -> None:
         """A connection has ended, or nobody listens at its other end."""
@@ -172,21 +167,17 @@ class Member:
             if message["changing"]:
                 self.change()
         elif kind == "bye":
-            channel.send({"k": "heard"})
-            if message["how"] is None:
-                if self.gone.leaves(peer):
-                    self.around.note("left", peer)
-                    self.gathering.tell()
-            else:
-                self.lose(peer, message["how"], final=True)
+            self.farewell.received(channel, message["how"])
         elif kind == "heard":
-            self.heard_bye.add(peer)
+            self.farewell.heard.add(peer)
         elif kind == "propose" and channel is self.outbound.get(self.leader):
             self._acknowledge(channel, Proposal.read(value))
         elif kind == "ack" and channel is self.inbound.get(peer):
             self.gathering.acknowledged(peer, tuple(value))
         elif kind == "commit" and tuple(value) in self.acked:
             self.commit(self.acked[tuple(value)])
+            if peer != self.leader:
+                self._tell_leader()
         elif kind == "out" and message["n"] >= self.view.number:
             self.finish(value)
         self.advance()
@@ -198,13 +189,16 @@ class Member:
         if peer not in self.view.members and state.view.key <= self.view.key:
             channel.send(self.left_out(peer))
             return
+        if state.view.key in self.acked:
+            self.commit(self.acked[state.view.key])
         if self.view.key in [roster.key for roster in state.acked]:  # it was not there to hear of it
             channel.send({"k": "commit", "v": self.view.key})
+            self.gathering.tell()  # perhaps there is a change again
             state = state._replace(view=self.view, standing=None, changing=False)
         if self.gone.returns(peer):
             self.around.note("returned", peer)
             self.gathering.tell()
-        self._consider(peer, state)
+        self.following.consider(peer, state)
         if not channel.mine:
             self.gathering.stands(peer, state)
         elif peer == self.leader:
@@ -214,36 +208,23 @@ class Member:
             self.outbound.pop(peer, None)  # it was only asked whether it is alive
             channel.close()
 
-    def _consider(self, peer: int, state: State) -> None:
-        """Perhaps follow the leader that another member names."""
-        leader = state.leader
-        if leader in (self.me, self.leader) or leader in self.gone:
-            self.term = max(self.term, state.term) if leader == self.leader else self.term
-            return
-        mine_is_well = self.hearing.silence(self.leader, self.around.now()) < self.hearing.grace / 2
-        newer = (state.term, -leader) > (self.term, -self.leader)
-        if newer and (self.leads or peer == self.leader or (peer == leader and not mine_is_well)):
-            self.follow(leader, state.term)
-
-    def follow(self, leader: int, term: int) -> None:
-        """Follow another coordinator, or become it."""
-        if (old := self.outbound.pop(self.leader, None)) is not None:
-            old.close()
-        self.leader, self.term, self.watching.asked = leader, term, {}
-        self.gathering.begin()
-        self.hearing.expect([leader], self.around.now())
-        self._tries.pop(leader, None)
-
     def _acknowledge(self, channel: Channel, proposal: Proposal) -> None:
         if self.standing is not None and self.me in proposal.roster.members and proposal.key > self.view.key:
             self.acked[proposal.key] = proposal
             channel.send({"k": "ack", "v": proposal.key})
+        else:
+            channel.send(self.state())
 
     def commit(self, proposal: Proposal) -> None:
         """A view has been committed."""
         if self.over is not None or proposal.key != max(self.acked):
             return  # a later view has been acknowledged, which is the one that counts
         self.view, self.acked = proposal.roster, {}
+        for member, why in proposal.lost.items():
+            self.gone.lose(member, why, final=True)
+        for peer, channel in self.inbound.items():
+            stays = peer in self.view.members
+            channel.send({"k": "commit", "v": self.view.key} if stays else self.left_out(peer))
         self.gathering.committed()
         self.around.note("agreed", proposal.roster.number)
         if self.standing is None:
@@ -274,20 +255,21 @@ class Member:
 
     def advance(self) -> None:
         """Do what can be done now."""
+        self.farewell.advance()
         if self.over is not None:
             return
-        while self.leader in self.gone or self.leader not in self.view.members:
-            living = [*self.others, *([self.me] if self.me not in self.gone else [])]
-            if not living:
-                self.finish(f"rank {self.me} {self.gone.reasons[self.me]}, and nobody else remains.")
-                return
-            self.follow(min(living), self.term + 1)
-        if self.leads:
+        if not self.following.choose():
+            self.finish(f"rank {self.me} {self.gone.reasons[self.me]}, and nobody else remains.")
+        elif self.leads:
             self.gathering.advance()
         else:
             self.reach(self.leader)
             for other in list(self.watching.asked):
                 self.reach(other)
+
+    def hurry(self, peer: int) -> None:
+        """Let the next attempt to connect to a member be at once."""
+        self._tries.pop(peer, None)
 
     def reach(self, peer: int) -> None:
         """Connect to a member, unless there is a connection or the last attempt was just now."""

@@ -62,7 +62,7 @@ class Membership:
         self._thread: threading.Thread | None = None
         self._posted: deque[Callable[[], None]] = deque()
         self._turn = threading.Condition()  # notified after each turn of the thread
-        self._closed = False
+        self._closed = self._ending = False
         self._pid = os.getpid()
         self._called = -_AGAIN
         _all.add(self)
@@ -149,9 +149,10 @@ class Membership:
     def _end(self, how: str | None) -> None:
         member = self._member
         if member is not None and not self._closed and self._pid == os.getpid():
-            self._post(lambda: member.end(how))
+            self._ending = True
+            self._post(lambda: member.farewell.begin(how))
             with self._turn:
-                self._turn.wait_for(lambda: self._closed or (member.bye is not None and member.may_go), _PATIENCE)
+                self._turn.wait_for(lambda: self._closed or member.farewell.done, _PATIENCE)
         self.close()
 
     def close(self) -> None:
@@ -212,7 +213,7 @@ class Membership:
                 self._turn.notify_all()
 
     def _take_turn(self, member: Member) -> None:
-        pause = 0.05 if member.changing or member.bye else min(member.hearing.beat / 4, 0.25)
+        pause = 0.05 if member.changing or self._ending else min(member.hearing.beat / 4, 0.25)
         began = time.monotonic()
         happened = self._wire.poll(pause)
         if time.monotonic() - began - pause > member.hearing.beat:

@@ -1,0 +1,223 @@
+"""A simulated network of members: random delays, deaths, freezes and partitions, on a clock that needs no waiting."""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_hetero.comm.membership.majority import Roster
+from lightning_hetero.comm.membership.member import Member
+from lightning_hetero.comm.membership.terms import Terms
+
+TICK = 0.3
+TERMS = Terms(grace=2.0, minimum=1, timeout=8.0)
+
+
+class End:
+    """One end of a connection."""
+
+    def __init__(self, node: "Node", peer: int, mine: bool) -> None:
+        self.node, self.peer, self.mine = node, peer, mine
+        self.other: End | None = None
+        self.open = self.dropped = self.ended = False
+        self.free = 0.0  # when the last message to the other end has come: their order stays
+
+    def send(self, message: dict[str, Any]) -> None:
+        if not self.dropped and not self.ended:
+            self.node.world.carry(self, ("message", message))
+
+    def close(self) -> None:
+        if not self.dropped:
+            self.dropped = True
+            self.node.world.carry(self, ("closed", {}))
+
+
+class Node:
+    """A process: its member, its training thread, and what has come and was not read yet."""
+
+    def __init__(self, world: "World", me: int, first: Roster, terms: Terms) -> None:
+        self.world, self.me = world, me
+        self.dead = self.frozen = False
+        self.inbox: list[tuple[End, str, dict[str, Any]]] = []
+        self.ends: list[End] = []
+        self.coming = False
+        self.views: list[Roster] = []
+        self.member = Member(me, first, terms, self)
+        self.slow = 0.0
+
+    def now(self) -> float:
+        return self.world.time
+
+    def note(self, what: str, member: int, why: str = "") -> None:
+        self.world.noted(self, what, member, why)
+        if what == "over":
+            self.world.after(self.world.random.uniform(0.1, 2.0), self._end)
+
+    def _end(self) -> None:
+        """The process ends, unless it is frozen."""
+        if self.frozen:
+            self.world.after(0.5, self._end)
+        else:
+            self.world.kill(self.me)
+
+    def offer(self, number: int) -> Any:
+        return [self.me, number]
+
+    def connect(self, peer: int) -> End:
+        mine = End(self, peer, True)
+        self.ends.append(mine)
+        self.world.after(self.world.delay(), lambda: self.world.dial(mine))
+        return mine
+
+    @property
+    def runs(self) -> bool:
+        return not self.dead and not self.frozen
+
+    def turn(self) -> None:
+        """What the service thread and the training thread do."""
+        if not self.runs:
+            return
+        inbox, self.inbox = self.inbox, []
+        for end, what, message in inbox:
+            if end.dropped:
+                continue
+            if what == "opened":
+                self.member.opened(end)
+            elif what == "message":
+                self.member.received(end, message)
+            else:
+                end.ended = True
+                self.member.closed(end, what == "refused")
+        self.member.tick()
+        member = self.member
+        if member.agreed is not None and (not self.views or member.agreed.roster != self.views[-1]):
+            self.views.append(member.agreed.roster)
+            self.world.agreed.setdefault(member.agreed.roster.key, member.agreed)
+        if member.changing and member.standing is None and member.over is None and not self.coming:
+            self.coming = True
+            self.world.after(self.slow or self.world.random.uniform(0, 0.3), self._come)
+
+    def _come(self) -> None:
+        if self.dead:
+            return
+        if self.frozen:
+            self.world.after(0.2, self._come)
+            return
+        self.coming = False
+        if self.member.changing and self.member.over is None and self.member.standing is None:
+            self.member.come((self.me,))
+
+
+class World:
+    """All nodes, the network between them, and the clock."""
+
+    def __init__(self, seed: int, units: Sequence[Sequence[int]], terms: Terms = TERMS) -> None:
+        self.random, self.time = random.Random(seed), 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self.cut: set[frozenset[int]] = set()  # pairs that do not reach each other
+        self.agreed: dict[tuple[int, int], Any] = {}
+        self.on_note: Callable[[Node, str], None] = lambda node, what: None
+        first = Roster(0, -1, tuple(sorted(tuple(unit) for unit in units)))
+        self.nodes = {one: Node(self, one, first, terms) for one in first.members}
+        for node in self.nodes.values():
+            self.after(self.random.uniform(0, TICK), lambda node=node: self._turns(node))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.time + seconds, next(self._count), action))
+
+    def run(self, seconds: float) -> None:
+        end = self.time + seconds
+        while self._queue and self._queue[0][0] <= end:
+            self.time, _, action = heapq.heappop(self._queue)
+            action()
+        self.time = end
+
+    def delay(self) -> float:
+        return self.random.choice([0.001, 0.001, 0.01, 0.05])
+
+    def noted(self, node: Node, what: str, member: int, why: str) -> None:
+        self.on_note(node, what)
+
+    def _turns(self, node: Node) -> None:
+        node.turn()
+        if not node.dead:
+            self.after(TICK, lambda: self._turns(node))
+
+    # -- the network -------------------------------------------------------------------------------
+
+    def reaches(self, one: int, other: int) -> bool:
+        return frozenset((one, other)) not in self.cut
+
+    def dial(self, mine: End) -> None:
+        if mine.dropped or mine.node.dead:
+            return
+        node = self.nodes[mine.peer]
+        if not self.reaches(mine.node.me, mine.peer):
+            self.after(1.0, lambda: self.dial(mine))  # as TCP does
+        elif node.dead:
+            self.arrive(mine, "refused", {})
+        else:
+            theirs = End(node, mine.node.me, False)
+            mine.other, theirs.other = theirs, mine
+            node.ends.append(theirs)
+            self.arrive(theirs, "opened", {})
+            self.arrive(mine, "opened", {})
+
+    def carry(self, end: End, what: tuple[str, dict[str, Any]]) -> None:
+        if end.other is not None:
+            end.free = max(end.free, self.time + self.delay())
+            self.after(end.free - self.time, lambda: self._deliver(end, what))
+
+    def _deliver(self, end: End, what: tuple[str, dict[str, Any]]) -> None:
+        if not self.reaches(end.node.me, end.peer):
+            end.free = max(end.free, self.time + 0.5)
+            self.after(end.free - self.time, lambda: self._deliver(end, what))
+        elif end.other is not None:
+            self.arrive(end.other, *what)
+
+    def arrive(self, end: End, what: str, message: dict[str, Any]) -> None:
+        if not end.node.dead and not end.dropped and not end.ended:
+            end.node.inbox.append((end, what, message))
+            self.after(0.0, end.node.turn)
+
+    # -- faults ------------------------------------------------------------------------------------
+
+    def kill(self, one: int) -> None:
+        node = self.nodes[one]
+        if not node.dead:
+            node.dead = True
+            for end in node.ends:
+                if not end.dropped and not end.ended:
+                    self.carry(end, ("closed", {}))
+
+    def freeze(self, one: int) -> None:
+        self.nodes[one].frozen = True
+
+    def thaw(self, one: int) -> None:
+        node = self.nodes[one]
+        if node.frozen and not node.dead:
+            node.frozen = False
+            node.member.restart()
+
+    def part(self, side: Sequence[int]) -> None:
+        for one in self.nodes:
+            for other in self.nodes:
+                if (one in side) != (other in side):
+                    self.cut.add(frozenset((one, other)))
+
+    def heal(self) -> None:
+        self.cut.clear()
+
+    def break_links(self, one: int) -> None:
+        """Connections end for both, as a router that was restarted would do it."""
+        for end in list(self.nodes[one].ends):
+            if end.other is not None and not end.ended and not end.other.ended:
+                for each in (end, end.other):
+                    self.arrive(each, "closed", {})
+
+    @property
+    def going(self) -> list[int]:
+        """Members that go on."""
+        return [one for one, node in self.nodes.items() if node.runs and node.member.over is None]

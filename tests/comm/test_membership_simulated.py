@@ -1,0 +1,111 @@
+"""Many random histories of deaths, freezes and partitions: two sides never both go on, and nobody waits for ever."""
+
+import itertools
+import random
+
+import pytest
+from membership_world import World
+
+SINGLE = [[0], [1], [2], [3], [4]]
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def check_views(world: World) -> None:
+    """Any two views that were committed have a member in common, so no two of them can be complete at once."""
+    for one, other in itertools.combinations(world.agreed.values(), 2):
+        assert set(one.roster.members) & set(other.roster.members), (one, other)
+        assert one.roster.number != other.roster.number, (one, other)
+
+
+def check_settled(world: World) -> None:
+    """All that go on are steady, in one view, and are all of its members."""
+    going = world.going
+    for one in going:
+        member = world.nodes[one].member
+        assert not member.changing, (one, vars(member))
+        assert list(member.view.members) == going, (one, member.view, going)
+
+
+def faults(world: World, draw: random.Random) -> None:
+    """A few faults at random, one after the other, or close together."""
+    ids = list(world.nodes)
+    for _ in range(draw.randint(1, 5)):
+        world.run(draw.choice([0.0, 0.01, 0.1, 0.5, 2.5, 6.0]))
+        kind = draw.choice(["kill", "freeze", "thaw", "part", "alone", "heal", "break", "slow", "cut"])
+        one = draw.choice(ids)
+        if kind == "kill":
+            world.kill(one)
+        elif kind == "freeze":
+            world.freeze(one)
+        elif kind == "thaw":
+            for each in ids:
+                world.thaw(each)
+        elif kind == "part":
+            world.part(draw.sample(ids, len(ids) // 2))
+        elif kind == "alone":
+            world.part([one])
+        elif kind == "heal":
+            world.heal()
+        elif kind == "slow":
+            world.nodes[one].slow = draw.choice([3.0, 30.0])
+        elif kind == "cut":
+            world.cut.add(frozenset(draw.sample(ids, 2)))
+        else:
+            world.break_links(one)
+
+
+@pytest.mark.parametrize("units", [SINGLE, PAIRS], ids=["ranks", "pairs"])
+@pytest.mark.parametrize("seed", range(20))
+def test_histories(units: list[list[int]], seed: int) -> None:
+    world, draw = World(seed, units), random.Random(seed)
+    world.run(1.0)
+    faults(world, draw)
+    world.run(40.0)
+    check_views(world)
+    world.heal()
+    for one in world.nodes:
+        world.thaw(one)
+    world.run(20.0)
+    check_views(world)
+    check_settled(world)
+
+
+@pytest.mark.parametrize("when", ["offer", "acknowledged"])
+@pytest.mark.parametrize("seed", range(5))
+def test_coordinator_dies_while_it_proposes(seed: int, when: str) -> None:
+    """Whatever its last message was, the others go on together."""
+    world = World(seed, SINGLE)
+    world.run(1.0)
+    first = world.nodes[0]
+    if when == "offer":
+        first.offer = lambda number: world.kill(0)  # type: ignore[method-assign]
+    else:
+        world.on_note = lambda node, what: world.kill(0) if what == "agreed" and node is first else None
+    world.kill(3)
+    world.run(15.0)
+    check_views(world)
+    check_settled(world)
+    assert world.going == [1, 2, 4]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_partition_in_halves_goes_on_once(seed: int) -> None:
+    world = World(seed, [[0], [1], [2], [3]])
+    world.run(1.0)
+    world.part([0, 2])
+    world.run(15.0)
+    assert world.going == [0, 2]
+    assert "only 2 of 4 replicas remain without rank 0" in str(world.nodes[1].member.over)
+    check_settled(world)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kills_alone_leave_all_others_in_one_view(seed: int) -> None:
+    """As long as more than half of the last view live."""
+    world, draw = World(seed, [[one] for one in range(8)]), random.Random(seed)
+    world.run(1.0)
+    for one in draw.sample(range(8), 6):
+        world.kill(one)
+        world.run(draw.choice([0.5, 1.5]) if len(world.going) > 3 else 5.0)
+        check_views(world)
+    check_settled(world)
