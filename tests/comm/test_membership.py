@@ -1,6 +1,7 @@
 """How members agree on who takes part: in threads of one process."""
 
 import os
+import signal
 import socket
 import time
 
@@ -44,7 +45,7 @@ def test_all_agree_on_those_that_remain() -> None:
         assert view.offer == [os.getpid(), view.number]
         steady(threads, [0, 1, 3])
         assert {one: called > 0 for one, called in threads.called.items()} == {0: True, 1: True, 2: False, 3: True}
-        assert noticed(threads, 3) - died < 1.0
+        assert noticed(threads, 3) - died < TERMS.grace  # nobody waits for its silence
         threads.all[0].close()
         changing(threads, [1, 3])
         again = threads.agree([1, 3])
@@ -133,7 +134,7 @@ def test_one_that_has_left_is_not_lost() -> None:
         began = time.monotonic()
         threads.all[0].leave()
         threads.all[3].leave()
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < LONG / 4
         steady(threads, [1, 2])
         view = same(threads.agree([1, 2]))
         assert view.lost == dict.fromkeys((0, 3), "has left: its run was over")
@@ -195,11 +196,28 @@ def test_a_partition_in_halves_goes_on_once() -> None:
         began = time.monotonic()
         changing(threads, [0, 1, 2, 3])
         results = threads.agree([0, 1, 2, 3])
-        assert time.monotonic() - began < 1.0 + 2.0
+        assert time.monotonic() - began < LONG / 2
         assert same({one: results[one] for one in (0, 1)}).members == (0, 1)
         for one in (2, 3):
             assert "only 2 of 4 replicas remain without rank 0" in str(results[one])
             assert "rank 0 has not been heard of for" in str(results[one])
+
+
+def test_a_child_process_does_not_keep_connections_open() -> None:
+    with in_threads([[0], [1], [2]]) as threads:
+        child = os.fork()
+        if child == 0:
+            time.sleep(LONG)
+            os._exit(0)
+        try:
+            threads.all[2].close()
+            changing(threads, [0, 1])
+            assert same(threads.agree([0, 1])).members == (0, 1)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(threads.all[2].address)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_close_is_quick_and_may_come_first() -> None:
@@ -208,7 +226,7 @@ def test_close_is_quick_and_may_come_first() -> None:
         threads.all[0].close()
         threads.all[0].close()
         threads.all[0].leave()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < LONG / 4
     never = Threads([[0]]).all[0].__class__(3, "127.0.0.1", TOKEN, TERMS, on_change=print, offer=print)
     assert not never.changing
     never.failed("failed")

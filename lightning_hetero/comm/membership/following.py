@@ -53,6 +53,7 @@ class Following:
     def follow(self, leader: int, term: int) -> None:
         """Follow another coordinator, or become it."""
         member = self._member
+        member.gathering.spread()  # the last news of this member, if it was the coordinator
         if (old := member.outbound.pop(self.leader, None)) is not None:
             old.close()
         self.leader, self.term, member.watching.asked = leader, term, {}

@@ -25,6 +25,7 @@ class Gathering:
         self._proposal: Proposal | None = None
         self._acks: set[int] = set()
         self._since = member.around.now()
+        self._untold = False
 
     def begin(self) -> None:
         """This member becomes the coordinator, or follows another one."""
@@ -36,11 +37,16 @@ class Gathering:
             channel.send(member.state())
 
     def tell(self) -> None:
+        """All members must learn what has changed."""
+        self._untold = True
+
+    def spread(self) -> None:
         """Tell all members what has changed, if this one is the coordinator."""
         member = self._member
-        if member.leads:
+        if self._untold and member.leads:
             for channel in member.inbound.values():
                 channel.send({"k": "news", "v": member.gone.written(), "changing": member.changing})
+        self._untold = False
 
     def void(self) -> None:
         """Drop the proposal: the others may have gone on without this member."""
@@ -72,6 +78,10 @@ class Gathering:
 
     def advance(self) -> None:
         """Do what the coordinator can do now."""
+        self._gather()
+        self.spread()
+
+    def _gather(self) -> None:
         member = self._member
         for peer in member.others:
             if peer not in member.inbound:

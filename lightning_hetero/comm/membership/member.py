@@ -13,6 +13,8 @@ from lightning_hetero.comm.membership.surroundings import Channel, Surroundings
 from lightning_hetero.comm.membership.terms import Terms
 from lightning_hetero.comm.membership.watching import Watching
 
+_TICK = 0.02  # seconds: it is not worthwhile to look at all members more often
+
 
 class Member:
     """What a member knows of the others, and how it answers what happens.
@@ -47,7 +49,7 @@ class Member:
         self.over: str | None = None
         self.inbound: dict[int, Channel] = {}
         self.outbound: dict[int, Channel] = {}
-        self._beaten = 0.0
+        self._beaten = self._ticked = float("-inf")
         self.following, self.watching, self.gathering = Following(self), Watching(self), Gathering(self)
         self.farewell = Farewell(self)
         first_contact = around.now() + max(terms.timeout - self.hearing.grace, 0.0)
@@ -160,6 +162,8 @@ class Member:
         if peer == self.leader:
             self.watching.asked = {}
         kind, value = message["k"], message.get("v", ())
+        if kind == "beat":
+            return
         if kind == "state":
             self._state(channel, State.read(value))
         elif kind == "news" and peer == self.leader:
@@ -237,6 +241,9 @@ class Member:
     def tick(self) -> None:
         """Some time has passed."""
         now = self.around.now()
+        if now - self._ticked < _TICK:
+            return
+        self._ticked = now
         if now - self._beaten >= self.hearing.beat:
             self._beaten = now
             for channel in (*self.inbound.values(), *self.outbound.values()):
@@ -275,4 +282,7 @@ class Member:
         """Connect to a member, unless there is a connection or the last attempt was just now."""
         _, due = self._tries.get(peer, (0, 0.0))
         if peer not in self.outbound and self.around.now() >= due:
-            self.outbound[peer] = self.around.connect(peer)
+            try:
+                self.outbound[peer] = self.around.connect(peer)
+            except OSError:  # too many open files, say
+                self._tries[peer] = (0, self.around.now() + 1.0)

@@ -65,6 +65,7 @@ class Membership:
         self._closed = self._ending = False
         self._pid = os.getpid()
         self._called = -_AGAIN
+        self._last_turn = time.monotonic()
         _all.add(self)
         close_at_exit(self)
 
@@ -90,6 +91,7 @@ class Membership:
         self._wire.addresses = {member: (host, port) for member, (host, port) in addresses.items() if member != self.me}
         self._members = first.members
         self._member = Member(self.me, first, self.terms, self)
+        self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="hetero-membership", daemon=True)
         self._thread.start()
 
@@ -214,9 +216,9 @@ class Membership:
 
     def _take_turn(self, member: Member) -> None:
         pause = 0.05 if member.changing or self._ending else min(member.hearing.beat / 4, 0.25)
-        began = time.monotonic()
         happened = self._wire.poll(pause)
-        if time.monotonic() - began - pause > member.hearing.beat:
+        before, self._last_turn = self._last_turn, time.monotonic()
+        if self._last_turn - before - pause > member.hearing.beat:
             member.restart()  # this process was stopped, or another thread held Python's lock
         while self._posted:
             self._posted.popleft()()

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 HostPort = tuple[str, int]
 
 _GREETING = 256  # bytes of the first line, before which nothing is known about the other end
-_LINE = 1 << 16  # bytes of a message
+_PART = 1 << 16  # bytes that are read at once
+_LINE = 1 << 18  # bytes of a message; the largest names some thousand members
 _BACKLOG = 1 << 20  # bytes that wait to be sent
 _STRANGERS = 16  # connections at a time, beside those of members, that have not said who they are
 _HURRY = 5.0  # seconds within which they must say it, and within which a connection must be made
@@ -184,7 +185,7 @@ class Wire:
 
     def _read(self, link: Link) -> None:
         try:
-            part = link.connection.recv(_LINE)
+            part = link.connection.recv(_PART)
         except BlockingIOError:
             return
         except OSError:
