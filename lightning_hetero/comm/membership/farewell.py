@@ -18,9 +18,6 @@ class Farewell:
 
     Args:
         member: that ends, or hears that others do.
-
-    Attributes:
-        heard: members that have confirmed it.
     """
 
     def __init__(self, member: "Member") -> None:
@@ -28,7 +25,8 @@ class Farewell:
         self._due = float("inf")
         self._message: dict[str, Any] = {}
         self._said = False
-        self.heard: set[int] = set()
+        self._heard: set[int] = set()  # members that have confirmed it
+        self._confirmed = False  # by the coordinator
 
     def begin(self, how: str | None) -> None:
         """The member ends: with an error, or because its run is over."""
@@ -41,13 +39,14 @@ class Farewell:
     def done(self) -> bool:
         """Whether the member may go."""
         member = self._member
-        return self._said and self.heard.issuperset(member.others if member.leads else [member.leader])
+        return self._confirmed or (self._said and member.leads and self._heard.issuperset(member.others))
 
     def advance(self) -> None:
         """Say it, if it is time."""
         member = self._member
         if self._message and not self._said and (member.around.now() >= self._due or not member.others):
             self._said = True
+            member.gathering.spread()
             for channel in (*member.inbound.values(), *member.outbound.values()):
                 channel.send(self._message)
 
@@ -55,6 +54,11 @@ class Farewell:
         """Say it on a new connection."""
         if self._said:
             channel.send(self._message)
+
+    def heard(self, peer: int) -> None:
+        """Another member has confirmed it."""
+        self._heard.add(peer)
+        self._confirmed = self._confirmed or peer == self._member.leader
 
     def received(self, channel: Channel, how: str | None) -> None:
         """Another member says that it ends."""

@@ -173,7 +173,7 @@ class Member:
         elif kind == "bye":
             self.farewell.received(channel, message["how"])
         elif kind == "heard":
-            self.farewell.heard.add(peer)
+            self.farewell.heard(peer)
         elif kind == "propose" and channel is self.outbound.get(self.leader):
             self._acknowledge(channel, Proposal.read(value))
         elif kind == "ack" and channel is self.inbound.get(peer):

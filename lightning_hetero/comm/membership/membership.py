@@ -239,7 +239,8 @@ class Membership:
 
     def _call(self, member: Member) -> None:
         """Let the training thread know that it must come."""
-        if member.changing and member.standing is None and time.monotonic() - self._called > _AGAIN:
+        wanted = member.changing and member.standing is None and not self._ending
+        if wanted and time.monotonic() - self._called > _AGAIN:
             self._called = time.monotonic()
             try:
                 self._on_change()

@@ -240,6 +240,9 @@ class Wire:
     def close(self) -> None:
         """Close all connections, and listen no longer."""
         for link in list(self._links):
+            if not link.connecting:
+                with suppress(OSError):  # unread messages would take what was sent last with them
+                    link.connection.recv(_PART)
             self.forget(link)
         for one in (self._selector, self._listener, self._wakes, self._woken):
             one.close()
