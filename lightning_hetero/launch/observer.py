@@ -1,5 +1,6 @@
 """Watches the processes that the popen launcher has started, and says which one failed."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -30,12 +31,13 @@ class ObservedLauncher(SubprocessScriptLauncher):
 
     Args:
         grace: seconds from a rank's failure until the others are killed.
+        survive: the others go on instead. If this rank fails, its process ends when they have.
         **kwargs: as for Lightning's launcher.
     """
 
-    def __init__(self, grace: float = 30.0, **kwargs: Any) -> None:
+    def __init__(self, grace: float = 30.0, survive: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.grace = grace
+        self.grace, self.survive = grace, survive
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
@@ -44,7 +46,7 @@ class ObservedLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         with passed_on():
             start_ranks(self)
-        observer = Observer(self.procs, self.grace)
+        observer = Observer(self.procs, None if self.survive else self.grace)
         observer.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -54,6 +56,8 @@ class ObservedLauncher(SubprocessScriptLauncher):
         except BaseException as error:
             # This rank's error may be the echo of another's; that process takes a while to end.
             observer.report(patience=10.0 if isinstance(error, CommunicationError) else 2.0)
+            if self.survive:  # a scheduler would end the others together with this process
+                atexit.register(observer.wait)
             raise
 
 
@@ -62,11 +66,11 @@ class Observer(threading.Thread):
 
     Args:
         children: the processes of local ranks 1, 2, ...
-        grace: seconds from a failure until all are killed.
+        grace: seconds from a failure until all are killed; ``None``: they go on.
         poll: seconds between looks.
     """
 
-    def __init__(self, children: Sequence[subprocess.Popen], grace: float, poll: float = 0.5) -> None:
+    def __init__(self, children: Sequence[subprocess.Popen], grace: float | None, poll: float = 0.5) -> None:
         super().__init__(daemon=True, name="rank-observer")
         self.children, self.grace, self.poll = children, grace, poll
         self._told = threading.Lock()
@@ -81,6 +85,8 @@ class Observer(threading.Thread):
                 break
             time.sleep(self.poll)
         self.report()
+        if self.grace is None:
+            return
         deadline = time.monotonic() + self.grace
         while time.monotonic() < deadline:  # this thread ends with the main process
             time.sleep(self.poll)
@@ -88,6 +94,11 @@ class Observer(threading.Thread):
             if child.poll() is None:
                 child.kill()
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until all children have ended."""
+        for child in self.children:
+            child.wait()
 
     def _failed(self) -> list[tuple[int, int]]:
         codes = [child.poll() for child in self.children]
@@ -102,9 +113,10 @@ class Observer(threading.Thread):
             return
         for rank, code in failed:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            then = "go on" if self.grace is None else f"have {self.grace:.0f} s to end"
             print(
                 f"lightning_hetero: local rank {rank} {how}; its own error, if it had one, is above. "
-                f"The other ranks have {self.grace:.0f} s to end.",
+                f"The other ranks {then}.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from lightning_hetero.comm import leaving
-from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
 from lightning_hetero.comm.collective import Survivor, repeat_by
 from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.membership import Agreed, Membership, Terms
 from lightning_hetero.engine.job import open_store, store_at
-from lightning_hetero.errors import CommunicationError, ConfigurationError
+from lightning_hetero.errors import CommunicationError
 from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.survival import Loss, Survival
+from lightning_hetero.strategies.survival_guards import say_what_launchers_do, unsurvivable
 from lightning_hetero.workload.regrouping import Regrouping
 
 if TYPE_CHECKING:
@@ -80,18 +81,14 @@ class GoingOn(Survival):
         """Training starts: from now on the ranks watch each other (collective).
 
         Raises:
-            ConfigurationError: fewer replicas than ``min_replicas``.
+            HeteroError: on every rank: this fit could not go on without a rank.
         """
         job, options = self._strategy.job, self._strategy.options
         assert job is not None
         view = job.view
         self.losses, self._survivor, self._over = [], Survivor(self._recover), False
-        if len(view.units) < options.min_replicas:
-            what = "ranks" if view.ranks_leave else "replicas"
-            raise ConfigurationError(
-                f"min_replicas={options.min_replicas}, but this job has {len(view.units)} {what}. Start more, or ask "
-                "for fewer."
-            )
+        raise_on_all(unsurvivable(self._strategy, view), "a fit that goes on without lost ranks")
+        say_what_launchers_do(self._strategy)
         if view.world == 1:
             return
         grace = None if options.grace == "auto" else float(options.grace)

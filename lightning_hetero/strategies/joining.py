@@ -38,6 +38,7 @@ def launcher(strategy: "HeteroStrategy") -> ObservedLauncher:
         cluster_environment=RaggedEnvironment(strategy.cluster_environment),
         num_processes=strategy.num_processes,
         num_nodes=strategy.num_nodes,
+        survive=strategy.options.on_peer_loss == "continue",
     )
 
 
