@@ -18,7 +18,7 @@ THREADS = "hetero-"  # their names begin with this
 _PATIENCE = 3.0  # seconds to wait for their end; a thread that waits for something else than gloo does no harm
 
 _sockets: set[str] = set()  # of process groups
-_sockets_of_all: set[str] = set()  # of the group of all ranks, and of the store with which it was made
+_sockets_of_all: set[str] = set()  # of the group of all ranks
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 
 
@@ -35,15 +35,27 @@ def close_at_exit(thing: Closable) -> None:
 
 
 @contextmanager
-def noting_sockets(of_all: bool = False) -> Iterator[None]:
+def noting_sockets(store_port: int | None = None) -> Iterator[None]:
     """Remember the sockets that are opened in this block: they belong to a process group.
 
     Args:
-        of_all: whether it is the group of all ranks, whose end nobody waits for when the process ends.
+        store_port: if it is the group of all ranks, which nobody waits for when the process ends: the port of the store
+            with which they meet. Sockets of the store are left out.
     """
     before = {name for _, name in _open_sockets()}
     yield
-    (_sockets_of_all if of_all else _sockets).update(name for _, name in _open_sockets() if name not in before)
+    found = [(descriptor, name) for descriptor, name in _open_sockets() if name not in before]
+    if store_port is None:
+        _sockets.update(name for _, name in found)
+    else:
+        _sockets_of_all.update(name for descriptor, name in found if not _uses(descriptor, store_port))
+
+
+def _uses(descriptor: int, port: int) -> bool:
+    """Whether a socket is connected from or to a port."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        return port in (connection.getsockname()[1:2] or [0]) or port in (connection.getpeername()[1:2] or [0])
+    return False
 
 
 def cut() -> None:

@@ -128,7 +128,7 @@ class Job:
         with deadline("join the ranks that remain"):
             if dist.is_initialized():
                 dist.destroy_process_group()
-            with noting_sockets(of_all=True):
+            with noting_sockets(store_port=0):
                 dist.init_process_group(
                     "gloo",
                     store=dist.PrefixStore(f"view-{number}", store),

@@ -73,7 +73,7 @@ def connect(strategy: "HeteroStrategy") -> None:
     address = Address(cluster.main_address, cluster.main_port, cluster.global_rank(), cluster.world_size())
 
     def init() -> None:
-        with noting_sockets(of_all=True):
+        with noting_sockets(store_port=address.port):
             _lightning.init_dist_connection(cluster, "gloo", timeout=timeout)
 
     meet(init, address, timeout)

@@ -1,10 +1,15 @@
 """What a strategy does in the midst of a fit when the ranks that share it have changed."""
 
+import csv
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hetero.comm import failures
@@ -17,6 +22,8 @@ from lightning_hetero.strategies.replica_ddp import wrap_anew
 from lightning_hetero.workload.regrouping import Regrouping
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_hetero.strategies.base import HeteroStrategy
 
 
@@ -73,9 +80,29 @@ def take_number(strategy: "HeteroStrategy", job: Job) -> None:
     strategy.cluster_environment = RegroupedEnvironment(inner, job.view.rank, job.view.world)
     rank_zero_only.rank = job.view.rank  # type: ignore[attr-defined]
     if first:
-        for callback in strategy.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ProgressBar):
-                callback.enable()
+        _go_on_logging(strategy.trainer)
+        if strategy.trainer.training:
+            _show_progress(strategy.trainer)
+
+
+def _go_on_logging(trainer: "pl.Trainer") -> None:
+    """Let loggers of files write on where the former rank zero has stopped, not from the beginning."""
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            path = Path(logger.log_dir) / "metrics.csv"
+            with suppress(OSError), path.open(newline="") as file, warnings.catch_warnings():
+                rows: list[Any] = [{name: x for name, x in row.items() if x} for row in csv.DictReader(file)]
+                warnings.simplefilter("ignore")  # that the file is there already
+                logger.experiment.metrics = rows
+
+
+def _show_progress(trainer: "pl.Trainer") -> None:
+    """Begin to show the progress of training on this rank, as if training and the epoch had just started."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ProgressBar):
+            callback.enable()
+            callback.on_train_start(trainer, trainer.lightning_module)
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def copy_state(strategy: "HeteroStrategy", windows: Sequence[int]) -> None:
