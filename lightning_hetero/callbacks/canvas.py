@@ -17,6 +17,8 @@ WAITING = "#D9D9D9"
 BETWEEN = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "////", "linewidth": 0.5}
 #: Ranks and replicas, from dark to light and back: earth and violet, so that none looks like a cause.
 RANKS = ("#4B2E83", "#C2A5CF", "#8C510A", "#DFC27D", "#7A0C2E", "#B8906F", "#9970AB", "#3B3B3B")
+#: Where ranks were lost.
+LOST = "#C00000"
 #: What belongs to no single rank: the job, or an algorithm's own numbers.
 NEUTRAL = ("#222222", "#888888")
 
@@ -78,6 +80,25 @@ def above(axis: Axes) -> None:
     labels = axis.get_legend_handles_labels()[1]
     axis.legend(
         frameon=False, fontsize="small", ncols=max(1, min(4, len(labels))), loc="lower left", bbox_to_anchor=(0, 1)
+    )
+
+
+def mark(axis: Axes, at: float, text: str, since: float | None = None) -> None:
+    """Mark a moment, such as the loss of a rank, by a line with a word; if asked, with the time that led to it."""
+    if since is not None:
+        axis.axvspan(since, at, color=LOST, alpha=0.12, lw=0)
+    axis.axvline(at, color=LOST, lw=1.2, ls=(0, (4, 2)))
+    axis.annotate(
+        text,
+        (at, 1.0),
+        (3, -3),
+        xycoords=axis.get_xaxis_transform(),
+        textcoords="offset points",
+        va="top",
+        color=LOST,
+        size="small",
+        bbox={"fc": "w", "ec": "none", "alpha": 0.8, "pad": 1},
+        annotation_clip=True,
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import logged_step
+from lightning_hetero.callbacks.lineup import Lineup
 from lightning_hetero.callbacks.record import Exchanged, Record, StepRecord, View, thin
 from lightning_hetero.callbacks.report import fit_of, write
+from lightning_hetero.callbacks.shown import loss_metrics, metrics, pairing_table, texts
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.links import Traffic
-from lightning_hetero.engine.step import Workshare
-from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError, MembershipLostError, UnsupportedError
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
+from lightning_hetero.strategies.survival import Loss
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -59,12 +61,18 @@ class HeteroMonitor(Callback):
     The progress bar shows the algorithm's numbers and words, and the part of the latest exchange's time that was
     hidden.
 
+    If ranks are lost and the fit goes on (``on_peer_loss="continue"``), loggers get ``hetero/view``, ``hetero/ranks``,
+    ``hetero/replicas``, ``hetero/stall_s`` (for which this rank stood still) and ``hetero/lost_samples``. All ranks
+    keep the numbers here that they had at first.
+
     It exchanges nothing itself while ranks train. With accumulation, a step here is one batch.
 
     At the end of a fit rank 0 writes a report, ``report.html``: who was slowest and why, who waited, how batches were
     split, what exchanges cost; its pictures as PNG (with matplotlib, extra ``plots``); its figures as
     ``figures.json``. For this the ranks meet once before the first step, to set their clocks, and once after the last,
-    so give the callback to all of them. If an error ends the fit, nobody meets: rank 0 reports what it has seen itself.
+    so give the callback to all of them. If rank 0 is lost, the lowest rank that remains writes the report. If an error
+    ends the fit, nobody meets: rank 0 reports what it has seen itself; a rank that the others have left out
+    (:class:`~lightning_hetero.errors.MembershipLostError`) writes nothing.
 
     Args:
         report: folder for the report, relative to the logger's folder of this run, or without a logger to
@@ -77,6 +85,7 @@ class HeteroMonitor(Callback):
         history: all that ranks have told each other, on every rank; older records are thinned out, so that there
             are never more than 2048.
         exchanges: a record per exchange between replicas, as this rank has seen it; older records are thinned out, too.
+        losses: of other ranks in the latest fit, as this rank has seen them.
         pairings: under gossip, once a fit has ended: of each replica, its completed exchanges with each.
 
     Example::
@@ -93,11 +102,14 @@ class HeteroMonitor(Callback):
             raise ConfigurationError(f"report={report!r}: give a folder, or None for no report.")
         self.history: list[Record] = []
         self.exchanges: list[Exchanged] = []
+        self.losses: list[Loss] = []
         self.pairings: list[list[int]] | None = None
         self.report = report
         self._folder: str | None = None  # for the report of the running fit
         self._steps: StepRecord | None = None  # of the running fit, if it is to be reported
-        self._seen: object = None
+        self._start = 0.0  # of the running fit, by ``time.perf_counter()``
+        self._lineup: Lineup | None = None  # at its start
+        self._seen: list[Any] = []
         self._before = Traffic()  # what exchanges had cost at the latest one that was seen
         self._at = math.nan  # when that was
         self._log_from: dict[str, int] = {}  # the step from which on loggers get it again
@@ -127,9 +139,11 @@ class HeteroMonitor(Callback):
         folder = trainer.log_dir or trainer.default_root_dir  # collective
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
         [report, *_] = gather(wanted, "the ranks to set their clocks for HeteroMonitor")
+        assert strategy.job is not None
+        self._start, self._lineup, self.losses = time.perf_counter(), Lineup.of(strategy.job.view), []
         if report is not None:
             self._folder = report if "://" in str(report) else _within(folder, report)
-            self._steps = StepRecord(time.perf_counter(), strategy.share.step)
+            self._steps = StepRecord(self._start, strategy.share.step)
             strategy.share.watchers.append(self._steps.add)
 
     @override
@@ -137,7 +151,8 @@ class HeteroMonitor(Callback):
         """Log what is new."""
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
-        self._see_reports(trainer, strategy.share)
+        self._see_losses(trainer, strategy)
+        self._see_reports(trainer, strategy)
         if isinstance(strategy, ReplicaStrategy):
             self._see_exchanges(trainer, strategy)
 
@@ -149,7 +164,8 @@ class HeteroMonitor(Callback):
         if isinstance(strategy, ReplicaStrategy):
             self.pairings = strategy.pairings
             if self.pairings:
-                rank_zero_info(_pairing_table(self.pairings))
+                rank_zero_info(pairing_table(self.pairings))
+        self._see_losses(trainer, strategy)
         if self._steps is not None:
             view = self._stop_watching(strategy)
             views = gather(view, "what HeteroMonitor has seen")
@@ -158,11 +174,12 @@ class HeteroMonitor(Callback):
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Write what this rank has seen, if it is rank 0; the others may be gone."""
+        """Write what this rank has seen, if it is rank 0 and was not left out; the others may be gone."""
         strategy = trainer.strategy
         if self._steps is not None and isinstance(strategy, HeteroStrategy):
             view = self._stop_watching(strategy)
-            if trainer.is_global_zero and view is not None:
+            # The others may go on without a rank that was left out, and write the report themselves.
+            if trainer.is_global_zero and view is not None and not isinstance(exception, MembershipLostError):
                 what = str(exception).strip().split("\n")[0]
                 self._write(strategy, pl_module, [view], f"{type(exception).__name__}{what and f': {what}'}")
 
@@ -174,18 +191,34 @@ class HeteroMonitor(Callback):
         if not steps.beginning:
             return None
         found = steps.stretches, steps.beginning, steps.end, steps.background
-        return View(strategy.global_rank, *found, list(self.exchanges), strategy.share.fitted)
+        assert strategy.job is not None
+        me = strategy.job.view.ids[strategy.job.view.rank]
+        return View(me, *found, list(self.exchanges), strategy.share.fitted, tuple(self._losses(strategy)))
+
+    def _losses(self, strategy: HeteroStrategy) -> list[Loss]:
+        """In seconds since the start."""
+        return [replace(loss, at=loss.at - self._start) for loss in strategy.survival.losses]
 
     def _write(
         self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[View], ended: str | None = None
     ) -> None:
         assert self._folder is not None
+        assert self._lineup is not None
         try:
-            where = write(self._folder, fit_of(strategy, type(module).__name__, views, ended))
+            fit = fit_of(strategy, type(module).__name__, views, ended, self._lineup, self._losses(strategy))
+            where = write(self._folder, fit)
         except Exception as error:  # whatever it is, the training is worth more than its report
             rank_zero_warn(f"HeteroMonitor could not write its report to {self._folder}: {error!r}")
         else:
             rank_zero_info(f"HeteroMonitor: who was slowest and why, who waited, what it cost: {where}")
+
+    def _see_losses(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
+        for loss in strategy.survival.losses[len(self.losses) :]:
+            self.losses.append(loss)
+            self._log(trainer, loss_metrics(loss))
+            if trainer.progress_bar_callback is not None:
+                lost = [str(rank) for loss in self.losses for rank in loss.lost]
+                trainer.progress_bar_metrics.update({"lost ranks": " ".join(lost)})  # type: ignore[dict-item]
 
     def _see_exchanges(self, trainer: "pl.Trainer", strategy: ReplicaStrategy) -> None:
         traffic, before = strategy.traffic, self._before
@@ -214,24 +247,28 @@ class HeteroMonitor(Callback):
         shown["hidden"] = f"{max(spent[0], 0.0) / sum(spent):.0%}" if sum(spent) > 0 else ""
         trainer.progress_bar_metrics.update(shown)  # type: ignore[arg-type]
 
-    def _see_reports(self, trainer: "pl.Trainer", share: Workshare) -> None:
+    def _see_reports(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
         """The ranks' latest reports, once; they arrive at the same step on every rank."""
-        if share.reports is self._seen:
+        share, before = strategy.share, self._seen
+        if share.reports is before:
             return
         self._seen = share.reports
+        if before and all(any(report is one for one in before) for report in share.reports):
+            return  # those of the ranks that remain
         if not share.reports or not all(report.samples for report in share.reports):
             return  # nothing yet, or the first times of a GPU are still to come
         samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in share.reports), strict=True)
         planned = share.planner.total > 0  # but not for streams: no plan sizes their batches
         shares = share.planner.shares(share.step - 1) if planned else map(round, samples)
-        record = Record(share.step, tuple(shares), samples, compute, wait)
+        assert strategy.job is not None
+        record = Record(share.step, tuple(shares), samples, compute, wait, strategy.job.view.ids)
         self.history.append(record)
         thin(self.history)
         if self._due(trainer, "reports"):
-            self._log(trainer, _metrics(record))
+            self._log(trainer, metrics(record))
         if trainer.progress_bar_callback is not None:
             # `self.log(..., prog_bar=True)` takes numbers only and costs a hundred times as much; bars show text, too.
-            trainer.progress_bar_metrics.update(_texts(record))  # type: ignore[arg-type]
+            trainer.progress_bar_metrics.update(texts(record))  # type: ignore[arg-type]
 
     def _due(self, trainer: "pl.Trainer", what: str) -> bool:
         """Whether loggers are to get such a thing again: the first time, then as often as Lightning's own metrics."""
@@ -250,33 +287,3 @@ class HeteroMonitor(Callback):
 
 def _within(folder: str, report: str | Path) -> str:
     return f"{folder.rstrip('/')}/{report}" if "://" in folder else str(Path(folder) / report)
-
-
-def _metrics(record: Record) -> dict[str, float]:
-    columns = {
-        "share": record.shares,
-        "samples_per_s": record.samples_per_s,
-        "compute_s": record.compute,
-        "wait_s": record.wait,
-    }
-    per_rank = {f"{name}/rank{i}": float(x) for name, row in columns.items() for i, x in enumerate(row)}
-    return {**per_rank, "samples_per_s": record.throughput, "waiting": record.waiting}
-
-
-def _pairing_table(pairings: Sequence[Sequence[int]]) -> str:
-    width = max(len(str(count)) for row in pairings for count in row) + 2
-    width = max(width, len(str(len(pairings))) + 2)
-    head = "replica" + "".join(f"{i:{width}}" for i in range(len(pairings)))
-    rows = [
-        f"{i:7}" + "".join(f"{'-' if i == j else count:>{width}}" for j, count in enumerate(row))
-        for i, row in enumerate(pairings)
-    ]
-    return "\n".join(["Completed exchanges of each replica with each:", head, *rows])
-
-
-def _texts(record: Record) -> dict[str, str]:
-    return {
-        "samples/s": f"{record.throughput:.0f}",
-        "waiting": f"{record.waiting:.0%}",
-        "shares": " ".join(map(str, record.shares)),
-    }

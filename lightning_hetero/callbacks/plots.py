@@ -20,10 +20,12 @@ from lightning_hetero.callbacks.canvas import (
     colours,
     lane,
     lanes,
+    mark,
     picture,
     plane,
 )
 from lightning_hetero.callbacks.exchange_plots import course, exchanges, pairs
+from lightning_hetero.callbacks.lineup import Change
 from lightning_hetero.callbacks.record import Fit, Stretch, View, coarser
 from lightning_hetero.callbacks.totals import Totals, end_of, even_work, totals
 
@@ -64,6 +66,9 @@ def _time_lines(fit: Fit) -> Picture:
                 lane(axis, row, spans, PARTS[part][0])
             lane(axis, row + 0.46, [(a, b - a) for a, b in view.background], HIDDEN[0], height=0.1)
         axis.set_xlim(*window)
+        for change in fit.changes:
+            if window[0] <= change.at and change.at - change.stall <= window[1]:
+                mark(axis, change.at, _lost(change), change.at - change.stall)
         axis.set_title(title, loc="left", weight="bold")
         axis.set_xlabel("seconds since the ranks started together")
     lanes(axes[0], [f"rank {view.rank}" for view in views])
@@ -79,6 +84,7 @@ def _time_lines(fit: Fit) -> Picture:
         "Who works and who waits",
         "One row per rank, time from left to right: the less grey and pink, the better. Blank is what lies between "
         "steps, such as validation and waiting at the end of an epoch. The parts of a step are drawn in a fixed order."
+        + _marks(fit, " The shaded time before it is the longest stall.")
         + _fewer(fit),
     )
 
@@ -94,6 +100,15 @@ def _rows(fit: Fit) -> list[tuple[View, Totals]]:
     work = even_work(own) or [rank.work for rank in own]
     slowest = sorted(range(len(own)), key=lambda i: -work[i])[:LANES]
     return [(fit.views[i], own[i]) for i in sorted(slowest, key=lambda i: fit.views[i].rank)]
+
+
+def _lost(change: Change) -> str:
+    return f"{change.who} lost" if change.lost else "connections lost"
+
+
+def _marks(fit: Fit, more: str = "") -> str:
+    """The part of a caption that explains the marks."""
+    return f" A red line marks where the ranks went on after others were lost.{more}" if fit.changes else ""
 
 
 def _fewer(fit: Fit) -> str:
@@ -184,6 +199,9 @@ def _shares(fit: Fit) -> Picture:
                 xycoords=axis.get_yaxis_transform(),
             )
         top -= share
+    for change in fit.changes:
+        after = (s.first for s in fit.views[0].stretches if s.began + s.seconds >= change.at)
+        mark(axis, 1 + next(after, steps[-1]), _lost(change))
     axis.set_xlim(1, steps[-1] + rows[0][count - 1].steps)
     axis.set_ylim(0, max(total, *map(sum, zip(*shares, strict=True))))
     return picture(
@@ -192,7 +210,7 @@ def _shares(fit: Fit) -> Picture:
         "How batches are split",
         "Each band is one rank's part of the batches; the numbers on the right are those of the last full batch. Wide "
         "bands are fast ranks. Once bands stay level the split has settled; bands that move follow speeds that change. "
-        "Notches are the short last batches of epochs.",
+        "Notches are the short last batches of epochs." + _marks(fit, " What the lost ranks took before is not drawn."),
     )
 
 
@@ -217,6 +235,8 @@ def _speeds(fit: Fit) -> Picture:
     axis.stairs(solo, edges, baseline=None, color="#888888", ls="--", label=solo_label)
     who = f"rank {fit.views[0].rank}" if alone else "the whole job"
     axis.stairs(job, edges, baseline=None, color=NEUTRAL[0], lw=2, label=who)
+    for change in fit.changes:
+        mark(axis, change.at, _lost(change), change.at - change.stall)
     axis.set_xlim(began, ended)
     axis.set_ylim(0, 1.1 * max(_typical(list(solo)), _typical(list(job)), 1e-12))
     above(axis)
@@ -226,7 +246,8 @@ def _speeds(fit: Fit) -> Picture:
         "How fast the job is, and how fast it could be",
         "The solid line is how many samples per second the ranks process together, in wall time. The dashed line is "
         "what they would process if each worked all the time. The gap is lost to waiting, communication, and what lies "
-        "between steps, such as waiting at the end of an epoch and validation.",
+        "between steps, such as waiting at the end of an epoch and validation."
+        + _marks(fit, " Samples of the lost ranks are not counted."),
     )
 
 

@@ -2,11 +2,15 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_hetero.strategies.survival import Loss
 from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost
 from lightning_hetero.workload.timer import Lap
+
+if TYPE_CHECKING:
+    from lightning_hetero.callbacks.lineup import Change
 
 
 class Record(NamedTuple):
@@ -18,6 +22,7 @@ class Record(NamedTuple):
         samples: samples that each rank processed.
         compute: seconds of each rank's own work.
         wait: seconds that each rank waited for others.
+        ranks: which ranks these are, by the numbers that they had when they joined the job; empty: 0, 1, and so on.
     """
 
     step: int
@@ -25,6 +30,7 @@ class Record(NamedTuple):
     samples: tuple[float, ...]
     compute: tuple[float, ...]
     wait: tuple[float, ...]
+    ranks: tuple[int, ...] = ()
 
     @property
     def samples_per_s(self) -> tuple[float, ...]:
@@ -189,13 +195,14 @@ class View(NamedTuple):
     """What one rank has seen of a fit; picklable, so that it can be gathered.
 
     Attributes:
-        rank: which.
+        rank: which, by the number that it had when it joined the job.
         stretches: all its steps.
         beginning: its first steps, one by one.
         end: its latest steps, one by one.
         background: when exchanges were under way while it trained, as (began, ended) in seconds since the start.
         exchanges: between replicas, as it has seen them.
         cost: its fitted seconds per step and per sample at the end; None if there were too few steps for a fit.
+        losses: of other ranks, as it has seen them; times in seconds since the start.
     """
 
     rank: int
@@ -205,6 +212,7 @@ class View(NamedTuple):
     background: list[tuple[float, float]]
     exchanges: list[Exchanged]
     cost: Cost | Curve | None = None
+    losses: tuple[Loss, ...] = ()
 
     @property
     def latest(self) -> Exchanged:
@@ -213,17 +221,18 @@ class View(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """All that a report is made of.
+    """All that a report is made of. Ranks have the numbers that they had when they joined the job.
 
     Attributes:
-        views: of the ranks; after an error only this rank's.
-        replicas: the ranks of each replica.
-        places: host and device of each rank.
+        views: of the ranks that have come to the end; after an error only this rank's.
+        replicas: the ranks of each replica, when the fit began.
+        places: host and device of each rank, when the fit began.
         lockstep: whether replicas exchange all at once.
         automatic: whether batches are split by measured speed.
         facts: what to say of the run, by name, such as versions and options.
         pairings: under gossip, of each replica, its completed exchanges with each.
         ended: the error that ended the fit early, if one did.
+        changes: of who took part.
     """
 
     views: list[View]
@@ -234,3 +243,9 @@ class Fit(NamedTuple):
     facts: dict[str, str]
     pairings: list[list[int]] | None
     ended: str | None
+    changes: "Sequence[Change]" = ()
+
+    @property
+    def living(self) -> int:
+        """How many ranks there were at the end."""
+        return sum(map(len, self.replicas)) - sum(len(change.lost) for change in self.changes)

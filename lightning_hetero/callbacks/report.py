@@ -5,6 +5,7 @@ import math
 import platform
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from html import escape
 from importlib.metadata import version
@@ -16,19 +17,23 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
+from lightning_hetero.callbacks.lineup import Lineup, changes, sentence_of
 from lightning_hetero.callbacks.record import Fit, View, together
 from lightning_hetero.callbacks.totals import Totals, settled, totals
 from lightning_hetero.callbacks.verdict import Verdict, judge
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
+from lightning_hetero.strategies.survival import Loss
 
 Row = Sequence[object]
 #: What pictures may be called.
 PICTURES = ("timeline", "parts", "shares", "speed", "exchanges", "course", "pairings")
 
 
-def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str | None) -> Fit:
+def fit_of(
+    strategy: HeteroStrategy, module: str, views: list[View], ended: str | None, lineup: Lineup, own: Sequence[Loss]
+) -> Fit:
     """What is known of a fit.
 
     Args:
@@ -36,38 +41,43 @@ def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str 
         module: the name of the LightningModule.
         views: of the ranks.
         ended: the error that ended it early, if one did.
+        lineup: who took part when it began.
+        own: losses of ranks, as this rank has seen them.
     """
-    topology, options = strategy.topology, strategy.options
-    assert topology is not None
-    replicas = strategy.replicas(topology)
+    job, options = strategy.job, strategy.options
+    assert job is not None
+    lost = changes(own, job.view.ids[job.view.rank], lineup, views)
     averager = strategy.averager if isinstance(strategy, ReplicaStrategy) else None
     chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
     chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
-    hosts = {place.host for place in topology.places}
+    hosts = {lineup.places[rank][0] for rank in lineup.ranks}
+    left = f"; {_count(lost[-1].ranks, 'rank')} at the end" if lost else ""
     facts = {
         "model": module,
         "strategy": type(strategy).__name__,
         "options": ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None),
-        "ranks": f"{topology.world}, in {_count(len(replicas), 'replica')}, on {_count(len(hosts), 'host')}",
+        "ranks": f"{len(lineup.ranks)}, in {_count(len(lineup.replicas), 'replica')}, on {_count(len(hosts), 'host')}"
+        + left,
         "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "versions": f"lightning-hetero {version('lightning-hetero')}, PyTorch {torch.__version__}, "
         f"Lightning {version('lightning')}, Python {platform.python_version()}",
     }
     return Fit(
         views,
-        replicas,
-        [(place.host, place.device) for place in topology.places],
+        lineup.replicas,
+        lineup.places,
         averager is None or averager.facts.lockstep,
         options.balance == "auto",
         facts,
         strategy.pairings if isinstance(strategy, ReplicaStrategy) else None,
         ended,
+        lost,
     )
 
 
 def verdict_of(fit: Fit) -> Verdict:
     """The verdict on the second half of the steps, when shares have settled."""
-    return judge(totals(fit), fit.lockstep, fit.automatic, missing=len(fit.places) - len(fit.views))
+    return judge(totals(fit), fit.lockstep, fit.automatic, missing=fit.living - len(fit.views))
 
 
 def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
@@ -77,6 +87,9 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
         **fit._asdict(),
         "verdict": verdict._asdict(),
         "settled": {"began": part.began, "ended": part.ended},
+        "changes": [
+            {**change._asdict(), "lost": _named(change.lost), "stalls": _named(change.stalls)} for change in fit.changes
+        ],
         "views": [
             {
                 **view._asdict(),
@@ -85,6 +98,7 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
                     for name in ("stretches", "beginning", "end")
                 },
                 "exchanges": [exchanged._asdict() for exchanged in view.exchanges],
+                "losses": [{**asdict(loss), "lost": _named(loss.lost)} for loss in view.losses],
                 "cost": {**view.cost._asdict(), "bends": view.cost.bends} if view.cost else None,
                 "settled": together(late)._asdict(),
                 "samples_per_s": own.speed,
@@ -143,9 +157,12 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
     steps = sum(stretch.steps for stretch in fit.views[0].stretches)
     facts = {"steps": f"{steps:,} in {max(ends):,.1f} s", **fit.facts}
     ended = (
-        f'<p class="ended">The fit was ended early by {escape(fit.ended)}. What rank 0 saw:</p>' if fit.ended else ""
+        f'<p class="ended">The fit was ended early by {escape(fit.ended)}. What rank {fit.views[0].rank} saw:</p>'
+        if fit.ended
+        else ""
     )
-    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict.sentences)
+    told = [*map(sentence_of, fit.changes), *verdict.sentences]
+    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in told)
     advice = "".join(f"<li>{escape(sentence)}</li>" for sentence in verdict.advice)
     pairings = ""
     if fit.pairings:
@@ -154,12 +171,13 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
         pairings = f"<section><h2>Completed exchanges of each replica with each</h2>{_table(head, rows)}</section>"
     page = Template(files("lightning_hetero.callbacks").joinpath("report.html").read_text(encoding="utf-8"))
     return page.substitute(
-        title=escape(f"{fit.facts['strategy']}: {fit.facts['model']} on {_count(len(fit.places), 'rank')}"),
+        title=escape(f"{fit.facts['strategy']}: {fit.facts['model']} on {_count(sum(map(len, fit.replicas)), 'rank')}"),
         headline=escape(verdict.headline),
         sentences=ended + rest,
         advice=advice,
         pictures=pictures,
         ranks=_table(_HEAD, [_row(fit, *both) for both in zip(fit.views, totals(fit), strict=True)]),
+        changes=_changes(fit),
         exchanges=_exchanges(fit),
         pairings=pairings,
         facts=_table((), facts.items()),
@@ -196,6 +214,27 @@ def _exchanges(fit: Fit) -> str:
         return ""
     head = ("rank", "exchanges", "MB sent over the network", "hidden, s", "exposed, s")
     return f"<section><h2>Exchanges between replicas, whole fit</h2>{_table(head, rows)}</section>"
+
+
+def _changes(fit: Fit) -> str:
+    if not fit.changes:
+        return ""
+    head = ("view", "after step", "s", "lost", "ranks", "replicas", "longest stall, s", "samples lost", "now writes")
+    rows = [
+        (c.view, c.step, f"{c.at:.2f}", c.how, c.ranks, c.replicas, f"{c.stall:.2f}", c.samples, f"rank {c.writer}")
+        for c in fit.changes
+    ]
+    return (
+        "<section><h2>Who was lost</h2><p>Ranks keep the numbers that they had at first. A stall is the time from the "
+        "moment at which a rank noticed the loss until it went on; it counts as time between steps. Samples that are "
+        "lost were drawn for the lost ranks, and nobody trains on them. The last column is the rank that writes "
+        f"checkpoints and logs from then on.</p>{_table(head, rows)}</section>"
+    )
+
+
+def _named(values: Mapping[int, Any]) -> dict[str, Any]:
+    """As JSON has it."""
+    return {str(rank): value for rank, value in values.items()}
 
 
 def _table(head: Sequence[str], rows: Iterable[Row]) -> str:

@@ -1,7 +1,8 @@
 """What a strategy asks where a lost rank need not end the fit."""
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ class Loss:
         seconds: for which this rank stood still, from the moment at which it noticed.
         samples: drawn for the lost ranks, and not trained on.
         step: optimizer steps done.
+        at: when this rank went on, by ``time.perf_counter()``.
     """
 
     view: int
@@ -28,6 +30,7 @@ class Loss:
     seconds: float
     samples: int
     step: int
+    at: float = field(default_factory=time.perf_counter, compare=False)
 
 
 class Survival:

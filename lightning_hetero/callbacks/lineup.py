@@ -1,0 +1,107 @@
+"""Who took part in a fit, who was lost, and what that cost: as the monitor's report tells it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_hetero.callbacks.record import View
+from lightning_hetero.engine.view import View as Members
+from lightning_hetero.strategies.survival import Loss
+
+
+class Lineup(NamedTuple):
+    """Who took part when a fit began, by the numbers that ranks had when they joined the job; these do not change.
+
+    Attributes:
+        replicas: the ranks of each.
+        places: host and device of each rank.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+    places: list[tuple[str, str]]
+
+    @classmethod
+    def of(cls, view: Members) -> "Lineup":
+        """Who takes part in a view."""
+        replicas = tuple(tuple(view.ids[rank] for rank in ranks) for ranks in view.ranks)
+        places = {id: (at.host, at.device) for id, at in zip(view.ids, view.places, strict=True)}
+        # A rank that an earlier fit has lost keeps its place in the list.
+        return cls(replicas, [places.get(id, ("", "")) for id in range(max(places) + 1)])
+
+    @property
+    def ranks(self) -> list[int]:
+        """Their numbers."""
+        return sorted(rank for ranks in self.replicas for rank in ranks)
+
+
+class Change(NamedTuple):
+    """A change of who takes part. Ranks have the numbers that they had when they joined the job.
+
+    Attributes:
+        view: its number; the first view of a job has number 0.
+        at: when the ranks went on, in seconds since they started together.
+        step: optimizer steps done by then.
+        lost: of each lost rank, how it was lost; empty if only connections broke.
+        ranks: that went on.
+        replicas: that went on.
+        stalls: seconds for which each rank stood still, as far as known.
+        samples: drawn for the lost ranks, and not trained on.
+        writer: the rank that writes checkpoints and logs from then on.
+    """
+
+    view: int
+    at: float
+    step: int
+    lost: dict[int, str]
+    ranks: int
+    replicas: int
+    stalls: dict[int, float]
+    samples: int
+    writer: int
+
+    @property
+    def stall(self) -> float:
+        """The longest time for which a rank stood still."""
+        return max(self.stalls.values())
+
+    @property
+    def who(self) -> str:
+        """The lost ranks in few words."""
+        return f"rank{'s' if len(self.lost) > 1 else ''} {', '.join(map(str, self.lost))}" if self.lost else "nobody"
+
+    @property
+    def how(self) -> str:
+        """How each lost rank was lost."""
+        told = "; ".join(f"rank {id} {why}" for id, why in sorted(self.lost.items()))
+        return told or "connections broke, and all came again"
+
+
+def changes(own: Sequence[Loss], rank: int, lineup: Lineup, views: Sequence[View]) -> list[Change]:
+    """The changes of who took part in a fit.
+
+    Args:
+        own: as one rank has seen them.
+        rank: that rank.
+        lineup: who took part when the fit began.
+        views: what all ranks have seen of the fit.
+    """
+    stalls: dict[int, dict[int, float]] = {loss.view: {rank: loss.seconds} for loss in own}
+    for view in views:
+        for loss in view.losses:
+            stalls.setdefault(loss.view, {})[view.rank] = loss.seconds
+    living, found = set(lineup.ranks), []
+    for loss in own:
+        living -= set(loss.lost)
+        amounts = loss.ranks, loss.replicas, dict(sorted(stalls[loss.view].items())), loss.samples
+        found.append(Change(loss.view, loss.at, loss.step, loss.lost, *amounts, min(living)))
+    return found
+
+
+def sentence_of(change: Change) -> str:
+    """A change in words."""
+    rest = f"{change.ranks} rank{'' if change.ranks == 1 else 's'}"
+    left = f" {change.samples} samples that were drawn for {change.who} are not trained on." if change.samples else ""
+    how = change.how[0].upper() + change.how[1:]
+    return (
+        f"{how}. Training went on with {rest} after step {change.step}, {change.at:.1f} s after its start; ranks stood "
+        f"still for at most {change.stall:.2f} s.{left} Since then rank {change.writer} writes checkpoints and logs."
+    )
