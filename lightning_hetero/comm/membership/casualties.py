@@ -1,5 +1,6 @@
 """Who does not take part any more, and why."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_hetero.comm.membership.state import Loss
@@ -46,6 +47,12 @@ class Casualties:
     def returns(self, member: int) -> bool:
         """A member has been heard; whether it counted as lost and does not any more."""
         return member in self._lost and not self._lost[member].final and bool(self._lost.pop(member))
+
+    def take_back(self, members: Iterable[int]) -> None:
+        """Members take part in a new view, whatever was decided before."""
+        for member in members:
+            if member in self._lost and self._lost[member].final:
+                del self._lost[member]
 
     def written(self) -> list[Any]:
         """As JSON has it, for the others."""

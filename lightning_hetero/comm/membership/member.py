@@ -50,6 +50,7 @@ class Member:
         self.inbound: dict[int, Channel] = {}
         self.outbound: dict[int, Channel] = {}
         self._beaten = self._ticked = float("-inf")
+        self._stirred = False
         self.following, self.watching, self.gathering = Following(self), Watching(self), Gathering(self)
         self.farewell = Farewell(self)
         first_contact = around.now() + max(terms.timeout - self.hearing.grace, 0.0)
@@ -154,7 +155,7 @@ class Member:
         self._tries[peer] = (tries + 1, self.around.now() + (min(0.05 * 2**tries, 1.0) if tries else 0.0))
         if refused:
             self.lose(peer, GONE)
-        self.advance()
+        self._stirred = True
 
     def received(self, channel: Channel, message: dict[str, Any]) -> None:
         """A message has come."""
@@ -185,7 +186,7 @@ class Member:
                 self._tell_leader()
         elif kind == "out" and message["n"] >= self.view.number:
             self.finish(value)
-        self.advance()
+        self._stirred = True
 
     def _state(self, channel: Channel, state: State) -> None:
         peer = channel.peer
@@ -225,6 +226,7 @@ class Member:
         if self.over is not None or proposal.key != max(self.acked):
             return  # a later view has been acknowledged, which is the one that counts
         self.view, self.acked = proposal.roster, {}
+        self.gone.take_back(self.view.members)
         for member, why in proposal.lost.items():
             self.gone.lose(member, why, final=True)
         for peer, channel in self.inbound.items():
@@ -240,18 +242,24 @@ class Member:
     # -- what time brings --------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Some time has passed."""
+        """Messages have come, or some time has passed: do what can be done now."""
         now = self.around.now()
-        if now - self._ticked < _TICK:
-            return
-        self._ticked = now
-        if now - self._beaten >= self.hearing.beat:
-            self._beaten = now
-            for channel in (*self.inbound.values(), *self.outbound.values()):
-                channel.send({"k": "beat"})
-        if self.over is None:
-            self.watching.tick()
-        self.advance()
+        if now - self._ticked >= _TICK:
+            self._ticked, self._stirred = now, True
+            if now - self._beaten >= self.hearing.beat:
+                self._beaten = now
+                for channel in (*self.inbound.values(), *self.outbound.values()):
+                    channel.send({"k": "beat"})
+            if self.over is None:
+                self.watching.tick()
+        if self._stirred:
+            self._stirred = False
+            self.advance()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there are all connections that should be there."""
+        return all(one in self.inbound for one in self.others) if self.leads else self.leader in self.outbound
 
     def restart(self) -> None:
         """This process itself did not run for a while: others' silence in that time means nothing."""

@@ -18,6 +18,7 @@ from lightning_hetero.errors import MembershipLostError
 
 _PATIENCE = 1.5  # seconds to let others know that this member ends
 _AGAIN = 1.0  # seconds after which a training thread that has not come is called again
+_BUSY, _QUIET = 0.02, 0.25  # seconds between two turns of the thread
 _TEXT = 500  # characters of an error's text that are sent
 
 _all: weakref.WeakSet["Membership"] = weakref.WeakSet()
@@ -215,7 +216,8 @@ class Membership:
                 self._turn.notify_all()
 
     def _take_turn(self, member: Member) -> None:
-        pause = 0.05 if member.changing or self._ending else min(member.hearing.beat / 4, 0.25)
+        busy = member.changing or self._ending or not member.connected
+        pause = _BUSY if busy else min(member.hearing.beat / 4, _QUIET)
         happened = self._wire.poll(pause)
         before, self._last_turn = self._last_turn, time.monotonic()
         if self._last_turn - before - pause > member.hearing.beat:
