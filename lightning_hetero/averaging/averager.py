@@ -252,6 +252,12 @@ class Averager(ABC):
         for name in ("reference", *self.state):
             setattr(self, name, state[name])
 
+    def load_common(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have any
+        """Go on with what is alike on all replicas, from the :meth:`state_dict` of others than there are; here nothing.
+
+        All have just begun anew, from the checkpoint's weights.
+        """
+
     # -- parameters that become trainable, or frozen -----------------------------------------------
 
     def complete(self, context: StepContext) -> None:  # noqa: B027 - most exchanges end with their step

@@ -247,6 +247,10 @@ class DASOAverager(Averager):
             super().missed_exchange(context)
 
     @override
+    def load_common(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])  # an exchange under way is dropped
+
+    @override
     def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
         return {**super().regrown(state, growth), "epoch_ended": self._epoch_ended}
 

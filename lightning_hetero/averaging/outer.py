@@ -138,6 +138,10 @@ class OuterAverager(CenterAverager):
         self._since = state["since"]
 
     @override
+    def load_common(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["outer"])  # the same on all replicas
+
+    @override
     def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
         names = self.replica.parameter_names
         momenta = {name: self._optimizer.state.get(p, {}) for name, p in zip(names, self._parameters, strict=True)}

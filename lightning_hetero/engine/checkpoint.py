@@ -176,8 +176,7 @@ def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | 
             "The checkpoint holds no state of replicas: it was saved by a strategy without them, after the end of a "
             "fit, or while a rank had failed."
         )
-    fits = saved["algorithm"] == who.algorithm if "algorithm" in saved else saved["strategy"] in who.bases
-    if not fits:
+    if not _same_algorithm(saved, who):
         return f"The checkpoint was saved by {saved['strategy']}, this is {who.strategy}."
     ids, ranks = saved["ids"], len(saved["losses"])
     if len(ids) != view.count or ranks != view.world:
@@ -185,6 +184,25 @@ def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | 
         return f"The checkpoint was saved by {then}; this job has {view.count} with {view.world}."
     here = [member.id for member in view.replicas]
     return None if ids == here else f"The checkpoint was saved by replicas {ids}; this job has {here}."
+
+
+def nearest(checkpoint: Mapping[str, Any], who: Identity, view: View) -> int | None:
+    """The replica from which this one takes an optimizer's state where there are others than were saved.
+
+    It is the one with the same id; else with the nearest id, the lower of two. Replicas are numbered by their ranks, so
+    these are neighbours, of the same node or the next one.
+
+    Returns:
+        Its id; ``None`` if what was saved does not fit this strategy.
+    """
+    saved = part_of(checkpoint).get("replicas", {})
+    if "save" not in saved or not _same_algorithm(saved, who):
+        return None
+    return min(saved["ids"], key=lambda other: (abs(other - view.replica.id), other))
+
+
+def _same_algorithm(saved: Mapping[str, Any], who: Identity) -> bool:
+    return saved["algorithm"] == who.algorithm if "algorithm" in saved else saved["strategy"] in who.bases
 
 
 def warn_of_replicas(checkpoint: Mapping[str, Any], strategy: str) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -30,6 +29,7 @@ from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.metrics import LoggedMetrics
+from lightning_hetero.strategies.other_replicas import start_alike
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, wrap_anew
 from lightning_hetero.strategies.replica_guards import (
     averages_again,
@@ -272,10 +272,8 @@ class ReplicaStrategy(HeteroStrategy):
         self.weight_averages.load(checkpoint)
         mine = self._source.replica(checkpoint, self._identity(), self.engine.view)
         if isinstance(mine, str):
-            rank_zero_warn(f"{mine} All replicas start from the checkpoint's weights, with its optimizers' state.")
-            by_hand = not self.lightning_module.automatic_optimization
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
-            self.engine.resume(progress.processed if by_hand else self.trainer.global_step)  # type: ignore[attr-defined]
+            near = self._source.nearest(checkpoint, self._identity(), self.engine.view)
+            start_alike(self, near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
         self.precision_plugin.load_state_dict(mine["precision"])

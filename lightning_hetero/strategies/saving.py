@@ -15,6 +15,7 @@ from lightning_hetero.engine import loader_states, random_states, shards
 from lightning_hetero.engine.checkpoint import (
     Identity,
     add_plan,
+    nearest,
     part_of,
     restore_plan,
     save_of,
@@ -200,6 +201,22 @@ class Source:
             return problem
         assert state is not None
         return {**state, "losses": saved["losses"][view.rank]}
+
+    def nearest(self, checkpoint: Mapping[str, Any], who: Identity, view: View) -> dict[str, Any] | None:
+        """The state of the nearest replica that was saved, if there are others now; else ``None`` (collective).
+
+        Raises:
+            CheckpointError: on every rank, if a shard cannot be read.
+        """
+        other, error, state = nearest(checkpoint, who, view), None, None
+        if other is None or self.load is None or unusable(checkpoint, who, view) is None:
+            return None
+        try:
+            state = shards.read(self.load, self.path, other, part_of(checkpoint)["replicas"]["save"])
+        except Exception as broken:
+            error = broken
+        lost = "a shard is missing" if state is None and error is None else None
+        return state if shards.agree(lost, error) is None else None
 
 
 def save_to_resume(strategy: "HeteroStrategy") -> None:

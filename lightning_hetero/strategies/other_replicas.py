@@ -1,0 +1,31 @@
+"""Goes on from a checkpoint that was saved by other replicas than there are now."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.replica import ReplicaStrategy
+
+
+def start_alike(strategy: "ReplicaStrategy", near: dict[str, Any] | None, why: str) -> None:
+    """Let all replicas start from the checkpoint's weights, which the model holds.
+
+    Args:
+        strategy: that goes on.
+        near: the state of the saved replica that is nearest to this one; ``None``: there is none that fits.
+        why: replicas cannot go on where they have stopped.
+    """
+    start, trainer = f"{why} All replicas start from the checkpoint's weights,", strategy.trainer
+    if near is None:
+        rank_zero_warn(f"{start} with its optimizers' state.")
+    else:
+        rank_zero_warn(f"{start} each with its own optimizers' state, a new one with that of the nearest number.")
+        assert strategy.averager is not None
+        for optimizer, saved in zip(strategy.optimizers, near["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        strategy.precision_plugin.load_state_dict(near["precision"])
+        strategy.averager.load_common(near["algorithm"])
+    progress = trainer.fit_loop.epoch_loop.batch_progress.total
+    by_hand = not strategy.lightning_module.automatic_optimization  # type: ignore[union-attr]
+    strategy.engine.resume(progress.processed if by_hand else trainer.global_step)  # type: ignore[attr-defined]

@@ -1,0 +1,120 @@
+"""A job that goes on with fewer or more ranks: the same global batches, each sample once, every replica's optimizer."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from ranks import run
+from saved import replicas_of
+from tasks import FAST, Net, dataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from lightning_hetero import (
+    DASOStrategy,
+    DiLoCoStrategy,
+    EASGDAsyncStrategy,
+    GossipStrategy,
+    HeteroDDPStrategy,
+    NodeAverageStrategy,
+    SharedStream,
+)
+from lightning_hetero.callbacks import ResumableCheckpoint
+
+DASO = {"warmup": 1, "cooldown": 0, "global_every": 4, "wait": 1, "schedule_every_n_steps": 5}
+APART = [
+    (NodeAverageStrategy, {"every_n_steps": 7}),
+    (DASOStrategy, DASO),
+    (DiLoCoStrategy, {"tau": 4}),
+    (EASGDAsyncStrategy, {"tau": 4, "moving_rate": 0.2}),
+    (GossipStrategy, {"overlap": False, "every_n_steps": 4}),
+]
+
+
+class Numbers(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        data = dataset(96)
+        return (data[i] for i in range(len(data)))
+
+
+class Begun(pl.Callback):
+    """What there is when training starts."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.momenta = _momenta(trainer.optimizers[0])
+        averager = getattr(trainer.strategy, "averager", None)
+        self.outer = _momenta(averager._optimizer) if hasattr(averager, "_optimizer") else []
+        self.best = averager.schedule.best if hasattr(averager, "schedule") else None
+
+
+def _momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [state["momentum_buffer"].clone() for state in optimizer.state_dict()["state"].values()]
+
+
+def _loader(data: str, size: int) -> DataLoader:
+    if data == "batch sampler":
+        return DataLoader(dataset(96), batch_sampler=BatchSampler(SequentialSampler(range(96)), size, False))
+    return (
+        DataLoader(SharedStream(Numbers()), size) if data == "stream" else DataLoader(dataset(96), size, shuffle=True)
+    )
+
+
+def _train(folder: str, kind: Any, data: str = "list", size: int = 3, **limits: Any) -> Any:
+    warnings.simplefilter("ignore")
+    strategy, options = kind
+    begun, keeps = Begun(), ResumableCheckpoint(folder, every_n_steps=11, background=False)
+    settings = {**FAST, "max_epochs": 3, "enable_checkpointing": True, "callbacks": [begun, keeps], **limits}
+    path, resumes = Path(folder, "step=11.ckpt"), limits.pop("max_steps", None) is None
+    trainer = pl.Trainer(strategy=strategy(balance="off", ranks_per_node=1, **options), **settings)
+    module = Net()
+    trainer.fit(module, _loader(data, size), ckpt_path=str(path) if resumes else None)
+    return module.seen, begun.momenta, begun.outer, begun.best, trainer.strategy.share.planner.total
+
+
+def _moved(folder: str, before: int, after: int, kind: Any, **options: Any) -> tuple[Any, Any]:
+    first = run(_train, before, folder, kind, nodes=[1] * before, max_steps=11, **options)
+    return first, run(_train, after, folder, kind, nodes=[1] * after, **options)
+
+
+@pytest.mark.parametrize("data", ["list", "stream", "batch sampler"])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_no_sample_comes_twice_and_none_is_lost(tmp_path: Path, before: int, after: int, data: str) -> None:
+    first, second = _moved(str(tmp_path), before, after, (HeteroDDPStrategy, {}), data=data)
+    steps = 96 // (3 * before)
+    done, left = 11 % steps, steps - 11 % steps
+    epoch = [i for seen, *_ in first for batch in seen[11 - done :] for i in batch]
+    epoch += [i for seen, *_ in second for batch in seen[:left] for i in batch]
+    assert sorted(epoch) == list(range(96))
+    rest = [i for seen, *_ in second for batch in seen[left:] for i in batch]
+    assert sorted(rest) == sorted(list(range(96)) * (3 - 1 - 11 // steps))
+    for step in range(left):
+        assert sum(len(seen[step]) for seen, *_ in second) == 3 * before
+
+
+def test_another_batch_size_of_the_users_counts(tmp_path: Path) -> None:
+    run(_train, 4, str(tmp_path), (HeteroDDPStrategy, {}), max_steps=11)
+    for kept, size, options in ((12, 3, {}), (16, 8, {}), (10, 3, {"global_batch_size": 10})):
+        assert run(_train, 2, str(tmp_path), (HeteroDDPStrategy, options), size=size, max_epochs=2)[0][-1] == kept
+
+
+@pytest.mark.parametrize("kind", APART, ids=lambda kind: kind[0].__name__)
+def test_every_replica_has_its_own_or_the_nearest_optimizer(tmp_path: Path, kind: Any) -> None:
+    for before, after in ((3, 2), (2, 3)) if kind[0] is DiLoCoStrategy else ((2, 3),):
+        folder = tmp_path / f"{before}"
+        _, second = _moved(str(folder), before, after, kind)
+        saved = replicas_of(folder / "step=11.ckpt")
+        momenta = [[state["momentum_buffer"] for state in r["optimizers"][0]["state"].values()] for r in saved]
+        assert not torch.equal(momenta[0][0], momenta[1][0])
+        for replica, (_, found, outer, best, _) in enumerate(second):
+            near = min(replica, before - 1)
+            assert len(found) == 4
+            assert all(torch.equal(a, b) for a, b in zip(found, momenta[near], strict=True))
+            if kind[0] is DiLoCoStrategy:
+                states = saved[near]["algorithm"]["outer"]["state"].values()
+                assert all(torch.equal(a, b["momentum_buffer"]) for a, b in zip(outer, states, strict=True))
+                assert outer[0].any()
+            if kind[0] is DASOStrategy:
+                assert best == saved[near]["algorithm"]["schedule"]["best"] < float("inf")
