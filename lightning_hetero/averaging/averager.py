@@ -253,10 +253,7 @@ class Averager(ABC):
             setattr(self, name, state[name])
 
     def load_common(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have any
-        """Go on with what is alike on all replicas, from the :meth:`state_dict` of others than there are; here nothing.
-
-        All have just begun anew, from the checkpoint's weights.
-        """
+        """Go on with what is alike on all replicas, from a :meth:`state_dict` of other ones; here nothing."""
 
     # -- parameters that become trainable, or frozen -----------------------------------------------
 

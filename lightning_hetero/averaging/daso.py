@@ -104,8 +104,7 @@ class DASOAverager(Averager):
         self.links.prepare()
         self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
         self._pending: Pending | None = None
-        self._member = 0
-        self._since = 0  # steps of the cycling phase since the last exchange began
+        self._member = self._since = 0  # steps of the cycling phase since the last exchange began
         self._pace = Pace()
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
         self._mean: list[Tensor] = []  # memory for the next exchange
