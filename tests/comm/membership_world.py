@@ -118,6 +118,7 @@ class World:
         self._count = itertools.count()
         self.cut: set[frozenset[int]] = set()  # pairs that do not reach each other
         self.agreed: dict[tuple[int, int], Any] = {}
+        self.lost: list[tuple[int, int, str]] = []  # by whom, who, why
         self.on_note: Callable[[Node, str], None] = lambda node, what: None
         first = Roster(0, -1, tuple(sorted(tuple(unit) for unit in units)))
         self.nodes = {one: Node(self, one, first, terms) for one in first.members}
@@ -139,6 +140,8 @@ class World:
 
     def noted(self, node: Node, what: str, member: int, why: str) -> None:
         self.on_note(node, what)
+        if what == "lost":
+            self.lost.append((node.me, member, why))
 
     def _turns(self, node: Node) -> None:
         node.turn()
@@ -191,6 +194,21 @@ class World:
             for end in node.ends:
                 if not end.dropped and not end.ended:
                     self.carry(end, ("closed", {}))
+
+    def end(self, one: int, how: str | None) -> None:
+        """A process ends by itself, because of an error, or because its run is over."""
+        node = self.nodes[one]
+        if node.runs and node.member.over is None:
+            node.coming = True  # its training thread comes no more
+            node.member.farewell.begin(how)
+            self.after(1.5, lambda: self.kill(one))
+            self._when_told(one)
+
+    def _when_told(self, one: int) -> None:
+        if self.nodes[one].member.farewell.done:
+            self.kill(one)
+        elif not self.nodes[one].dead:
+            self.after(0.05, lambda: self._when_told(one))
 
     def freeze(self, one: int) -> None:
         self.nodes[one].frozen = True

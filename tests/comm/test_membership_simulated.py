@@ -18,12 +18,13 @@ def check_views(world: World) -> None:
 
 
 def check_settled(world: World) -> None:
-    """All that go on are steady, in one view, and are all of its members."""
+    """All that go on are steady, in one view, and are all of its members that have not left."""
     going = world.going
     for one in going:
         member = world.nodes[one].member
         assert not member.changing, (one, vars(member))
-        assert list(member.view.members) == going, (one, member.view, going)
+        here = [each for each in member.view.members if each not in member.gone.left]
+        assert here == going, (one, member.view, member.gone.left, going)
 
 
 def faults(world: World, draw: random.Random) -> None:
@@ -31,7 +32,9 @@ def faults(world: World, draw: random.Random) -> None:
     ids = list(world.nodes)
     for _ in range(draw.randint(1, 5)):
         world.run(draw.choice([0.0, 0.01, 0.1, 0.5, 2.5, 6.0]))
-        kind = draw.choice(["kill", "freeze", "thaw", "part", "alone", "heal", "break", "slow", "cut"])
+        kind = draw.choice(
+            ["kill", "freeze", "thaw", "part", "alone", "heal", "break", "slow", "cut", "ask", "leave", "fail"]
+        )
         one = draw.choice(ids)
         if kind == "kill":
             world.kill(one)
@@ -48,9 +51,15 @@ def faults(world: World, draw: random.Random) -> None:
             world.heal()
         elif kind == "slow":
             world.nodes[one].slow = draw.choice([3.0, 30.0])
+        elif kind == "ask" and world.nodes[one].runs:
+            world.nodes[one].member.change()
+        elif kind == "leave":
+            world.end(one, None)
+        elif kind == "fail":
+            world.end(one, "failed")
         elif kind == "cut":
             world.cut.add(frozenset(draw.sample(ids, 2)))
-        else:
+        elif kind == "break":
             world.break_links(one)
 
 
@@ -97,6 +106,47 @@ def test_a_partition_in_halves_goes_on_once(seed: int) -> None:
     assert world.going == [0, 2]
     assert "only 2 of 4 replicas remain without rank 0" in str(world.nodes[1].member.over)
     check_settled(world)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("when", "goes_on"), [("proposed", [2, 3, 4]), ("committed", [0, 1])])
+def test_the_network_breaks_in_another_place_while_a_view_is_made(seed: int, when: str, goes_on: list[int]) -> None:
+    """First members 3 and 4 are away, then 0 and 1: member 2 has heard of the view without 3 and 4, or not."""
+    world = World(seed, SINGLE)
+    world.run(1.0)
+    first = world.nodes[0]
+
+    def breaks() -> None:
+        world.heal()
+        world.part([0, 1])
+        for one in (2, 3, 4):  # they hear each other
+            for other in (2, 3, 4):
+                world.nodes[one].member.gone.returns(other)
+
+    if when == "proposed":
+        first.offer = lambda number: breaks()  # type: ignore[method-assign]
+    else:
+        world.on_note = lambda node, what: breaks() if what == "agreed" and node is first else None
+    for one in (3, 4):
+        world.nodes[one].slow = 6.0  # they find out that they are too few after the network has changed only
+    world.part([3, 4])
+    world.run(30.0)
+    check_views(world)
+    assert world.going == goes_on
+    check_settled(world)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_leaving_is_no_loss(seed: int) -> None:
+    world, draw = World(seed, SINGLE), random.Random(seed)
+    world.run(1.0)
+    for one in draw.sample(range(5), 4):
+        world.end(one, None)
+        world.run(draw.choice([0.0, 0.2, 3.0]))
+    world.run(5.0)
+    (last,) = world.going
+    assert world.lost == []
+    assert not world.nodes[last].member.changing
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from lightning_hetero.comm.membership.majority import Key, Roster, decide
 from lightning_hetero.comm.membership.state import Proposal, State
+from lightning_hetero.comm.membership.surroundings import Channel
 
 if TYPE_CHECKING:
     from lightning_hetero.comm.membership.member import Member
@@ -42,11 +43,15 @@ class Gathering:
 
     def spread(self) -> None:
         """Tell all members what has changed, if this one is the coordinator."""
-        member = self._member
-        if self._untold and member.leads:
-            for channel in member.inbound.values():
-                channel.send({"k": "news", "v": member.gone.written(), "changing": member.changing})
+        for channel in self._member.inbound.values() if self._untold else ():
+            self.inform(channel)
         self._untold = False
+
+    def inform(self, channel: Channel) -> None:
+        """Tell one member."""
+        member = self._member
+        if member.leads:
+            channel.send({"k": "news", "v": member.gone.written(), "changing": member.changing})
 
     def void(self) -> None:
         """Drop the proposal: the others may have gone on without this member."""

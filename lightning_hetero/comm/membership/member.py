@@ -140,6 +140,8 @@ class Member:
                 old.close()
             self.gathering.forget(channel.peer)
         channel.send(self.state())
+        if not channel.mine and self.gone.reasons:
+            self.gathering.inform(channel)
         self.farewell.opened(channel)
 
     def closed(self, channel: Channel, refused: bool) -> None:
