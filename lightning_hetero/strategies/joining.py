@@ -1,12 +1,15 @@
 """How a strategy joins its job, and makes what depends on who takes part."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_hetero import _lightning
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
@@ -74,9 +77,21 @@ def connect(strategy: "HeteroStrategy") -> None:
 
     def init() -> None:
         with noting_sockets(store_port=address.port):
-            _lightning.init_dist_connection(cluster, "gloo", timeout=timeout)
+            _lightning.init_dist_connection(cluster, "gloo", timeout=timeout, **_store_of_restart(timeout))
 
     meet(init, address, timeout)
+
+
+def _store_of_restart(timeout: timedelta) -> dict[str, dist.Store]:
+    """Keys of their own for ranks that torchrun has started again: its store may hold addresses of those before.
+
+    With several agents torchrun makes another store for each start, and counts restarts apart.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store, *_ = next(rendezvous("env://", timeout=timeout))
+    return {"store": dist.PrefixStore(f"restart {restarts}", store)}
 
 
 def join(strategy: "HeteroStrategy") -> Job:
