@@ -82,7 +82,7 @@ def connect(strategy: "HeteroStrategy") -> None:
     meet(init, address, timeout)
 
 
-def _store_of_restart(timeout: timedelta) -> dict[str, dist.Store]:
+def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
     """Keys of their own for ranks that torchrun has started again: its store may hold addresses of those before.
 
     With several agents torchrun makes another store for each start, and counts restarts apart.
