@@ -1,0 +1,79 @@
+"""Several ranks are lost, or too many; faults that end the fit on all ranks end it cleanly."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from faults import DIED, FAILED, STEPS, Strike, strike, went_on
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hetero.errors import MembershipLostError, NotFiniteError
+
+FEW = ["ddp", "node", "easgd", "gossip"]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_two_ranks_that_are_killed_at_once(tmp_path: Path, name: str) -> None:
+    strikes = [Strike(0, 5, "killed"), Strike(3, 5, "killed")]
+    went_on(strike(tmp_path, name, strikes, world=5, settings={"max_steps": 8}), {0: DIED, 3: DIED}, steps=8)
+
+
+@pytest.mark.parametrize("name", ["ddp", "daso", "easgd_async", "gossip_push_sum"])
+def test_one_after_another_until_one_is_left(tmp_path: Path, name: str) -> None:
+    strikes = [Strike(0, 2, "killed"), Strike(1, 5, "raises"), Strike(3, 10, "killed")]
+    outcomes = strike(tmp_path, name, strikes, world=4, settings={"max_steps": 14, "max_epochs": 9})
+    [last] = went_on(outcomes, {0: DIED, 1: FAILED, 3: DIED}, steps=14)
+    assert [list(loss.lost) for loss in last.losses] == [[0], [1], [3]]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_fewer_than_the_user_wants(tmp_path: Path, name: str) -> None:
+    outcomes = strike(tmp_path, name, [Strike(1, 5, "killed")], min_replicas=3)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, MembershipLostError), outcomes[rank].trace
+        assert f"Rank {rank} cannot go on: only 2 replicas remain, and at least 3 are required" in str(
+            outcomes[rank].error
+        )
+        assert f"Missing: rank 1 {DIED}" in str(outcomes[rank].error)
+
+
+def test_no_majority_is_left(tmp_path: Path) -> None:
+    outcomes = strike(tmp_path, "node", [Strike(0, 5, "killed"), Strike(1, 5, "killed")])
+    assert isinstance(outcomes[2].error, MembershipLostError), outcomes[2].trace
+    assert "only 1 of 3 replicas remain without rank 0" in str(outcomes[2].error)
+    assert f"Missing: rank 0 {DIED}; rank 1 {DIED}" in str(outcomes[2].error)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("node", 4), ("daso", 0), ("diloco", 1), ("easgd", 2), ("gossip", 3)])
+def test_a_replica_that_loses_one_of_its_ranks_leaves(tmp_path: Path, name: str, rank: int) -> None:
+    nodes, other = [2, 2, 2], rank ^ 1
+    outcomes = strike(tmp_path, name, [Strike(rank, 5, "killed")], world=6, nodes=nodes, settings={"max_steps": 8})
+    assert isinstance(outcomes[other].error, MembershipLostError), outcomes[other].trace
+    assert f"it lost rank {rank} of its replica" in str(outcomes[other].error)
+    went_on(outcomes, {rank: DIED, other: f"lost rank {rank} of its replica"}, steps=8)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_value_that_is_not_finite_ends_all(tmp_path: Path, name: str) -> None:
+    for outcome in strike(tmp_path, name, [Strike(1, 5, "nan")]):
+        assert isinstance(outcome.error, NotFiniteError), outcome.trace
+        assert "rank 1" in str(outcome.error)
+
+
+@pytest.mark.parametrize("name", ["ddp", "node", "daso"])
+def test_a_value_that_is_not_finite_is_left_out_and_nobody_is_lost(tmp_path: Path, name: str) -> None:
+    outcomes = strike(tmp_path, name, [Strike(1, 5, "nan"), Strike(2, 9, "killed")], on_nan="skip")
+    went_on(outcomes, {2: DIED})
+
+
+@pytest.mark.parametrize("name", [*FEW, "easgd_async", "gossip_async"])
+def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path, name: str) -> None:
+    callbacks = [ModelCheckpoint(tmp_path / "saved", save_top_k=0, save_last=True)]
+    settings = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": 40}
+    outcomes = strike(tmp_path, name, [Strike(1, 5, "terminated")], settings=settings)
+    assert all(isinstance(outcome.error, SIGTERMException) for outcome in outcomes), [o.trace for o in outcomes]
+    files = [file for file in os.listdir(tmp_path / "saved") if not file.endswith(".shards")]
+    assert files[0].startswith("last") and files[0].endswith(".ckpt")
+    assert 5 <= torch.load(tmp_path / "saved" / files[0], weights_only=True)["global_step"] < 40 * STEPS // 2
