@@ -237,3 +237,4 @@ def save_to_resume(strategy: "HeteroStrategy") -> None:
             requeue(trainer)
     say_where(path, trainer)
     strategy.share.listen()  # leave nothing in flight
+    strategy.survival.end()  # nobody counts as lost who ends now

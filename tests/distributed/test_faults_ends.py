@@ -49,17 +49,25 @@ def test_no_majority_is_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "rank"), [("node", 4), ("daso", 0), ("diloco", 1), ("easgd", 2), ("gossip", 3)])
 def test_a_replica_that_loses_one_of_its_ranks_leaves(tmp_path: Path, name: str, rank: int) -> None:
     nodes, other = [2, 2, 2], rank ^ 1
-    outcomes = strike(tmp_path, name, [Strike(rank, 5, "killed")], world=6, nodes=nodes, settings={"max_steps": 8})
+    options = {"nodes": nodes, "replica": "node", "settings": {"max_steps": 8}}
+    outcomes = strike(tmp_path, name, [Strike(rank, 5, "killed")], world=6, **options)
     assert isinstance(outcomes[other].error, MembershipLostError), outcomes[other].trace
     assert f"it lost rank {rank} of its replica" in str(outcomes[other].error)
     went_on(outcomes, {rank: DIED, other: f"lost rank {rank} of its replica"}, steps=8)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ["ddp", "node", "daso"])
 def test_a_value_that_is_not_finite_ends_all(tmp_path: Path, name: str) -> None:
     for outcome in strike(tmp_path, name, [Strike(1, 5, "nan")]):
         assert isinstance(outcome.error, NotFiniteError), outcome.trace
         assert "rank 1" in str(outcome.error)
+
+
+@pytest.mark.parametrize("name", ["gossip", "gossip_push_sum"])
+def test_where_replicas_meet_in_pairs_the_others_go_on_without_it(tmp_path: Path, name: str) -> None:
+    outcomes = strike(tmp_path, name, [Strike(1, 5, "nan")])
+    assert isinstance(outcomes[1].error, NotFiniteError), outcomes[1].trace
+    went_on(outcomes, {1: "failed with NotFiniteError"})
 
 
 @pytest.mark.parametrize("name", ["ddp", "node", "daso"])
@@ -75,5 +83,6 @@ def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path, name: str) -> None:
     outcomes = strike(tmp_path, name, [Strike(1, 5, "terminated")], settings=settings)
     assert all(isinstance(outcome.error, SIGTERMException) for outcome in outcomes), [o.trace for o in outcomes]
     files = [file for file in os.listdir(tmp_path / "saved") if not file.endswith(".shards")]
-    assert files[0].startswith("last") and files[0].endswith(".ckpt")
+    assert files[0].startswith("last")
+    assert files[0].endswith(".ckpt")
     assert 5 <= torch.load(tmp_path / "saved" / files[0], weights_only=True)["global_step"] < 40 * STEPS // 2
