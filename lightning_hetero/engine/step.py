@@ -23,6 +23,7 @@ from lightning_hetero.workload.timer import Lap, StepTimer
 
 if TYPE_CHECKING:
     from lightning_hetero.engine.global_sizes import GlobalSizes
+    from lightning_hetero.engine.plan_agreement import PlanAgreement
 
 
 class Draws(Protocol):
@@ -84,6 +85,7 @@ class Workshare:
         self._laps: list[Lap] = []  # since the last report
         self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
+        self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
 
     def take_over(self, former: "Workshare", kept: Sequence[int] | None = None) -> None:
         """Go on where another one has stopped, which was made from an earlier view.
@@ -133,6 +135,8 @@ class Workshare:
                 "the training dataloader was replaced after the Trainer had set it up, so that the weights of its "
                 "batches are unknown. Pass the final one to `fit`, or return it from `train_dataloader`."
             )
+        if self.agreement is not None:
+            self.agreement.before_batch()
         self.drawn = self.loaders.take()
 
     def current(self) -> Drawn:
@@ -166,9 +170,11 @@ class Workshare:
                 watcher(lap)
         self.drawn, self._weighing = None, None
         self.step += 1
+        if self.agreement is not None:
+            self.agreement.after_batch()
         if report:
             self.listen()
-            self._gathering.launch(self._report().row)
+            self._gathering.launch(self.report(taken=self.agreement is None).row)
             self._reported_at = self.step
 
     def listen(self) -> None:
@@ -181,6 +187,8 @@ class Workshare:
         if not all(ended):
             self.ended = ended
         self._say_where_times_bend_down()
+        if self.agreement is not None:
+            return
         # Since the reports were sent every rank has drawn a batch for each step, and one more.
         drawn_since = self.step - self._reported_at + 1
         self.planner.update(self.step, [report._replace(drawn=report.drawn + drawn_since) for report in self.reports])
@@ -255,12 +263,17 @@ class Workshare:
                 )
         return own, total
 
-    def _report(self) -> Report:
+    def report(self, taken: bool) -> Report:
+        """What this rank tells the others.
+
+        Args:
+            taken: the next report is about the steps from now on.
+        """
         count = max(len(self._laps), 1)
         samples, work, wait = (
             sum(column) / count for column in zip(*(lap[:3] for lap in self._laps), (0.0, 0.0, 0.0), strict=True)
         )
-        laps, self._laps = len(self._laps), []
+        laps, self._laps = len(self._laps), [] if taken else self._laps
         speed = self.evidence.speed(self.cost.cost)
         error = speed.noise if self.cost.ready else math.inf
         drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())

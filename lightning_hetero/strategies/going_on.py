@@ -77,6 +77,11 @@ class GoingOn(Survival):
         """The number of the view, while ranks may be lost; else ``None``."""
         return None if self._membership is None or self._strategy.job is None else self._strategy.job.view.number
 
+    @property
+    def changing(self) -> bool:
+        """Whether the ranks are about to agree on who remains."""
+        return self._membership is not None and self._membership.changing
+
     def begin(self) -> None:
         """Training starts: from now on the ranks watch each other (collective).
 
@@ -145,7 +150,7 @@ class GoingOn(Survival):
             with self._survivor.plain():
                 return operation()
 
-        if self._membership is not None and self._membership.changing:
+        if self.changing:
             self._recover()  # the others wait for this rank
         return self._until_done(inside, lambda behind: behind.exchange, lambda: None)
 

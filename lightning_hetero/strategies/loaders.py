@@ -93,11 +93,12 @@ class Loaders:
         self.sizes = former.sizes
         planner = self.planner
         for evaluated in self.evaluated:
-            evaluated.regroup(self.rank, planner.world, lambda: planner.plans[-1], lambda: planner.found)
+            evaluated.regroup(self.rank, planner.world, lambda: planner.in_force(), lambda: planner.found)
         for source in self.sources():
             assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
             seat = Seat(self.rank, tuple(self.replica), self._shares, regrouping.start)
             source.regroup(seat, regrouping.kept, self._begin_pass)
+            source.before_draw = planner.ready
             if isinstance(order := source.sampler, AgreedOrder):
                 order.agree_by(self._broadcast, lambda: self.rank == 0)
 
@@ -133,7 +134,7 @@ class Loaders:
             check_enough(samples_in_order(batches), self.planner.world, "training")
             self.planner.expect(None if isinstance(batches, GroupedBatches) else self._batch_size(loader))
             sampler = ShareSampler(batches, self.rank, self.replica, self._begin_pass, self._shares)
-            sampler.padding = self.planner.least
+            sampler.padding, sampler.before_draw = self.planner.least, self.planner.ready
             return with_batch_sampler(loader, sampler)
         return self._shared(loader) if kind == "shared stream" else self._stream(loader, kind)
 
@@ -146,7 +147,7 @@ class Loaders:
         batches = self._batches(loader, evaluation=True)
         check_enough(samples_in_order(batches), self.planner.world, name)
         world, planner = self.planner.world, self.planner
-        sampler = EvaluationSampler(batches, self.rank, world, lambda: planner.plans[-1], lambda: planner.found)
+        sampler = EvaluationSampler(batches, self.rank, world, lambda: planner.in_force(), lambda: planner.found)
         self.evaluated.add(sampler)
         indexed = name == "predict"
         return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
@@ -220,7 +221,7 @@ class Loaders:
     def _shared(self, loader: Any) -> SharedStreamLoader:
         total = self._batch_size(loader)
         self.planner.expect(total)
-        requests = Requests(total, self.planner.at, self._begin_pass)
+        requests = Requests(total, self.planner.ready, self._begin_pass)
         add_worker_init_fn(loader, self.rank)
         return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least)
 
@@ -239,7 +240,7 @@ class Loaders:
             self.planner.expect(total)
             loader = copy.copy(loader)  # the user's own stays as it is
             share = VaryingBatchSizes(
-                lambda step: self.planner.at(step).split([total])[0][self.rank], lambda: self._begin().step
+                lambda step: self.planner.ready(step).split([total])[0][self.rank], lambda: self._begin().step
             )
             object.__setattr__(loader, "batch_sampler", share)
         add_worker_init_fn(loader, self.rank)

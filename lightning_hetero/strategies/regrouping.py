@@ -17,6 +17,7 @@ from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.engine.job import Job
 from lightning_hetero.launch.environment import RegroupedEnvironment
+from lightning_hetero.strategies import plans
 from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.replica_ddp import wrap_anew
 from lightning_hetero.workload.regrouping import Regrouping
@@ -55,6 +56,7 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     assert before is not None
     take_number(strategy, job)
     failures.watch(interface(strategy), strategy.options.limit.total_seconds())
+    plans.settle(strategy)
     former = strategy.build(job, moved)
     assert former is not None
     strategy.step.take_over(former.step)
@@ -64,9 +66,10 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     _renew_model(strategy)
     if strategy.stop_request is not None:
         strategy.stop_request.move(job.store("stop"))
+    plans.begin(strategy)
     strategy.timer.restart()
-    plans, steps = former.share.planner, range(strategy.share.step, moved.start)
-    lost = [n for step in steps for rank, n in enumerate(plans.shares(step)) if rank not in moved.kept]
+    planner, steps = former.share.planner, range(strategy.share.step, moved.start)
+    lost = [n for step in steps for rank, n in enumerate(planner.shares(step)) if rank not in moved.kept]
     return max(gather(sum(lost), "samples that are lost"))
 
 

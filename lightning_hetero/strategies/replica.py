@@ -25,7 +25,7 @@ from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies import saving
+from lightning_hetero.strategies import plans, saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.metrics import LoggedMetrics
@@ -182,6 +182,7 @@ class ReplicaStrategy(HeteroStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._metrics.begin()
+        plans.begin(self)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -280,11 +281,13 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def on_train_end(self) -> None:
+        plans.end(self)
         self._shards.clean(self.checkpoint_io, self.engine.view.leads)
         super().on_train_end()
 
     @override
     def teardown(self) -> None:
+        plans.close(self)
         self.weight_averages.detach()
         self._source, self.weight_averages = saving.Source(), WeightAverages()
         super().teardown()

@@ -48,6 +48,11 @@ class Survival:
         """The number of the view, while ranks may be lost; else ``None``."""
         return None
 
+    @property
+    def changing(self) -> bool:
+        """Whether the ranks are about to agree on who remains."""
+        return False
+
     def begin(self) -> None:
         """Training starts (collective)."""
 

@@ -5,10 +5,9 @@ arithmetic. A new plan starts at a step that no rank's sampler has drawn yet.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning_hetero.errors import ShareError
 from lightning_hetero.workload.curve import Curve
@@ -16,30 +15,7 @@ from lightning_hetero.workload.limits import fixed_shares, per_rank
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.shares import Cost, cost_of, makespan, row_of
-
-
-class Look(NamedTuple):
-    """Steps in a row.
-
-    Attributes:
-        steps: how many.
-        seconds: that they took.
-    """
-
-    steps: float
-    seconds: float
-
-
-class Trial(NamedTuple):
-    """A re-split that has to prove itself.
-
-    Attributes:
-        before: the plan to return to.
-        bar: seconds per step that it must stay below: halfway from what was to what was promised.
-    """
-
-    before: Plan
-    bar: float
+from lightning_hetero.workload.trial import Look, Trial, seconds_of
 
 
 class Planner:
@@ -62,6 +38,8 @@ class Planner:
         high: most samples per rank.
         found: whether these limits were found by trying training steps.
         least: samples that a rank can train on, where the user has not said and the batch allows it.
+        before_draw: waits until it is sure which plan is in force at a step.
+        in_force: the plan by which all ranks evaluate now.
     """
 
     #: Noise that is expected before any has been seen, as a fraction of a rank's time.
@@ -109,6 +87,9 @@ class Planner:
         self._looks: list[Look] = []  # under the plan in force
         self._doubt, self._patience = self.DOUBT, self.PATIENCE
         self._trial: Trial | None = None
+        self._before: tuple[Trial | None, float, int] = self._trial, self._doubt, self._patience  # the latest proposal
+        self.before_draw: Callable[[int], None] = lambda step: None
+        self.in_force: Callable[[], Plan] = lambda: self.plans[-1]
 
     def limit(self, high: Sequence[int]) -> bool:
         """Set the most samples that each rank may take, from the first step on; called before that.
@@ -182,6 +163,11 @@ class Planner:
                 return plan
         raise LookupError(f"the plan of step {step} is no longer known; there are those from {self.plans[0].start} on")
 
+    def ready(self, step: int) -> Plan:
+        """The plan by which a step is drawn now, once it is sure that it is that of all ranks."""
+        self.before_draw(step)
+        return self.at(step)
+
     def shares(self, step: int) -> list[int]:
         """Shares of a full batch at ``step``, in samples."""
         return self.at(step).split([self.total])[0]  # zeros where streams decide the sizes of batches
@@ -196,6 +182,19 @@ class Planner:
         Returns:
             The new plan if it pays, else ``None``.
         """
+        plan = self.propose(step, reports)
+        if plan is not None:
+            plan = replace(plan, start=max(int(r.drawn) for r in reports))
+            self.adopt(plan, step)
+        return plan
+
+    def propose(self, step: int, reports: Sequence[Report]) -> Plan | None:
+        """The new plan if it pays, without a start yet; followed by :meth:`adopt` or :meth:`drop`.
+
+        Args:
+            step: the present step, of the rank that has come least far.
+            reports: one per rank.
+        """
         latest, mixed, self._updated = self.plans[-1], self._updated < self.plans[-1].start, step
         if self.learns and (total := round(sum(report.samples for report in reports))):
             self.total = total
@@ -207,15 +206,24 @@ class Planner:
         self._see(reports, mixed)
         if latest.start > step:
             return None
-        plan = self._judged() or self._better(latest, reports)
-        if plan is None:
-            return None
-        plan = replace(plan, start=max(int(r.drawn) for r in reports))
+        self._before = self._trial, self._doubt, self._patience
+        return self._judged() or self._better(latest, reports)
+
+    def drop(self) -> None:
+        """Forget the latest proposal: not all ranks have agreed."""
+        self._trial, self._doubt, self._patience = self._before
+
+    def adopt(self, plan: Plan, step: int) -> None:
+        """Follow a plan from its start on.
+
+        Args:
+            plan: agreed by all ranks; it starts at a step that none has drawn.
+            step: the present step.
+        """
         self._look, self._looks = [0.0, 0.0], []
         self._note(plan.split([self.total])[0])
         before = self.at(max(step - 1, 0))  # what has just been done may still be asked for
         self.plans = [p for p in self.plans if p is before or p.start >= step] + [plan]
-        return plan
 
     def _see(self, reports: Sequence[Report], mixed: bool) -> None:
         """Look at how long steps take now; not if they are ``mixed`` ones, of the plan in force and of that before."""
@@ -233,7 +241,7 @@ class Planner:
         """The plan to return to if the latest re-split did not make steps shorter."""
         if self._trial is None or not self._looks:
             return None
-        if _step(self._looks) < self._trial.bar:
+        if seconds_of(self._looks) < self._trial.bar:
             self._trial, self._doubt, self._patience = None, 0.0, self.PATIENCE
         elif len(self._looks) >= self.TRIAL:
             plan, self._trial = self._trial.before, None
@@ -260,7 +268,7 @@ class Planner:
             del looks[0]  # it began before the latest change of a rank's speed
         if looks:
             gain = makespan(present, costs) - makespan(wanted, costs)
-            self._trial = Trial(latest, _step(looks) - gain / 2)
+            self._trial = Trial(latest, seconds_of(looks) - gain / 2)
         elif self._looks:
             self._trial = None  # nobody knows how long steps would take now without the re-split
         return best
@@ -290,8 +298,3 @@ class Planner:
 
     def _note(self, shares: Sequence[int]) -> None:
         self._most = [max(most, n / self.total) for most, n in zip(self._most, shares, strict=True)]
-
-
-def _step(looks: Sequence[Look]) -> float:
-    """Seconds that a step takes."""
-    return median(look.seconds / look.steps for look in looks)

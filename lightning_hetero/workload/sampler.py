@@ -109,6 +109,7 @@ class ShareSampler:
         self.begun: Position | None = None  # where the running epoch began, or was resumed
         self.next_step = 0  # first step not drawn yet
         self.padding = 1  # samples of a padding batch
+        self.before_draw: Callable[[int], object] = lambda step: None  # waits until a step's plan is sure
         self._left = 0  # batches that the running pass has still to draw
 
     def __len__(self) -> int:
@@ -130,6 +131,7 @@ class ShareSampler:
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(position.epoch)
         for batch in self.batches.draw(first):
+            self.before_draw(self.next_step)  # in which others may be regrouped
             drawn, own = self._seat().draw(self, batch, self.next_step - origin)
             self.next_step, self._left = self.next_step + 1, self._left - 1
             self.drawn.append(drawn)
