@@ -18,7 +18,8 @@ THREADS = "hetero-"  # their names begin with this
 _PATIENCE = 3.0  # seconds to wait for their end; a thread that waits for something else than gloo does no harm
 
 _sockets: set[str] = set()  # of process groups
-_sockets_of_all: set[str] = set()  # of the group of all ranks
+_sockets_of_all: set[str] = set()  # of the group of all ranks, and of the store with which they have met
+_others: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # between peers
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 
 
@@ -35,32 +36,32 @@ def close_at_exit(thing: Closable) -> None:
 
 
 @contextmanager
-def noting_sockets(store_port: int | None = None) -> Iterator[None]:
-    """Remember the sockets that are opened in this block: they belong to a process group.
+def noting_sockets(of_all: bool = False) -> Iterator[None]:
+    """Remember the sockets that are opened in this block: they belong to a process group, or to a store.
 
     Args:
-        store_port: if it is the group of all ranks, which nobody waits for when the process ends: the port of the store
-            with which they meet. Sockets of the store are left out.
+        of_all: whether it is the group of all ranks, or the store with which they meet: nobody waits for these when the
+            process ends, only if :func:`cut` is called.
     """
     before = {name for _, name in _open_sockets()}
     yield
-    found = [(descriptor, name) for descriptor, name in _open_sockets() if name not in before]
-    if store_port is None:
-        _sockets.update(name for _, name in found)
-    else:
-        _sockets_of_all.update(name for descriptor, name in found if not _uses(descriptor, store_port))
+    (_sockets_of_all if of_all else _sockets).update(name for _, name in _open_sockets() if name not in before)
 
 
-def _uses(descriptor: int, port: int) -> bool:
-    """Whether a socket is connected from or to a port."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        return port in (connection.getsockname()[1:2] or [0]) or port in (connection.getpeername()[1:2] or [0])
-    return False
+def cut_too(connection: socket.socket) -> None:
+    """Let :func:`cut` break a connection of another kind as well, as long as it exists."""
+    _others.add(connection)
 
 
 def cut() -> None:
-    """Break the connections of all process groups: who waits on them, here or elsewhere, gets an error at once."""
+    """Break the connections of all process groups: who waits on them, here or elsewhere, gets an error at once.
+
+    Those of the store, too: ranks wait for each other there when they make a group.
+    """
     _cut(_sockets | _sockets_of_all)
+    for connection in list(_others):
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> list[tuple[int, str]]:

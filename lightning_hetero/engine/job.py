@@ -128,7 +128,7 @@ class Job:
         with deadline("join the ranks that remain"):
             if dist.is_initialized():
                 dist.destroy_process_group()
-            with noting_sockets(store_port=0):
+            with noting_sockets(of_all=True):
                 dist.init_process_group(
                     "gloo",
                     store=dist.PrefixStore(f"view-{number}", store),
@@ -136,7 +136,7 @@ class Job:
                     world_size=view.world,
                     timeout=self.timeout,
                 )
-        return Job(view, self.timeout)
+            return Job(view, self.timeout)
 
     def token(self) -> str:
         """A secret of the job (collective over all ranks)."""
@@ -167,14 +167,16 @@ def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[st
         interface: address of this machine on the network of the job.
         timeout: longest wait for a value.
     """
-    store = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    with noting_sockets(of_all=True):
+        store = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     return store, (interface, store.port)
 
 
 def store_at(address: Sequence[Any], timeout: timedelta) -> dist.Store:
     """Connect to the store of a new view."""
     host, port = address
-    return dist.TCPStore(str(host), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    with noting_sockets(of_all=True):
+        return dist.TCPStore(str(host), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def tell_failure(exception: BaseException) -> None:

@@ -16,6 +16,7 @@ from lightning_hetero.workload.cost import CostModel
 from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.evidence import Evidence
 from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.regrouping import Regrouping
 from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.sampler import Drawn
 from lightning_hetero.workload.shares import Cost
@@ -77,6 +78,8 @@ class Workshare:
         self.cost, self.evidence = CostModel(), Evidence()
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, the latest ones
+        self.launched = 0  # reports that this rank has sent
+        self._row: Sequence[float] = ()  # the latest one
         self._reported_at = 0  # the step of the reports that are on their way
         self._told = False  # that a rank's times bend down
         self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
@@ -87,20 +90,30 @@ class Workshare:
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
 
-    def take_over(self, former: "Workshare", kept: Sequence[int] | None = None) -> None:
+    def take_over(self, former: "Workshare", regrouping: Regrouping | None = None) -> None:
         """Go on where another one has stopped, which was made from an earlier view.
 
         Args:
             former: the other one.
-            kept: of each rank that remains, its number before; ``None`` between two fits.
+            regrouping: in the midst of a fit: which ranks remain (collective over them then).
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
         self._told = former._told
-        if kept is not None:  # in the midst of a step, perhaps
+        self.launched = former.launched
+        if regrouping is not None:  # in the midst of a step, perhaps
+            kept = regrouping.kept
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
             self.ended = [former.ended[rank] for rank in kept]
             self.drawn = None if former.drawn is None else former.drawn.among(kept)
             self._fresh_pass, self._laps = former._fresh_pass, former._laps
+            if former.launched > regrouping.reports:  # the others will send theirs, or do so now
+                self._row, self._reported_at = former._row, former._reported_at
+                self._gathering.launch(self._row)
+
+    @property
+    def heard(self) -> int:
+        """How many times this rank has acted on the reports of all."""
+        return self.launched - self._gathering.in_flight
 
     def forget(self) -> None:
         """Drop the reports that are on their way: a rank was lost."""
@@ -174,8 +187,10 @@ class Workshare:
             self.agreement.after_batch()
         if report:
             self.listen()
-            self._gathering.launch(self.report(taken=self.agreement is None).row)
-            self._reported_at = self.step
+            row = self.report(taken=self.agreement is None).row
+            self._row, self._reported_at = row, self.step
+            self.launched += 1
+            self._gathering.launch(row)
 
     def listen(self) -> None:
         """Act on the reports that are on their way, if any; on all ranks at the same step."""

@@ -123,9 +123,9 @@ class HeteroStrategy(DDPStrategy):
             self.build(joining.join(self))
 
     def build(self, job: Job, regrouping: Regrouping | None = None) -> joining.Parts | None:
-        """Make what depends on who takes part, by the job's view (collective); again when it has changed.
+        """Make what depends on who takes part, by the job's view (collective); returns what was there before.
 
-        In the midst of a fit ``regrouping`` says which of the former ranks remain. Returns what was there before.
+        In the midst of a fit ``regrouping`` says which of the former ranks remain.
         """
         former = None if self.job is None else self.parts
         parts = joining.make_parts(self, job, former, regrouping)
@@ -238,7 +238,8 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.survival.failed(exception)
+        stopped = self.stop_request is not None and self.stop_request.all_stop
+        self.survival.end() if stopped else self.survival.failed(exception)
         tell_failure(exception)
         _lightning.forget_loader_that_failed(_lightning.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)

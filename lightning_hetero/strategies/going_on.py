@@ -1,5 +1,6 @@
 """Lets a fit go on when ranks are lost: who remains agrees, joins anew, and continues."""
 
+import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Standing(NamedTuple):
@@ -36,12 +38,14 @@ class Standing(NamedTuple):
         meetings: exchanges between replicas.
         calls: collectives over all ranks.
         next_step: the first step that it has not drawn yet.
+        reports: how many times it has acted on the reports of all ranks.
     """
 
     windows: int
     meetings: int
     calls: int
     next_step: int
+    reports: int
 
 
 class Behind(NamedTuple):
@@ -194,19 +198,20 @@ class GoingOn(Survival):
             MembershipLostError: this rank cannot go on.
         """
         assert self._membership is not None
-        began, step, exchange = time.monotonic(), False, False
+        began, own, lost = time.monotonic(), self._standing(), dict[int, str]()
         self._in_step = False
         while True:
-            agreed = self._membership.agree(self._standing())
-            own = Standing(*agreed.standings[self._membership_id])
+            agreed = self._membership.agree(own)
+            lost |= agreed.lost
             try:
-                behind, lost = self._join(agreed, own)
+                behind, samples = self._join(agreed, own)
                 break
             except RuntimeError as error:  # one more was lost meanwhile
                 if not of_communication(error):
                     raise
-        self._tell(agreed, lost, time.monotonic() - began)
-        return Behind(behind.step or step, behind.exchange or exchange)
+                _log.info("rank %d could not join view %d: %s", self._membership_id, agreed.number, error)
+        self._tell(lost, samples, time.monotonic() - began)
+        return behind
 
     @property
     def _membership_id(self) -> int:
@@ -215,7 +220,7 @@ class GoingOn(Survival):
 
     def _standing(self) -> Standing:
         engine, share = self._strategy.engine, self._strategy.share
-        return Standing(engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step())
+        return Standing(engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step(), share.heard)
 
     def _join(self, agreed: Agreed, own: Standing) -> tuple[Behind, int]:
         strategy, survivor = self._strategy, self._survivor
@@ -229,11 +234,12 @@ class GoingOn(Survival):
             standings = [Standing(*agreed.standings[id]) for id in job.view.ids]
             self._catch_up(standings, own)
             kept = tuple(before.ids.index(id) for id in job.view.ids)
-            moved = Regrouping(kept, max(standing.next_step for standing in standings))
+            reports = [standing.reports for standing in standings]
+            moved = Regrouping(kept, max(standing.next_step for standing in standings), max(reports))
             replica = [standings[rank] for rank in job.view.replica.ranks]
             step = own.windows < max(standing.windows for standing in replica)
             exchange = strategy.engine.lockstep and own.meetings < max(standing.meetings for standing in standings)
-            samples = regrouping.regroup(strategy, job, moved, exchange)
+            samples = regrouping.regroup(strategy, job, moved, exchange, reports.index(max(reports)))
             if len({standing.windows for standing in replica}) > 1:
                 regrouping.copy_state(strategy, [standing.windows for standing in replica])
         return Behind(step, exchange), samples
@@ -249,15 +255,15 @@ class GoingOn(Survival):
         missed = {number: result for number, result in results.items() if number >= own.calls}
         self._survivor.received.update(missed)
 
-    def _tell(self, agreed: Agreed, samples: int, seconds: float) -> None:
+    def _tell(self, lost: dict[int, str], samples: int, seconds: float) -> None:
         strategy = self._strategy
         assert strategy.job is not None
         view = strategy.job.view
-        loss = Loss(view.number, agreed.lost, view.world, len(view.units), seconds, samples, strategy.engine.windows)
+        loss = Loss(view.number, lost, view.world, len(view.units), seconds, samples, strategy.engine.windows)
         self.losses.append(loss)
-        if not agreed.lost:
+        if not lost:
             return
-        who = "; ".join(f"rank {id} {how}" for id, how in sorted(agreed.lost.items()))
+        who = "; ".join(f"rank {id} {how}" for id, how in sorted(lost.items()))
         rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
         left = f" {samples} samples that they had still to take are not trained on." if samples else ""
         with suppress(UserWarning):  # also where warnings are errors

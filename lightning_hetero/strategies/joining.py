@@ -76,7 +76,7 @@ def connect(strategy: "HeteroStrategy") -> None:
     address = Address(cluster.main_address, cluster.main_port, cluster.global_rank(), cluster.world_size())
 
     def init() -> None:
-        with noting_sockets(store_port=address.port):
+        with noting_sockets(of_all=True):
             _lightning.init_dist_connection(cluster, "gloo", timeout=timeout, **_store_of_restart(timeout))
 
     meet(init, address, timeout)
@@ -200,7 +200,7 @@ def make_parts(
     share = Workshare(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
     finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
     if former is not None:
-        share.take_over(former.share, regrouping and regrouping.kept)
+        share.take_over(former.share, regrouping)
     engine = strategy.make_engine(job, share)
     if former is not None:
         engine.take_over(former.engine)

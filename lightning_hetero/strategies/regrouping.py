@@ -20,7 +20,7 @@ from lightning_hetero.launch.environment import RegroupedEnvironment
 from lightning_hetero.strategies import plans
 from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.replica_ddp import wrap_anew
-from lightning_hetero.workload.regrouping import Regrouping
+from lightning_hetero.workload.regrouping import Knowledge, Regrouping
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,7 +40,7 @@ def abandon(strategy: "HeteroStrategy") -> None:
     strategy.engine.abandon()
 
 
-def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: bool) -> int:
+def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: bool, source: int) -> int:
     """Make all that depends on who takes part anew, and go on with it (collective).
 
     Args:
@@ -48,6 +48,7 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
         job: of the ranks that remain.
         moved: which ones, by their former numbers, and from which step on they share batches.
         missed: whether the others have completed an exchange between replicas that this rank has not.
+        source: a rank that has acted on the latest reports.
 
     Returns:
         Samples that were drawn for the lost ranks; nobody trains on them.
@@ -57,6 +58,8 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     take_number(strategy, job)
     failures.watch(interface(strategy), strategy.options.limit.total_seconds())
     plans.settle(strategy)
+    known = Knowledge.of(strategy.share.planner)
+    of_rank(known, source).teach(strategy.share.planner)
     former = strategy.build(job, moved)
     assert former is not None
     strategy.step.take_over(former.step)

@@ -37,6 +37,7 @@ class Planner:
         held: whether shares stay even, whatever is measured.
         high: most samples per rank.
         found: whether these limits were found by trying training steps.
+        most: the largest part of a batch that each rank has been given so far.
         least: samples that a rank can train on, where the user has not said and the batch allows it.
         before_draw: waits until it is sure which plan is in force at a step.
         in_force: the plan by which all ranks evaluate now.
@@ -81,7 +82,7 @@ class Planner:
         costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
         self._need = self._low
         self.plans = [Plan(0, costs, self._low, barred)]
-        self._most = [0.0] * world  # the largest part of a batch that each rank has been given so far
+        self.most = [0.0] * world
         self._updated = 0  # the step of the latest update
         self._look = [0.0, 0.0]  # steps and their seconds since the latest look
         self._looks: list[Look] = []  # under the plan in force
@@ -109,7 +110,7 @@ class Planner:
         barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
         self.plans = [replace(plan, low=self._low, high=barred) for plan in self.plans]
         if self.total:
-            self._most = [min(most, h / self.total) for most, h in zip(self._most, self.high, strict=True)]
+            self.most = [min(most, h / self.total) for most, h in zip(self.most, self.high, strict=True)]
             self._note(self.plans[-1].split([self.total])[0])
         return changed
 
@@ -198,7 +199,7 @@ class Planner:
         latest, mixed, self._updated = self.plans[-1], self._updated < self.plans[-1].start, step
         if self.learns and (total := round(sum(report.samples for report in reports))):
             self.total = total
-            if not any(self._most):
+            if not any(self.most):
                 self._note(latest.split([total])[0])
         moves = self.auto and self.total and not self.held
         if not moves or any(math.isinf(r.error) for r in reports):
@@ -252,7 +253,7 @@ class Planner:
     def _better(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
         """The best split if it surely beats the latest; the even one if nothing surely beats that."""
         costs = tuple(r.cost for r in reports)
-        reach = tuple(min(1.0, self.GROWTH * part) for part in self._most)
+        reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
         best, even = (
             Plan(0, c, self._low, self.high, reach, self._need) for c in (costs, (Cost(0.0, 1.0),) * self.world)
         )
@@ -287,14 +288,14 @@ class Planner:
         return {
             "costs": [row_of(cost) for cost in plan.costs],
             "reach": list(plan.reach),
-            "most": list(self._most),
+            "most": list(self.most),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""
         costs = tuple(cost_of(*cost) for cost in state["costs"])
         self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need)]
-        self._most = list(state["most"])
+        self.most = list(state["most"])
 
     def _note(self, shares: Sequence[int]) -> None:
-        self._most = [max(most, n / self.total) for most, n in zip(self._most, shares, strict=True)]
+        self.most = [max(most, n / self.total) for most, n in zip(self.most, shares, strict=True)]

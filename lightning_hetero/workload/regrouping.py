@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_hetero.errors import ShareError
+from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.planner import Planner
 
 
@@ -13,10 +14,33 @@ class Regrouping(NamedTuple):
     Attributes:
         kept: of each rank, its number before.
         start: the first step that they share; no rank has drawn it yet.
+        reports: how many times all ranks have acted on their reports, on the rank that has done so most often.
     """
 
     kept: tuple[int, ...]
     start: int
+    reports: int
+
+
+class Knowledge(NamedTuple):
+    """What a rank knows of the plans; ranks that have acted on the same reports know the same.
+
+    Attributes:
+        plans: in force, and to come.
+        most: the largest part of a batch that each rank has been given so far.
+    """
+
+    plans: list[Plan]
+    most: list[float]
+
+    @classmethod
+    def of(cls, planner: Planner) -> "Knowledge":
+        """What a planner knows."""
+        return cls(list(planner.plans), list(planner.most))
+
+    def teach(self, planner: Planner) -> None:
+        """Let another planner of the same ranks know it, which may have missed the latest reports."""
+        planner.plans, planner.most = list(self.plans), list(self.most)
 
 
 def plan_among(former: Planner, kept: Sequence[int], planner: Planner) -> Planner:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.comm.background import Background
+from lightning_hetero.comm.leaving import cut_too
 
 TOKEN_BYTES = 16
 #: magic, token, epoch, kind, sender, serial number, how many numbers, bytes of vectors; then a checksum of all
@@ -71,6 +72,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, token: bytes, epoch: int, me: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        cut_too(connection)
         self._connection, self._token, self._epoch, self._me = connection, token, epoch, me
         self.caller: int | None = None
         self._sent = self._received = 0  # serial numbers: a message that comes twice is refused
