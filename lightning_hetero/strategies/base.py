@@ -78,7 +78,7 @@ class HeteroStrategy(DDPStrategy):
     parts: joining.Parts
     stop_request: StopRequest | None = None  # of the latest fit
 
-    #: What a strategy has of the job that it has joined, or of a fit. A copy has yet to join.
+    #: What a strategy has of its job, or of a fit. A copy has yet to join.
     of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -238,8 +238,7 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        stopped = self.stop_request is not None and self.stop_request.all_stop
-        self.survival.end() if stopped else self.survival.failed(exception)
+        self.survival.end() if joining.stopped(self) else self.survival.failed(exception)
         tell_failure(exception)
         _lightning.forget_loader_that_failed(_lightning.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)

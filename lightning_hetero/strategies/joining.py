@@ -48,8 +48,12 @@ def launcher(strategy: "HeteroStrategy") -> ObservedLauncher:
 def alone(strategy: "HeteroStrategy") -> bool:
     """Whether there is nobody to meet: no job yet, or this rank has failed, and callbacks save what they can."""
     interrupted = _lightning.interrupted(_lightning.trainer_of(strategy.lightning_module))
-    all_stop = strategy.stop_request is not None and strategy.stop_request.all_stop
-    return (interrupted and not all_stop) or not dist.is_initialized()
+    return (interrupted and not stopped(strategy)) or not dist.is_initialized()
+
+
+def stopped(strategy: "HeteroStrategy") -> bool:
+    """Whether all ranks have been asked to stop, have saved, and end."""
+    return strategy.stop_request is not None and strategy.stop_request.all_stop
 
 
 def loss_counts(strategy: "HeteroStrategy") -> bool:
