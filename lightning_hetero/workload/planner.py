@@ -38,7 +38,7 @@ class Planner:
         high: most samples per rank.
         found: whether these limits were found by trying training steps.
         most: the largest part of a batch that each rank has been given so far.
-        least: samples that a rank can train on, where the user has not said and the batch allows it.
+        least: samples that a rank can train on, where the user has not said.
         before_draw: waits until it is sure which plan is in force at a step.
         in_force: the plan by which all ranks evaluate now.
     """
