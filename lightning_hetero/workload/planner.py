@@ -1,7 +1,6 @@
 """The agreed plan: which rank takes how many samples of which step.
 
-Every rank holds the same plans, because every rank derives them from the same gathered reports by the same
-arithmetic. A new plan starts at a step that no rank's sampler has drawn yet.
+Every rank derives the same plans, from the same reports. A new one starts at a step that no sampler has drawn yet.
 """
 
 import math
