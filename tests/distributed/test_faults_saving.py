@@ -78,6 +78,7 @@ def _saves(folder: str, name: str, strikes: list[Strike], options: dict[str, Any
     return fit(folder, name, strikes, options, callbacks=[saving], enable_checkpointing=True)
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("name", ["ddp"])
 def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, name: str) -> None:
     outcomes = strike(tmp_path, name, [Strike(0, -1, "killed")], run=_saves, settings={"full": False})
