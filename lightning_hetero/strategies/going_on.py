@@ -240,8 +240,7 @@ class GoingOn(Survival):
             step = own.windows < max(standing.windows for standing in replica)
             exchange = strategy.engine.lockstep and own.meetings < max(standing.meetings for standing in standings)
             samples = regrouping.regroup(strategy, job, moved, exchange, reports.index(max(reports)))
-            if len({standing.windows for standing in replica}) > 1:
-                regrouping.copy_state(strategy, [standing.windows for standing in replica])
+            regrouping.copy_states(strategy, [standing.windows for standing in standings])
         return Behind(step, exchange), samples
 
     def _catch_up(self, standings: list[Standing], own: Standing) -> None:

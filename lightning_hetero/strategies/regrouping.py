@@ -111,28 +111,34 @@ def _show_progress(trainer: "pl.Trainer") -> None:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
-def copy_state(strategy: "HeteroStrategy", windows: Sequence[int]) -> None:
-    """Give the ranks of this replica the weights and the optimizers' state of one that has taken most steps.
-
-    Collective over the replica.
+def copy_states(strategy: "HeteroStrategy", windows: Sequence[int]) -> None:
+    """Let the ranks of each replica go on from the one that has taken most optimizer steps (collective).
 
     Args:
         strategy: in the midst of a fit.
-        windows: optimizer steps of each rank of the replica.
+        windows: optimizer steps of each rank.
     """
     assert strategy.job is not None
-    source = strategy.job.view.replica.ranks[list(windows).index(max(windows))]
-    module = strategy.lightning_module
+    for replica in strategy.job.view.replicas:
+        steps = [windows[rank] for rank in replica.ranks]
+        if len(set(steps)) > 1:
+            _copy_state(strategy, replica.ranks, replica.ranks[steps.index(max(steps))])
+
+
+def _copy_state(strategy: "HeteroStrategy", ranks: Sequence[int], source: int) -> None:
+    """Give some ranks the weights and the optimizers' state of one of them (collective over all ranks)."""
+    module, own = strategy.lightning_module, None
     assert module is not None
-    own: Any = None
     if strategy.global_rank == source:
         own = module.state_dict(), [optimizer.state_dict()["state"] for optimizer in strategy.optimizers]
-    values, states = of_rank(own, source)
-    if strategy.global_rank != source:
-        module.load_state_dict(values)
-        for optimizer, state in zip(strategy.optimizers, states, strict=True):
-            # The learning rate is this rank's own: its schedule has yet to follow.
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    theirs = of_rank(own, source)
+    if strategy.global_rank not in ranks or strategy.global_rank == source:
+        return
+    values, states = theirs
+    module.load_state_dict(values)
+    for optimizer, state in zip(strategy.optimizers, states, strict=True):
+        # The learning rate is this rank's own: its schedule has yet to follow.
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def _renew_model(strategy: "HeteroStrategy") -> None:
