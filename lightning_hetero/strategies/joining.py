@@ -174,7 +174,7 @@ def make_parts(
     view, options, timer = job.view, strategy.options, strategy.timer
     # Replicas that differ look when they meet, so that all learn of it at once.
     mode = options.on_nan if view.count == 1 else "ignore"
-    planner = options.planner(view.world, view.ids)
+    planner = options.planner(view.world, view.ids if view.number else None)
     if former is not None and regrouping is not None:
         planner = plan_among(former.share.planner, regrouping.kept, planner)
 

@@ -120,6 +120,7 @@ def check_each_sample_once(ranks: list[list[list[int]]]) -> None:
         assert sum(map(len, step)) == BATCH * len(PER_SAMPLE)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     ("strategy_class", "workers", "options"),
     [(GossipAsyncStrategy, 0, {}), (EASGDAsyncStrategy, 1, {"tau": 4, "moving_rate": "auto"})],

@@ -164,7 +164,7 @@ def test_what_was_drawn_before_a_cut_is_void():
     for stream in streams:
         stream.drawn.append(Drawn(99, 99))  # drawn ahead, not trained on
     results = run(streams, wire)
-    assert [[d for _, d in pairs] for pairs in results] == [
+    assert [[(d.samples, d.total) for _, d in pairs] for pairs in results] == [
         [(2, 7), (3, 9), (4, 11)],
         [(5, 7), (6, 9), (7, 11)],
     ]
