@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DistributedSampler
 
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
@@ -27,7 +28,15 @@ def unsurvivable(strategy: "HeteroStrategy", view: View) -> HeteroError | None:
         return ConfigurationError(
             f"min_replicas={least}, but this job has {found} {what}. Start more, or ask for fewer."
         )
-    if any(not isinstance(source, ShareSampler) for source in strategy.share.loaders.sources()):
+    others = [source for source in strategy.share.loaders.sources() if not isinstance(source, ShareSampler)]
+    if any(isinstance(getattr(source, "sampler", None), DistributedSampler) for source in others):
+        return UnsupportedError(
+            "on_peer_loss='continue' with a DistributedSampler that you have made: it gives each rank a fixed part of "
+            "the samples, and those of a lost rank could not be given to others. Leave the DistributedSampler out, and "
+            "keep use_distributed_sampler=True: this package then splits the samples, and splits them anew when a "
+            "rank is lost."
+        )
+    if others:
         return UnsupportedError(
             "on_peer_loss='continue' needs a map-style training dataset, which the ranks that remain can split anew. "
             "What an iterable dataset has given to a lost rank cannot be given to others. Use a map-style dataset, or "

@@ -2,8 +2,6 @@
 
 import io
 import json
-import os
-import signal
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from ranks import attempt
-from tasks import FAST, Net, dataset
+from tasks import FAST, Killed, Net, dataset
 from test_monitor import Memory
 from test_report import fit
 from torch.utils.data import DataLoader
@@ -27,20 +25,6 @@ from lightning_hetero.callbacks.lineup import Change
 from lightning_hetero.callbacks.plots import draw
 
 DIED = "has ended without a word: killed, out of memory, or its program is over"
-
-
-class Killed(pl.Callback):
-    """The process of one rank is killed at some step."""
-
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.mine = trainer.global_rank == self.rank  # ranks get other numbers later
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.mine and trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _fit(root: Path, rank: int, name: str) -> dict[str, Any]:

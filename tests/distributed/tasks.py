@@ -1,5 +1,7 @@
 """Models, data and fits that the distributed tests run on ranks."""
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +150,20 @@ class ChangePlan(pl.Callback):
             costs = tuple(Cost(0.0, 1 / s) if s else Cost(0.0, 1.0) for s in shares)
             high = tuple(0 if s == 0 else 10**6 for s in shares)
             planner.plans.append(Plan(step, costs, (0,) * len(shares), high))
+
+
+class Killed(pl.Callback):
+    """The process of one rank is killed at some step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mine = trainer.global_rank == self.rank  # ranks get other numbers later
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.mine and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def parameters(module: nn.Module) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """A fit goes on when a rank is lost: the weights are those that the samples of the ranks that remain give."""
 
-import os
 import signal
 import warnings
 from typing import Any
@@ -9,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from ranks import attempt
-from tasks import FAST
+from tasks import FAST, Killed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -47,20 +46,6 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
-
-
-class Killed(pl.Callback):
-    """The process of one rank is killed at some step."""
-
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.mine = trainer.global_rank == self.rank  # ranks get other numbers later
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.mine and trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _fit(rank: int, step: int, workers: int) -> tuple[torch.Tensor, dict[int, list[int]], Any]:

@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from ranks import run
 from tasks import FAST, Net, dataset
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy, SharedStream
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
@@ -23,12 +23,18 @@ class Stream(IterableDataset):
         yield from (data[i] for i in self.numbers)
 
 
+def _own_sampler() -> DataLoader:
+    data = dataset(64)
+    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, int(os.environ["RANK"])))
+
+
 def _refused() -> dict[str, tuple[str, str, int]]:
     ddp, found = HeteroDDPStrategy, {}
     for name, kind, options, loader, callbacks in [
         ("too few", ddp, {"min_replicas": 3}, None, []),
         ("stream", ddp, {}, lambda: DataLoader(Stream(int(os.environ["RANK"]), 2), batch_size=4), []),
         ("shared stream", ddp, {}, lambda: DataLoader(SharedStream(Stream()), batch_size=4), []),
+        ("own sampler", ddp, {}, _own_sampler, []),
         ("averages", DiLoCoStrategy, {"replica": "rank"}, None, [StochasticWeightAveraging(0.1)]),
     ]:
         strategy = kind(on_peer_loss="continue", timeout=60, **options)
@@ -47,6 +53,7 @@ def test_what_could_not_go_on_is_refused_before_the_first_step() -> None:
             ("too few", ConfigurationError, "min_replicas=3, but this job has 2 ranks"),
             ("stream", UnsupportedError, "needs a map-style training dataset"),
             ("shared stream", UnsupportedError, "needs a map-style training dataset"),
+            ("own sampler", UnsupportedError, "with a DistributedSampler that you have made"),
             ("averages", UnsupportedError, "StochasticWeightAveraging under DiLoCoStrategy"),
         ]:
             error, text, steps = found.pop(name)
