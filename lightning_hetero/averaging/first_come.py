@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.gossip import PairAverager
+from lightning_hetero.checks import at_least_one
 from lightning_hetero.comm.gossip.peer_selector import ANY
 
 
@@ -23,8 +24,13 @@ class FirstComeAverager(PairAverager):
         every_n_steps: at least so many optimizer steps lie between two offers.
     """
 
+    every_n_steps: int = 1
     # What an exchange has brought that is yet to be added, and the part of the way to go.
     _late: tuple[list[Tensor], float] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_one("every_n_steps", self.every_n_steps)
 
     @override
     def after_step(self, context: StepContext) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
 from lightning_hetero.averaging.moments import clear_broken
-from lightning_hetero.checks import at_least_one, is_number, one_of
+from lightning_hetero.checks import is_number, one_of
 from lightning_hetero.comm.gossip.introduction import Endpoint, introduce
 from lightning_hetero.comm.gossip.pairing import Pairing
 from lightning_hetero.comm.gossip.peers import EXCHANGE, Peers
@@ -36,7 +36,6 @@ class GossipAverager(Averager, Generic[T]):
     An exact average precedes validation and checkpoints, and ends the run.
 
     Args:
-        every_n_steps: optimizer steps from one exchange to the next.
         wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
             travel.
         deadline: seconds within which a peer must answer and a message arrive; otherwise the exchange is missed,
@@ -56,7 +55,6 @@ class GossipAverager(Averager, Generic[T]):
     facts = Facts(lockstep=False, regrows=True, fresh_start="the values with which all have begun")
     kind: ClassVar[Any]
 
-    every_n_steps: int = 1
     wire: Wire = field(default="fp32", kw_only=True)
     deadline: float = field(default=30.0, kw_only=True)
     seed: int = field(default=0, kw_only=True)
@@ -66,7 +64,6 @@ class GossipAverager(Averager, Generic[T]):
     _distance: float = field(default=0.0, init=False, repr=False)  # from the latest peer
 
     def __post_init__(self) -> None:
-        at_least_one("every_n_steps", self.every_n_steps)
         if not is_number(self.deadline) or self.deadline <= 0:
             raise ConfigurationError(f"deadline={self.deadline!r} must be a number of seconds above 0.")
         if type(self.seed) is not int:
@@ -90,6 +87,11 @@ class GossipAverager(Averager, Generic[T]):
         if self.links.count == 1:
             return Outcome(info="there is one replica, so nobody to gossip with: it trains alone.")
         return None
+
+    @property
+    def fresh_values(self) -> list[Tensor]:
+        """The values with which a replica that is not finite begins again."""
+        return self.reference
 
     @property
     def peers(self) -> Peers | None:
@@ -130,7 +132,7 @@ class GossipAverager(Averager, Generic[T]):
         if not finite(self._packed):
             if not self.run.skip:
                 raise NotFiniteError([self.links.index])
-            self.replica.unpack(self.reference)
+            self.replica.unpack(self.fresh_values)
             clear_broken(self.optimizers)
             self.links.traffic.skipped.append(self.links.index)
             self._packed = self.replica.pack(self._packed)
@@ -268,17 +270,28 @@ class PairAverager(GossipAverager[Pairing]):
 
     def take(self, wait: float, withdraw: bool = True) -> bool:
         """Move by what the offer has brought; returns whether it has brought anything."""
+        if (brought := self.brought(wait, withdraw)) is None:
+            return False
+        self.replica.add(*brought)
+        return True
+
+    def brought(self, wait: float, withdraw: bool = True) -> tuple[list[Tensor], float] | None:
+        """What the offer has brought, as :meth:`difference` returns it, or ``None`` (collective over the replica).
+
+        Args:
+            wait: seconds.
+            withdraw: the offer, if it has brought nothing.
+        """
         began = time.perf_counter()
         swap = self.found(wait, withdraw)
         now = time.perf_counter()
         exposed = now - began if wait else 0.0
         if swap is None:
             self.links.traffic.exposed += exposed
-            return False
-        self.replica.add(*self.difference(swap))
+            return None
         self.met[swap.peer] += 1
         self.links.traffic.add(swap.sent, now - self._began, exposed)
-        return True
+        return self.difference(swap)
 
     def difference(self, swap: Swap) -> tuple[list[Tensor], float]:
         """How far the peer's offer is from this one's, and the part of the way to go."""

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager, Outcome, StepContext
 from lightning_hetero.averaging.gossip import PushAverager
 from lightning_hetero.averaging.mixing import DIRECTED, Rule, rule_of, sends
+from lightning_hetero.checks import at_least_one
 from lightning_hetero.comm.gossip.pushing import Push
 from lightning_hetero.comm.regrowth import Regrowth
 
@@ -48,6 +49,7 @@ class PushSumAverager(PushAverager):
         rule: the topology as a function.
     """
 
+    every_n_steps: int = 1
     topology: str = "one_peer_exponential"
     rule: Rule = field(init=False, repr=False)
     # Whether nothing came in the latest round in which something should have.
@@ -57,6 +59,7 @@ class PushSumAverager(PushAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least_one("every_n_steps", self.every_n_steps)
         self.rule = rule_of(self.topology, DIRECTED, "push-sum")
 
     @override

@@ -8,7 +8,7 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import StepContext
 from lightning_hetero.averaging.gossip import GossipAverager, PairAverager, PushAverager
 from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, Rule, rule_of, sends
-from lightning_hetero.checks import one_of
+from lightning_hetero.checks import at_least_one, one_of
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Rounds(GossipAverager):
         rule: the topology as a function.
     """
 
+    every_n_steps: int = 1
     topology: str = "random"
     exchange: Literal["pairwise", "push", "pull"] = "pairwise"
     overlap: bool = True
@@ -34,6 +35,7 @@ class Rounds(GossipAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least_one("every_n_steps", self.every_n_steps)
         one_of("exchange", self.exchange, ("pairwise", "push", "pull"))
         known = MATCHINGS if self.exchange == "pairwise" else DIRECTED
         self.rule = rule_of(self.topology, known, f"exchange={self.exchange!r}")

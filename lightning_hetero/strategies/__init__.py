@@ -16,6 +16,7 @@ from lightning_hetero.strategies.easgd_async import (
 )
 from lightning_hetero.strategies.gossip import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.strategies.node import NodeAverageStrategy
+from lightning_hetero.strategies.noloco import NoLoCoStrategy
 from lightning_hetero.strategies.of_averager import strategy_for
 from lightning_hetero.strategies.registry import register
 from lightning_hetero.strategies.replica import ReplicaStrategy
@@ -37,6 +38,7 @@ __all__ = [
     "HeteroDDPStrategy",
     "HeteroStrategy",
     "MEASGDAsyncStrategy",
+    "NoLoCoStrategy",
     "NodeAverageStrategy",
     "Outcome",
     "ReplicaStrategy",

@@ -15,6 +15,7 @@ from lightning_hetero.strategies.easgd_async import (
 )
 from lightning_hetero.strategies.gossip import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.strategies.node import NodeAverageStrategy
+from lightning_hetero.strategies.noloco import NoLoCoStrategy
 from lightning_hetero.strategies.of_averager import register_name
 
 
@@ -164,6 +165,14 @@ ENTRIES = (
         "an outer optimizer on what replicas have done",
         "very slow links: hundreds of steps between exchanges",
         "DiLoCo, Douillard et al. 2023",
+    ),
+    Entry(
+        "hetero_noloco",
+        NoLoCoStrategy,
+        "rank",
+        "an outer optimizer in random pairs, without an all-reduce",
+        "as hetero_diloco, with many replicas, or links that are not alike",
+        "NoLoCo, Kolehmainen et al. 2025",
     ),
 )
 

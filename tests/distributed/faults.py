@@ -36,6 +36,7 @@ STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "easgd_round_robin": (lh.EASGDRoundRobinStrategy, _center),
     "easgd_async": (lh.EASGDAsyncStrategy, _center),
     "easgd_hogwild": (lh.EASGDHogwildStrategy, _center),
+    "noloco": (lh.NoLoCoStrategy, {"tau": 3}),
     "gossip": (lh.GossipStrategy, {}),
     "gossip_async": (lh.GossipAsyncStrategy, {}),
     "gossip_push_sum": (lh.GossipPushSumStrategy, {}),

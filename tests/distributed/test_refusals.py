@@ -18,7 +18,14 @@ from tasks import FAST, EvaluatedNet, Net, dataset
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DASOStrategy, GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy, HeteroDDPStrategy
+from lightning_hetero import (
+    DASOStrategy,
+    GossipAsyncStrategy,
+    GossipPushSumStrategy,
+    GossipStrategy,
+    HeteroDDPStrategy,
+    NoLoCoStrategy,
+)
 from lightning_hetero.errors import (
     ConfigurationError,
     DataError,
@@ -168,6 +175,7 @@ TWO_NODES = [
     center("async", {**AUTO, "center": "mpi"}, UnsupportedError, "center='mpi'", "mpiexec"),
     gossip(GossipStrategy, "overlap: rank 0: True, rank 1: False", {"overlap": [True, False]}),
     gossip(GossipPushSumStrategy, "topology: rank 0: ring, rank 1: random", {"topology": ["ring", "random"]}),
+    gossip(NoLoCoStrategy, "gamma: rank 0: 0.7, rank 1: 0.5", {"gamma": [0.7, 0.5]}),
     gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
 ]
 THREE_RANKS = [

@@ -22,6 +22,7 @@ from lightning_hetero import (
     GossipPushSumStrategy,
     GossipStrategy,
     NodeAverageStrategy,
+    NoLoCoStrategy,
 )
 from lightning_hetero.errors import CommunicationError, ConfigurationError, DataError
 
@@ -39,6 +40,7 @@ ALL = [
     (GossipPushSumStrategy, {}),
     (GossipAsyncStrategy, {}),
     (DiLoCoStrategy, {"tau": 2}),
+    (NoLoCoStrategy, {"tau": 2}),
 ]
 NAMES = [f"{kind.__name__}-{options}" for kind, options in ALL]
 

@@ -17,7 +17,14 @@ from saved import replicas_of
 from tasks import FAST, Dropping, Net, Save, dataset, parameters
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DASOStrategy, GossipPushSumStrategy, GossipStrategy, HeteroDDPStrategy, NodeAverageStrategy
+from lightning_hetero import (
+    DASOStrategy,
+    GossipPushSumStrategy,
+    GossipStrategy,
+    HeteroDDPStrategy,
+    NodeAverageStrategy,
+    NoLoCoStrategy,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # ranks inherit it
 from own_averager import SlowMoStrategy
@@ -169,6 +176,13 @@ def outer_optimizer(path: Path, stop: int) -> None:
     assert all(state["momentum_buffer"].any() for state in outer.values())
 
 
+def slow_weights(path: Path, stop: int) -> None:
+    for replica in replicas_of(path):
+        state, values = replica["algorithm"], replica["values"][0]
+        assert torch.equal(state["slow"][0], values) == (stop == 16)  # right after an outer step
+        assert state["velocity"][0].any()
+
+
 # -- the table -----------------------------------------------------------------------------------------------
 
 ENDS = (8, 11)  # at the end of an epoch, and within one
@@ -204,6 +218,8 @@ GOSSIP = [
     Row(GossipStrategy, {"exchange": "pull", "topology": "exponential", **SLOW}, (16,)),  # several sources
     Row(GossipPushSumStrategy, {"topology": "hypercube", "every_n_steps": 3, "wire": "bf16", **SLOW}),
     Row(GossipPushSumStrategy, {"topology": "ring", **SLOW}),  # several sources
+    Row(NoLoCoStrategy, {"tau": 4, **SLOW}, BOTH, saved=slow_weights),
+    Row(NoLoCoStrategy, {"tau": 3, "wire": "bf16", **SLOW}),
     Row(GossipStrategy, {"topology": "random", "wire": "bf16", **SLOW}, (10,)),  # exchanges beside the step
 ]
 OWN = [Row(SlowMoStrategy, {"tau": 7}, (11, 17), module=Rated)]

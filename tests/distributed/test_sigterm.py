@@ -28,6 +28,7 @@ from lightning_hetero import (
     GossipStrategy,
     HeteroDDPStrategy,
     NodeAverageStrategy,
+    NoLoCoStrategy,
 )
 from lightning_hetero.errors import CommunicationError
 
@@ -121,6 +122,7 @@ def _stopped(folder: str, kind: Any, options: dict[str, Any], cases: list[Any]) 
         (EASGDStrategy, {"moving_rate": 0.3, "tau": 3}, [(4, EPOCHS)]),
         (GossipStrategy, {"overlap": False}, [(5, EPOCHS)]),
         (GossipPushSumStrategy, {}, [(11, EPOCHS)]),
+        (NoLoCoStrategy, {"tau": 3}, [(5, EPOCHS)]),
     ],
 )
 def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: Any, options: dict[str, Any], cases: list[Any]) -> None:

@@ -27,6 +27,7 @@ from lightning_hetero import (
     GossipPushSumStrategy,
     GossipStrategy,
     NodeAverageStrategy,
+    NoLoCoStrategy,
 )
 
 SHARES = [3.0, 1.0, 2.0]
@@ -78,6 +79,7 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
     (GossipPushSumStrategy, {"every_n_steps": 2}),
     (GossipPushSumStrategy, {"wire": "bf16"}),
     (GossipAsyncStrategy, {}),
+    (NoLoCoStrategy, {"tau": 3}),
 ]
 
 

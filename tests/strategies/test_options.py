@@ -10,7 +10,14 @@ import pytest
 from center_tasks import STRATEGIES
 from torch.optim import SGD
 
-from lightning_hetero import DASOStrategy, GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy, HeteroDDPStrategy
+from lightning_hetero import (
+    DASOStrategy,
+    GossipAsyncStrategy,
+    GossipPushSumStrategy,
+    GossipStrategy,
+    HeteroDDPStrategy,
+    NoLoCoStrategy,
+)
 from lightning_hetero.errors import ConfigurationError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -90,6 +97,17 @@ ROWS: list[tuple[Any, dict[str, Any], str]] = [
     (GossipStrategy, {"topology": "star"}, "topology='star' is unknown"),
     (GossipStrategy, {"topology": "exponential"}, "cannot be used by exchange='pairwise'"),
     (GossipPushSumStrategy, {"topology": "star"}, "topology='star' is unknown"),
+    (NoLoCoStrategy, {"tau": 0}, "tau=0"),
+    (NoLoCoStrategy, {"outer_lr": 0}, "outer_lr=0"),
+    (NoLoCoStrategy, {"outer_momentum": 1.0}, "outer_momentum=1.0"),
+    (NoLoCoStrategy, {"gamma": 0}, "gamma=0 must be above 0"),
+    (NoLoCoStrategy, {"gamma": 1.5}, "below 2 (1 - outer_momentum^2) = 1.5"),
+    (NoLoCoStrategy, {"gamma": 0.7, "outer_momentum": 0.9}, "= 0.38"),
+    (NoLoCoStrategy, {"wire": "int8"}, "wire='int8'"),
+    (NoLoCoStrategy, {"deadline": 0}, "deadline=0"),
+    (NoLoCoStrategy, {"seed": 0.5}, "seed=0.5"),
+    (NoLoCoStrategy, {"every_n_steps": 2}, "unknown option"),
+    (NoLoCoStrategy, {"on_nan": "ignore"}, "on_nan='ignore'"),
     (GossipStrategy, {"exchange": "both"}, "exchange='both' must be one of"),
     (GossipStrategy, {"every_n_steps": 0}, "every_n_steps=0"),
     (GossipStrategy, {"every_n_steps": True}, "every_n_steps=True"),
