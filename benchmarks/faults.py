@@ -1,148 +1,26 @@
-"""What faults cost a fit that goes on without lost ranks: they are killed, frozen, or fail, at random moments.
+"""What faults cost a fit: ranks are killed, frozen, cut off, or fail, at random moments, and the fit goes on.
 
-Ranks are processes on this machine, each a replica where the strategy has any. Rank 0 is the first that is struck.
+Each rank is a process, and a replica where the strategy has any. In half of all cases the first rank is struck. Where a
+fault ends the fit on all ranks, as a disk that is full does, the same command is started again and goes on from its
+newest checkpoint. Faults do not overlap.
 
     python benchmarks/faults.py --seconds 30 --mean 8 --seeds 2 --strategies hetero_ddp hetero_node
+    python benchmarks/faults.py --ranks 8 --step 0.2 --seconds 300 --mean 20 --restart 10 --faults killed frozen error
+    sudo python benchmarks/faults.py --cluster --seconds 60 --faults alone halves "slow link"
 """
 
 import argparse
-import json
+import contextlib
 import os
-import random
 import signal
-import socket
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import warnings
-from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
-import torch
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from faults_links import LINK_FAULTS, Links
+from faults_watch import ALL_FAULTS, HOST_FAULTS, Fit, Result
 from jobs import machine
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_hetero.strategies.registry import ENTRIES
-
-GRACE, STEP, BATCH, PAUSE = 5.0, 0.05, 8, 15.0
-#: A fault, and the signal by which a rank gets it.
-FAULTS = {
-    "killed": signal.SIGKILL,
-    "frozen": signal.SIGSTOP,
-    "paused": signal.SIGSTOP,
-    "error": signal.SIGUSR1,
-}
-
-
-class Task(pl.LightningModule):
-    """A regression; each step takes a given time."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-        self.fails, self.samples, self.ends = False, 0, list[float]()
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.fails:
-            raise ValueError("a fault of the schedule")
-        time.sleep(STEP)
-        self.samples += len(batch[0])
-        self.ends.append(time.monotonic())
-        return self.loss(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-def data(samples: int, seed: int) -> TensorDataset:
-    """Samples of the task."""
-    x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
-
-
-def worker(folder: str, name: str, seed: int, steps: int) -> None:
-    """One rank: trains, and writes down what became of it."""
-    warnings.simplefilter("ignore")
-    rank, task = os.environ["RANK"], Task(seed)
-    signal.signal(signal.SIGUSR1, lambda *_: setattr(task, "fails", True))
-    [entry] = [entry for entry in ENTRIES if entry.name == name]
-    strategy = entry.strategy(on_peer_loss="continue", grace=GRACE, timeout=120, **entry.options)
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_steps=steps, max_epochs=-1, **off)
-    Path(folder, f"pid{rank}").touch()
-    trainer.fit(task, DataLoader(data(20_000, seed), batch_size=BATCH, shuffle=True))
-    pauses = [b - a for a, b in zip(task.ends, task.ends[1:], strict=False)]
-    with torch.no_grad():
-        loss = task.loss(data(2000, -1).tensors).item()
-    lost = sorted({one for loss in strategy.survival.losses for one in loss.lost})
-    result = {"loss": loss, "samples": task.samples, "stall": max(pauses), "lost": lost}
-    Path(folder, f"result{rank}").write_text(json.dumps(result))
-
-
-def job(name: str, seed: int, options: argparse.Namespace, faults: bool) -> dict[str, Any]:
-    """One fit on all ranks, with faults or without."""
-    dice, world = random.Random(seed), options.ranks
-    steps = int(options.seconds / STEP)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": str(world)}
-        shared |= {"TORCHELASTIC_RUN_ID": "faults", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, __file__, "worker", folder, name, str(seed), str(steps)]
-        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        places = [{**shared, "RANK": str(rank), "GROUP_RANK": str(rank)} for rank in range(world)]
-        ranks = [subprocess.Popen(command, env=place, **quiet) for place in places]
-        try:
-            return _watch(ranks, Path(folder), dice, options, faults)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-
-
-def _watch(
-    ranks: list[subprocess.Popen], folder: Path, dice: random.Random, options: argparse.Namespace, faults: bool
-) -> dict[str, Any]:
-    living, tried, thaws = set(range(len(ranks))), list[str](), list[tuple[float, int]]()
-    until = time.monotonic() + 240
-    while len(list(folder.glob("pid*"))) < len(ranks) and time.monotonic() < until:
-        time.sleep(0.1)
-    began = time.monotonic()
-    until, due = began + 6 * options.seconds + 60, began + 3 + dice.expovariate(1 / options.mean)
-    while any(ranks[rank].poll() is None for rank in living) and time.monotonic() < until:
-        time.sleep(0.05)
-        now = time.monotonic()
-        for when, rank in thaws:
-            if now > when:
-                ranks[rank].send_signal(signal.SIGCONT)
-        thaws = [thaw for thaw in thaws if thaw[0] >= now]
-        if faults and now > due and len(living) > 2 and all(ranks[rank].poll() is None for rank in living):
-            rank, fault = (0, "killed") if not tried else (dice.choice(sorted(living)), dice.choice(list(FAULTS)))
-            ranks[rank].send_signal(FAULTS[fault])
-            living.remove(rank)
-            tried.append(fault)
-            thaws += [(now + PAUSE, rank)] if fault == "paused" else []
-            due = now + dice.expovariate(1 / options.mean) + 2 * GRACE
-    hung = sum(ranks[rank].poll() is None for rank in living)
-    files = [file for rank in sorted(living) if (file := folder / f"result{rank}").exists()]
-    results = [json.loads(file.read_text()) for file in files]
-    return {
-        "tried": tried,
-        "living": len(living),
-        "hung": hung,
-        "results": results,
-        "seconds": time.monotonic() - began,
-    }
 
 
 def main() -> None:
@@ -150,37 +28,75 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--strategies", nargs="+", default=["hetero_ddp", "hetero_node", "hetero_gossip_async"])
     parser.add_argument("--seconds", type=float, default=60.0, help="that the fit takes without faults")
-    parser.add_argument("--mean", type=float, default=20.0, help="seconds between two faults, beyond twice the grace")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--mean", type=float, default=10.0, help="seconds between two faults")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds that a step takes while all ranks are there")
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--restart", type=float, help="seconds after which a lost rank is started again, and joins")
+    parser.add_argument("--cluster", action="store_true", help="a network namespace for each rank: needs root")
+    parser.add_argument("--faults", nargs="+", choices=ALL_FAULTS, help="that may strike; default: all")
     options = parser.parse_args()
-    print(machine())
-    for name in options.strategies:
-        plain = [job(name, seed, options, False) for seed in range(options.seeds)]
-        struck = [job(name, seed, options, True) for seed in range(options.seeds)]
-        print(name)
-        print(f"    without: {_line(plain)}; loss {_losses(plain)}")
-        print(f"    with:    {_line(struck)}; loss {_losses(struck)}", flush=True)
-
-
-def _line(jobs: list[dict[str, Any]]) -> str:
-    tried, living = sum(len(one["tried"]) for one in jobs), sum(one["living"] for one in jobs)
-    ended, hung = sum(len(one["results"]) for one in jobs), sum(one["hung"] for one in jobs)
-    stall = max((result["stall"] for one in jobs for result in one["results"]), default=float("nan"))
-    seconds = statistics.mean(one["seconds"] for one in jobs)
-    return (
-        f"faults {tried}; ranks not struck {living}: went on to the end {ended}, hung {hung}, "
-        f"ended with an error {living - ended - hung}; longest stall {stall:.1f} s; {seconds:.0f} s"
+    faults = tuple(options.faults or (ALL_FAULTS if options.cluster else HOST_FAULTS))
+    if not options.cluster and set(faults) & set(LINK_FAULTS):
+        parser.error("faults of links need --cluster")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
+    print(
+        f"{machine()}; {options.ranks} ranks, {options.seconds:.0f} s, a fault every {options.mean:.0f} s", flush=True
     )
+    with Links(options.ranks) if options.cluster else contextlib.nullcontext() as links:
+        rows = [_strategy(name, options, faults, links) for name in options.strategies]
+    print("\n".join([_HEAD, *rows]))
+    print(f"load average at the end {os.getloadavg()[0]:.2f}")
 
 
-def _losses(jobs: list[dict[str, Any]]) -> str:
-    losses = [one["results"][0]["loss"] for one in jobs if one["results"]]
-    return " ".join(f"{loss:.4f}" for loss in losses)
+def _strategy(name: str, options: argparse.Namespace, faults: tuple[str, ...], links: Links | None) -> str:
+    plain, struck = list[Result](), list[Result]()
+    for seed in range(options.seeds):
+        for results, some in ((plain, ()), (struck, faults)):
+            began = time.monotonic()
+
+            def tell(text: str, began: float = began) -> None:
+                print(f"    {time.monotonic() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+            tell(f"{name}, seed {seed}, {'with' if some else 'without'} faults")
+            results.append(Fit(options, name, seed, some, links, tell).run())
+            tell(f"samples {results[-1].samples:.0f}, loss {results[-1].loss}")
+    row = _row(name, plain, struck)
+    print(f"{_HEAD}\n{row}", flush=True)
+    for result in struck:
+        for text in result.said:
+            print(f"    not clean: {text}", flush=True)
+        for fault, outcomes in result.outcomes.items():
+            stall = f"; longest stall {result.stalls[fault]:.1f} s" if fault in result.stalls else ""
+            print(f"    {fault}: {', '.join(f'{how} {times}' for how, times in outcomes.items())}{stall}", flush=True)
+    return row
+
+
+_COLUMNS = ("tried", "survived", "ended cleanly", "hung", "lost", "joined", "longest stall, s", "without faults, s")
+_HEAD = "\n".join(
+    [
+        f"| strategy | {' | '.join(_COLUMNS)} | throughput, of what the living could do | loss without | loss with |",
+        "|---" * (len(_COLUMNS) + 4) + "|",
+    ]
+)
+
+
+def _row(name: str, plain: list[Result], struck: list[Result]) -> str:
+    counts = {
+        how: sum(outcomes[how] for result in struck for outcomes in result.outcomes.values())
+        for how in ("survived", "ended", "hung", "lost")
+    }
+    able = sum(result.samples for result in plain) / sum(result.living for result in plain)
+    kept = sum(result.samples for result in struck) / sum(result.living for result in struck) / able
+    stalls = (f"{max(result.stall for result in results):.1f}" for results in (struck, plain))
+    losses = (" ".join(_loss(result) for result in results) for results in (plain, struck))
+    cells = [sum(counts.values()), *counts.values(), sum(result.joined for result in struck), *stalls, f"{kept:.0%}"]
+    return f"| `{name}` | {' | '.join(map(str, [*cells, *losses]))} |"
+
+
+def _loss(result: Result) -> str:
+    return "-" if result.loss is None else f"{result.loss:.4f}"
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
-    else:
-        main()
+    main()

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import time
 import warnings
 from collections.abc import Callable
@@ -49,8 +50,8 @@ class Strike(NamedTuple):
     Attributes:
         rank: whom it strikes.
         step: when, in its optimizer steps.
-        how: ``killed``, ``frozen`` (``thawed`` for as long as the others have not noticed), ``raises``, ``nan``,
-            ``terminated``.
+        how: ``killed``, ``frozen`` (``thawed`` for as long as the others have not noticed; ``paused`` for a second),
+            ``raises``, ``nan``, ``terminated``.
     """
 
     rank: int
@@ -102,6 +103,8 @@ class Struck(EvaluatedNet):
     def strike(self, how: str) -> None:
         if how == "raises":
             raise ValueError("struck")
+        if how == "paused":
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
         signals = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
         os.kill(os.getpid(), signals.get(how, signal.SIGSTOP))
 

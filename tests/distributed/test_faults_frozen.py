@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from faults import SILENT, Strike, strike, went_on
+import torch
+from faults import DIED, GRACE, SILENT, Strike, noted, strike, went_on
 
 from lightning_hetero.errors import MembershipLostError
 
@@ -18,6 +19,17 @@ def test_a_rank_that_freezes_for_ever(tmp_path: Path, name: str) -> None:
     went_on(outcomes, {rank: SILENT})
 
 
+@pytest.mark.clock
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+@pytest.mark.parametrize("name", ["ddp", "gossip_async"])
+def test_the_others_say_so_in_time(tmp_path: Path, name: str, how: str) -> None:
+    outcomes = strike(tmp_path, name, [Strike(1, 5, how)])
+    _, struck = noted(str(tmp_path), "struck-1")
+    limit = 1.0 + (GRACE if how == "frozen" else 0.0)
+    for seen in went_on(outcomes, {1: SILENT if how == "frozen" else DIED}):
+        assert seen.told[0][0] - struck < limit
+
+
 @pytest.mark.parametrize("name", ["ddp", "daso", "easgd", "gossip"])
 def test_a_rank_that_thaws_finds_that_the_others_went_on(tmp_path: Path, name: str) -> None:
     rank = len(name) % 2
@@ -26,3 +38,14 @@ def test_a_rank_that_thaws_finds_that_the_others_went_on(tmp_path: Path, name: s
     said = str(outcomes[rank].error)
     assert re.match(rf"Rank {rank} cannot go on: it has been left out since view \d: it {SILENT}", said)
     went_on(outcomes, {rank: SILENT})
+
+
+@pytest.mark.parametrize("name", ["ddp", "node"])
+def test_a_freeze_shorter_than_grace_changes_nothing(tmp_path: Path, name: str) -> None:
+    seen = []
+    for folder, strikes in (("plain", []), ("struck", [Strike(len(name) % 2, 5, "paused")])):
+        (tmp_path / folder).mkdir()
+        seen.append(went_on(strike(tmp_path / folder, name, strikes, grace=10.0, balance="off"), {}))
+    folder = str(tmp_path / "struck")
+    assert noted(folder, "ended-0")[1] > noted(folder, f"struck-{len(name) % 2}")[1] + 1
+    assert torch.equal(seen[0][0].weights, seen[1][0].weights)

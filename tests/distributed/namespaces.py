@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 _NEW_NET = 0x40000000
@@ -46,7 +46,9 @@ def linked() -> Iterator[Link]:
         _ip(f"-n {link.name} link set lo up")
         yield link
     finally:
-        _ip(f"netns del {link.name}")  # and the link with it
+        with suppress(subprocess.CalledProcessError):  # at once: with the namespace it would go a while later
+            _ip(f"link del {link.name}")
+        _ip(f"netns del {link.name}")
 
 
 def _ip(arguments: str) -> None:
