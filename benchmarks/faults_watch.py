@@ -210,8 +210,10 @@ class Fit:
 
     def _go_on(self, living: list[Rank], now: float) -> None:
         trains = [rank for rank in living if rank.seen[FIRST]]
-        if self.pending and trains and min(rank.seen[LATEST] for rank in trains) > self.pending[1] + GRACE + 2:
-            self._settle("survived")
+        if self.pending and trains:
+            fault, since = self.pending  # that a disk is full shows when the checkpoint after the next one is due
+            if min(rank.seen[LATEST] for rank in trains) > since + GRACE + (15 if fault == "disk full" else 2):
+                self._settle("survived")
         if self.options.restart is not None and trains and self.result.loss is None:
             for slot in range(self.options.ranks):
                 latest = max((rank for rank in self.ranks if rank.slot == slot), key=lambda rank: rank.number)

@@ -17,6 +17,7 @@ from lightning_hetero.comm.membership import Agreed, Membership, Terms
 from lightning_hetero.engine.job import open_store, store_at
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.strategies import regrouping
+from lightning_hetero.strategies.repeated_metrics import leave_metrics, repeat_metrics
 from lightning_hetero.strategies.survival import Loss, Survival
 from lightning_hetero.strategies.survival_guards import say_what_launchers_do, unsurvivable
 from lightning_hetero.workload.regrouping import Regrouping
@@ -109,10 +110,12 @@ class GoingOn(Survival):
         membership.begin(view.number, view.units, addresses)
         self._membership = membership
         repeat_by(self._survivor)
+        repeat_metrics(self._strategy.lightning_module)
 
     def end(self) -> None:
         """Training has ended: from now on a lost rank is an error (collective)."""
         repeat_by(None)
+        leave_metrics(self._strategy.lightning_module)
         if self._membership is not None:
             self._over = True
             with suppress(CommunicationError), deadline("end the fit"):
@@ -124,6 +127,7 @@ class GoingOn(Survival):
     def failed(self, exception: BaseException) -> None:
         """Let the others know why this rank ends; they go on."""
         repeat_by(None)
+        leave_metrics(self._strategy.lightning_module)
         if self._membership is not None:
             what = str(exception).strip().split("\n")[0]
             self._membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
