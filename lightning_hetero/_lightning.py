@@ -30,6 +30,8 @@ from lightning.pytorch.utilities.exceptions import _augment_message as augment_m
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_hetero.workload.order import shuffles_by_itself
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -58,6 +60,11 @@ def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
 def start_ranks(launcher: SubprocessScriptLauncher) -> None:
     """Start the other ranks of this machine."""
     launcher._call_children_scripts()
+
+
+def tear_down(trainer: "pl.Trainer") -> None:
+    """End a run, without the hooks that a user sees."""
+    trainer._teardown()
 
 
 def interrupted(trainer: "pl.Trainer | None") -> bool:
@@ -198,18 +205,10 @@ class _Connector(_DataConnector):
                 loader = copy.copy(dataloader)  # the user's own stays as it is
                 loader._iterator = None
                 return loader
-            if not sharded and _shuffles_by_itself(dataloader):
+            if not sharded and shuffles_by_itself(dataloader):
                 dataloader = copy.copy(dataloader)
                 object.__setattr__(dataloader, "sampler", RandomSampler(dataloader.dataset))  # type: ignore[arg-type]
         return super()._prepare_dataloader(dataloader, shuffle, mode)
-
-
-def _shuffles_by_itself(loader: DataLoader) -> bool:
-    """Whether ``shuffle=True`` has made a sampler that Lightning does not know, as torchdata's loader does."""
-    sampler = loader.sampler
-    made = type(sampler).__module__.startswith("torchdata.") and type(sampler).__name__ == "RandomSampler"
-    # Not of a type that can be imported here: torchdata need not be installed.
-    return made and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[attr-defined, arg-type]
 
 
 class _Both:

@@ -45,6 +45,10 @@ class DisagreementError(HeteroError, RuntimeError):
     """Ranks of one job differ in something that must be the same on all."""
 
 
+class JoinRefusedError(DisagreementError):
+    """A running job does not let this process take part: something of it does not fit."""
+
+
 class LaunchError(HeteroError, RuntimeError):
     """The launcher's environment does not describe a job."""
 

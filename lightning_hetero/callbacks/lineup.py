@@ -40,7 +40,8 @@ class Change(NamedTuple):
         view: its number; the first view of a job has number 0.
         at: when the ranks went on, in seconds since they started together.
         step: optimizer steps done by then.
-        lost: of each lost rank, how it was lost; empty if only connections broke.
+        lost: of each lost rank, how it was lost; empty if only connections broke, or others have joined.
+        joined: ranks that have joined.
         ranks: that went on.
         replicas: that went on.
         stalls: seconds for which each rank stood still, as far as known.
@@ -52,6 +53,7 @@ class Change(NamedTuple):
     at: float
     step: int
     lost: dict[int, str]
+    joined: tuple[int, ...]
     ranks: int
     replicas: int
     stalls: dict[int, float]
@@ -65,12 +67,16 @@ class Change(NamedTuple):
 
     @property
     def who(self) -> str:
-        """The lost ranks in few words."""
+        """The lost ranks, or those that have joined, in few words."""
+        if self.joined:
+            return f"rank{'s' if len(self.joined) > 1 else ''} {', '.join(map(str, self.joined))} joined"
         return f"rank{'s' if len(self.lost) > 1 else ''} {', '.join(map(str, self.lost))}" if self.lost else "nobody"
 
     @property
     def how(self) -> str:
         """How each lost rank was lost."""
+        if self.joined:
+            return self.who
         told = "; ".join(f"rank {id} {why}" for id, why in sorted(self.lost.items()))
         return told or "connections broke, and all came again"
 
@@ -92,7 +98,7 @@ def changes(own: Sequence[Loss], rank: int, lineup: Lineup, views: Sequence[View
     for loss in own:
         living -= set(loss.lost)
         amounts = loss.ranks, loss.replicas, dict(sorted(stalls[loss.view].items())), loss.samples
-        found.append(Change(loss.view, loss.at, loss.step, loss.lost, *amounts, min(living)))
+        found.append(Change(loss.view, loss.at, loss.step, loss.lost, loss.joined, *amounts, min(living)))
     return found
 
 

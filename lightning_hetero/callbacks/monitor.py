@@ -140,7 +140,8 @@ class HeteroMonitor(Callback):
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
         [report, *_] = gather(wanted, "the ranks to set their clocks for HeteroMonitor")
         assert strategy.job is not None
-        self._start, self._lineup, self.losses = time.perf_counter(), Lineup.of(strategy.job.view), []
+        self._start, self._lineup = time.perf_counter(), Lineup.of(strategy.job.view)
+        self.losses = [] if strategy.entry is None else list(strategy.survival.losses)  # else others have just joined
         if report is not None:
             self._folder = report if "://" in str(report) else _within(folder, report)
             self._steps = StepRecord(self._start, strategy.share.step)
@@ -197,7 +198,8 @@ class HeteroMonitor(Callback):
 
     def _losses(self, strategy: HeteroStrategy) -> list[Loss]:
         """In seconds since the start."""
-        return [replace(loss, at=loss.at - self._start) for loss in strategy.survival.losses]
+        losses = (loss for loss in strategy.survival.losses if loss.at >= self._start)  # since others have joined
+        return [replace(loss, at=loss.at - self._start) for loss in losses]
 
     def _write(
         self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[View], ended: str | None = None

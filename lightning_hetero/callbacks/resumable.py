@@ -109,10 +109,12 @@ class ResumableCheckpoint(Resumable):
                 "Use one, such as Trainer(strategy='hetero_ddp'), or Lightning's ModelCheckpoint."
             )
         self._ended = {"complete": False, "stopped": False}
-        self._kept = []
+        joins = getattr(trainer.strategy, "entry", None) is not None  # a job that runs, and has its checkpoints
+        self._kept = self._kept if joins else []
         if stage == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False):
             strategy = trainer.strategy
-            resume_by(trainer, lambda path, named: path if named else self._newest(strategy, path))
+            if not joins:
+                resume_by(trainer, lambda path, named: path if named else self._newest(strategy, path))
 
     def _newest(self, strategy: HeteroStrategy, given: str | None) -> str | None:
         own = newest_first(self.dirpath, given) if strategy.is_global_zero else []

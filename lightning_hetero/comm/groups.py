@@ -97,7 +97,15 @@ class Groups:
 
 
 def _store(name: str) -> dist.Store:
-    return dist.PrefixStore(name, distributed_c10d._get_default_store())
+    # Over a connection of its own: a rank that waits in the store, to make a process group, holds the one that it uses.
+    store = default_store()
+    with noting_sockets(of_all=True):
+        return dist.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)  # PyTorch 2.4 cannot
+
+
+def default_store() -> dist.Store:
+    """The store with which all ranks have met; on the rank that hosts it, it ends with this object."""
+    return distributed_c10d._get_default_store()
 
 
 def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
@@ -115,7 +123,7 @@ def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
             list(ranks).index(dist.get_rank()),
             list(ranks),
             dist.Backend(backend),
-            distributed_c10d._get_default_store(),
+            default_store(),
             own_name,
             timeout=timeout,
         )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.losses import Losses
@@ -103,14 +103,21 @@ def add_plan(checkpoint: dict[str, Any], share: Workshare) -> None:
     part.update(planner=share.planner.state_dict(), fits=fits)
 
 
-def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int) -> None:
-    """Continue with the plan of a checkpoint, if it has one for as many ranks."""
+def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int, grown: bool = False) -> None:
+    """Continue with the plan of a checkpoint, if it has one for as many ranks.
+
+    Args:
+        checkpoint: that was read.
+        share: this rank's part of the work.
+        rank: this rank.
+        grown: whether others have just joined, so that the plan cannot fit.
+    """
     state = part_of(checkpoint)
     if "planner" not in state or not share.planner.auto:
         return
     saved = len(state["planner"]["costs"])
     if saved != share.planner.world:
-        rank_zero_warn(
+        (rank_zero_info if grown else rank_zero_warn)(
             f"The checkpoint's shares are for {saved} ranks; this job has {share.planner.world} and measures anew."
         )
         return
@@ -186,19 +193,19 @@ def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | 
     return None if ids == here else f"The checkpoint was saved by replicas {ids}; this job has {here}."
 
 
-def nearest(checkpoint: Mapping[str, Any], who: Identity, view: View) -> int | None:
-    """The replica from which this one takes an optimizer's state where there are others than were saved.
+def nearest_first(checkpoint: Mapping[str, Any], who: Identity, view: View) -> list[int]:
+    """The replicas from which this one may take an optimizer's state where there are others than were saved.
 
-    It is the one with the same id; else with the nearest id, the lower of two. Replicas are numbered by their ranks, so
-    these are neighbours, of the same node or the next one.
+    The first is the one with the same id; else with the nearest id, the lower of two. Replicas are numbered by their
+    ranks, so these are neighbours, of the same node or the next one.
 
     Returns:
-        Its id; ``None`` if what was saved does not fit this strategy.
+        Their ids; none if what was saved does not fit this strategy.
     """
     saved = part_of(checkpoint).get("replicas", {})
     if "save" not in saved or not _same_algorithm(saved, who):
-        return None
-    return min(saved["ids"], key=lambda other: (abs(other - view.replica.id), other))
+        return []
+    return sorted(saved["ids"], key=lambda other: (abs(other - view.replica.id), other))
 
 
 def _same_algorithm(saved: Mapping[str, Any], who: Identity) -> bool:

@@ -71,6 +71,20 @@ def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> N
         failures.watch(interface_towards(address.host), seconds)
 
 
+class Follows(NamedTuple):
+    """How a rank comes into a view that follows another one.
+
+    Attributes:
+        view: its number.
+        launch: names the launcher's job that the process was started in.
+        replica: id of the replica to which the rank belonged before; ``None`` if it is new.
+    """
+
+    view: int
+    launch: str
+    replica: int | None
+
+
 class Job:
     """The job that this process takes part in (made by all ranks together).
 
@@ -94,6 +108,7 @@ class Job:
         replicas: Callable[[Topology], Sequence[Sequence[int]]],
         options: Mapping[str, Any],
         timeout: timedelta,
+        follows: Follows | None = None,
     ) -> "Job":
         """Learn who takes part (collective over all ranks, after :func:`meet`).
 
@@ -103,15 +118,24 @@ class Job:
             replicas: says which ranks make a replica.
             options: must be the same on every rank.
             timeout: longest wait for another rank.
+            follows: how this rank comes into a view with more ranks than the one before. Default: it is the first view.
 
         Raises:
             ConfigurationError: ``ranks_per_node`` does not fit.
             DisagreementError: ranks have different options.
         """
+        everyone = gather(follows, "where ranks come from")
+        if follows is not None:
+            # Each launcher counts its nodes from 0.
+            nodes = list(dict.fromkeys(gather((follows.launch, place.node), "the nodes")))
+            place = place._replace(node=nodes.index((follows.launch, place.node)))
         topology = discover(place, ranks_per_node)
         end_unused()
         check_equal("the strategy's options", options)
-        return cls(View.first(topology, replicas(topology)), timeout)
+        view = View.first(topology, replicas(topology))
+        if follows is not None:
+            view = view.grown(follows.view, [other.replica for other in everyone])
+        return cls(view, timeout)
 
     def among(self, number: int, ids: Sequence[int], store: dist.Store) -> "Job":
         """Join the ranks that remain after others were lost; connections are broken already (collective over them).

@@ -1,8 +1,9 @@
 """Who takes part in a job, as a value."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 
 from lightning_hetero.comm.topology import Place, Topology
 
@@ -62,6 +63,19 @@ class View:
         members = tuple(Member(number, tuple(ranks)) for number, ranks in enumerate(replicas))
         ids = tuple(range(topology.world))
         return cls(0, members, topology.places, topology.rank, ids, ranks_leave=len(members) == 1)
+
+    def grown(self, number: int, former: Sequence[int | None]) -> "View":
+        """This view as the one that follows an earlier one: replicas that took part in that keep their ids.
+
+        Args:
+            number: of this view.
+            former: of each rank, the id of the replica to which it belonged; ``None`` if it is new.
+        """
+        kept = [former[member.leader] for member in self.replicas]
+        following = count(1 + max((id for id in kept if id is not None), default=-1))
+        ids = [next(following) if id is None or id in kept[:index] else id for index, id in enumerate(kept)]
+        members = tuple(Member(id, member.ranks) for id, member in zip(ids, self.replicas, strict=True))
+        return replace(self, number=number, replicas=members)
 
     @property
     def units(self) -> list[list[int]]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -32,15 +33,19 @@ class ObservedLauncher(SubprocessScriptLauncher):
     Args:
         grace: seconds from a rank's failure until the others are killed.
         survive: the others go on instead. If this rank fails, its process ends when they have.
+        around: calls the Trainer's function, given that and its arguments.
         **kwargs: as for Lightning's launcher.
     """
 
-    def __init__(self, grace: float = 30.0, survive: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, grace: float = 30.0, survive: bool = False, around: Callable | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.grace, self.survive = grace, survive
+        self.grace, self.survive, self.around = grace, survive, around
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
+        function = function if self.around is None else partial(self.around, function)
         if self.cluster_environment.creates_processes_externally:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

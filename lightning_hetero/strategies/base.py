@@ -26,7 +26,7 @@ from lightning_hetero.engine.job import Job, tell_failure
 from lightning_hetero.engine.shards import Shards
 from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.strategies import joining, one_step, saving
+from lightning_hetero.strategies import entering, joining, one_step, saving
 from lightning_hetero.strategies.evaluation import evaluation_step
 from lightning_hetero.strategies.going_on import GoingOn
 from lightning_hetero.strategies.guards import check_setup, running
@@ -72,6 +72,7 @@ class HeteroStrategy(DDPStrategy):
     # -- joining -----------------------------------------------------------------------------------
 
     job: Job | None = None  # once this process has joined
+    entry: entering.Entry | None = None  # if it joins a job that runs, until training starts
     share: Workshare
     engine: Engine
     step: TrainingStep
@@ -119,7 +120,6 @@ class HeteroStrategy(DDPStrategy):
         self.set_world_ranks()
         joining.connect(self)
         if self.job is None:
-            self.timer.move_to(self.root_device)
             self.build(joining.join(self))
 
     def build(self, job: Job, regrouping: Regrouping | None = None) -> joining.Parts | None:
@@ -292,7 +292,7 @@ class HeteroStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._rank_state.load(checkpoint, self.share, self.global_rank)
+        self._rank_state.load(checkpoint, self)
         self._restore_replicas(checkpoint)
 
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ from lightning_hetero.comm.membership import Agreed, Membership, Terms
 from lightning_hetero.engine.job import open_store, store_at
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.strategies import regrouping
+from lightning_hetero.strategies.entering import entered
+from lightning_hetero.strategies.growth import Growth
 from lightning_hetero.strategies.repeated_metrics import leave_metrics, repeat_metrics
 from lightning_hetero.strategies.survival import Loss, Survival
 from lightning_hetero.strategies.survival_guards import say_what_launchers_do, unsurvivable
@@ -76,6 +78,12 @@ class GoingOn(Survival):
         self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
         self._in_step = False
         self._over = False  # training has ended
+        self._growth = Growth(strategy)
+
+    @property
+    def growth(self) -> Growth:
+        """Lets other processes join."""
+        return self._growth
 
     @property
     def view(self) -> int | None:
@@ -96,9 +104,14 @@ class GoingOn(Survival):
         job, options = self._strategy.job, self._strategy.options
         assert job is not None
         view = job.view
-        self.losses, self._survivor, self._over = [], Survivor(self._recover), False
+        self._survivor, self._over = Survivor(self._recover), False
+        if self._strategy.entry is None:  # else the fit began earlier
+            self.losses = []
         raise_on_all(unsurvivable(self._strategy, view), "a fit that goes on without lost ranks")
         say_what_launchers_do(self._strategy)
+        if (change := entered(self._strategy)) is not None:
+            self.losses.append(change)
+        self._growth.begin()
         if view.world == 1:
             return
         grace = None if options.grace == "auto" else float(options.grace)
@@ -114,6 +127,11 @@ class GoingOn(Survival):
 
     def end(self) -> None:
         """Training has ended: from now on a lost rank is an error (collective)."""
+        self.pause()
+        self._growth.end()
+
+    def pause(self) -> None:
+        """Leave the fit, to begin it again with other ranks (collective)."""
         repeat_by(None)
         leave_metrics(self._strategy.lightning_module)
         if self._membership is not None:
@@ -128,6 +146,7 @@ class GoingOn(Survival):
         """Let the others know why this rank ends; they go on."""
         repeat_by(None)
         leave_metrics(self._strategy.lightning_module)
+        self._growth.end()
         if self._membership is not None:
             what = str(exception).strip().split("\n")[0]
             self._membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
@@ -214,6 +233,7 @@ class GoingOn(Survival):
                 if not of_communication(error):
                     raise
                 _log.info("rank %d could not join view %d: %s", self._membership_id, agreed.number, error)
+        self._growth.go_on()
         self._tell(lost, samples, time.monotonic() - began)
         return behind
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,18 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_hetero import _lightning
+from lightning_hetero.comm import failures
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.leaving import noting_sockets
 from lightning_hetero.comm.topology import Place, device_identity
 from lightning_hetero.engine.finite import FiniteSteps
-from lightning_hetero.engine.job import Address, Job, meet
+from lightning_hetero.engine.job import Address, Follows, Job, meet
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.streams import StreamPeers
 from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
+from lightning_hetero.strategies import entering, growth, regrouping
 from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
@@ -42,6 +45,7 @@ def launcher(strategy: "HeteroStrategy") -> ObservedLauncher:
         num_processes=strategy.num_processes,
         num_nodes=strategy.num_nodes,
         survive=strategy.options.on_peer_loss == "continue",
+        around=partial(growth.until_done, strategy),
     )
 
 
@@ -74,7 +78,12 @@ def devices(strategy: "HeteroStrategy") -> list[torch.device]:
 
 
 def connect(strategy: "HeteroStrategy") -> None:
-    """Join the world's process group (collective)."""
+    """Join the world's process group (collective), or that of a job that runs already."""
+    if strategy.job is None and strategy.entry is None and (found := entering.find(strategy)) is not None:
+        entering.enter(strategy, *found)
+    if strategy.entry is not None:
+        failures.watch(regrouping.interface(strategy), strategy.options.limit.total_seconds())
+        return
     cluster, timeout = strategy.cluster_environment, strategy.options.limit
     assert cluster is not None
     address = Address(cluster.main_address, cluster.main_port, cluster.global_rank(), cluster.world_size())
@@ -100,10 +109,20 @@ def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
 
 def join(strategy: "HeteroStrategy") -> Job:
     """Learn who takes part in the job (collective)."""
+    strategy.timer.move_to(strategy.root_device)
+    entering.resume(strategy)
     host, options = hostname(), strategy.options
     place = Place(host, strategy.node_rank, strategy.local_rank, device_identity(strategy.root_device, host))
+    entry = strategy.entry
+    follows = None if entry is None else Follows(entry.admission.view, _launch(strategy), entry.replica)
     agreed = {"strategy": type(strategy).__name__, **options.agreed(), **strategy.algorithm_options()}
-    return Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.limit)
+    return Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.limit, follows)
+
+
+def _launch(strategy: "HeteroStrategy") -> str:
+    """Names the launcher's job that this process was started in: each one counts its nodes from 0."""
+    cluster = regrouping.launched(strategy)
+    return f"{cluster.main_address}:{cluster.main_port}"
 
 
 @dataclass

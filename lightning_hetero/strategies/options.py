@@ -53,6 +53,10 @@ class Options:
         grace: with ``on_peer_loss="continue"``, seconds of silence after which a rank counts as lost. A dead process is
             noticed at once; this is for frozen ones and for broken links. ``"auto"``: learned from how regularly ranks
             are heard, 3 to 60 seconds.
+        join_file: with ``on_peer_loss="continue"``, a file that all machines of the job see. A process that is started
+            with the same file while the job runs joins it, as one more rank. Without it, only a rank that is started
+            again by the same launcher finds the job, through ``MASTER_ADDR`` and ``MASTER_PORT``, as long as the first
+            rank 0 lives. Who can read the file can take part.
         start_method: how processes start if no launcher has: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: not a choice here: all ranks meet over gloo, and groups of GPUs use NCCL by themselves.
 
@@ -73,6 +77,7 @@ class Options:
     on_peer_loss: Literal["error", "continue"] = "error"
     min_replicas: int = 1
     grace: Literal["auto"] | float = "auto"
+    join_file: str | None = None
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     process_group_backend: None = None
 
@@ -135,6 +140,13 @@ class Options:
         at_least_one("min_replicas", self.min_replicas)
         if self.grace != "auto" and not (is_number(self.grace) and self.grace > 0):
             raise ConfigurationError(f"grace={self.grace!r}: give seconds above 0, or 'auto'.")
+        if not (self.join_file is None or (isinstance(self.join_file, str) and self.join_file)):
+            raise ConfigurationError(f"join_file={self.join_file!r}: give the name of a file.")
+        if self.on_peer_loss == "error" and self.join_file is not None:
+            raise ConfigurationError(
+                f"join_file={self.join_file!r} lets processes join a fit, but on_peer_loss='error' keeps the ranks as "
+                "they are. Set on_peer_loss='continue', or leave join_file out."
+            )
         if self.on_peer_loss == "error" and (self.min_replicas, self.grace) != (1, "auto"):
             raise ConfigurationError(
                 f"min_replicas={self.min_replicas!r} and grace={self.grace!r} say when to go on without lost ranks, "
@@ -178,7 +190,7 @@ class Options:
     def agreed(self) -> dict[str, Any]:
         """What must be the same on every rank, by name."""
         values = asdict(self) | {"timeout": self.limit}
-        del values["start_method"]  # each machine may start its ranks in its own way
+        del values["start_method"], values["join_file"]  # each machine may start its ranks, and see files, in its way
         return values
 
     @property

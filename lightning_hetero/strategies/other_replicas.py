@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.replica import ReplicaStrategy
@@ -17,10 +17,11 @@ def start_alike(strategy: "ReplicaStrategy", near: dict[str, Any] | None, why: s
         why: replicas cannot go on where they have stopped.
     """
     start, trainer = f"{why} All replicas start from the checkpoint's weights,", strategy.trainer
+    tell = rank_zero_warn if strategy.entry is None else rank_zero_info  # that others have joined is no surprise
     if near is None:
-        rank_zero_warn(f"{start} with its optimizers' state.")
+        tell(f"{start} with its optimizers' state.")
     else:
-        rank_zero_warn(f"{start} each with its own optimizers' state, a new one with that of the nearest number.")
+        tell(f"{start} each with its own optimizers' state, a new one with that of the nearest number.")
         assert strategy.averager is not None
         for optimizer, saved in zip(strategy.optimizers, near["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

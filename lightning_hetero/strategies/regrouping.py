@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -76,15 +77,25 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     return max(gather(sum(lost), "samples that are lost"))
 
 
+def launched(strategy: "HeteroStrategy") -> ClusterEnvironment:
+    """What the launcher said about this process."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    while isinstance(environment, RegroupedEnvironment):
+        environment = environment.inner
+    return environment
+
+
+def renumber(strategy: "HeteroStrategy", rank: int, world: int) -> None:
+    """Let this process have another number, among other ranks than were launched with it."""
+    strategy.cluster_environment = RegroupedEnvironment(launched(strategy), rank, world)
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
 def take_number(strategy: "HeteroStrategy", job: Job) -> None:
     """Let this process have its new number, and the duties of rank zero if that is it."""
     first = not strategy.is_global_zero and job.view.rank == 0
-    inner = strategy.cluster_environment
-    assert inner is not None
-    while isinstance(inner, RegroupedEnvironment):
-        inner = inner.inner
-    strategy.cluster_environment = RegroupedEnvironment(inner, job.view.rank, job.view.world)
-    rank_zero_only.rank = job.view.rank  # type: ignore[attr-defined]
+    renumber(strategy, job.view.rank, job.view.world)
     if first:
         _go_on_logging(strategy.trainer)
         if strategy.trainer.training:

@@ -15,14 +15,13 @@ from lightning_hetero.engine import loader_states, random_states, shards
 from lightning_hetero.engine.checkpoint import (
     Identity,
     add_plan,
-    nearest,
+    nearest_first,
     part_of,
     restore_plan,
     save_of,
     unusable,
     warn_if_too_new,
 )
-from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.capacity import Capacity
@@ -125,16 +124,15 @@ class RankState:
             yield
         strategy.timer.restart()  # it is no part of a step's time
 
-    def load(self, checkpoint: Mapping[str, Any], share: Workshare, rank: int) -> None:
+    def load(self, checkpoint: Mapping[str, Any], strategy: "HeteroStrategy") -> None:
         """Go on with the plan of a checkpoint.
 
         Args:
             checkpoint: that was read.
-            share: this rank's part of the work.
-            rank: this rank.
+            strategy: that goes on.
         """
         warn_if_too_new(checkpoint)
-        restore_plan(checkpoint, share, rank)
+        restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.entry is not None)
         self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
 
@@ -203,16 +201,21 @@ class Source:
         return {**state, "losses": saved["losses"][view.rank]}
 
     def nearest(self, checkpoint: Mapping[str, Any], who: Identity, view: View) -> dict[str, Any] | None:
-        """The state of the nearest replica that was saved, if there are others now; else ``None`` (collective).
+        """The state of the nearest replica that is found here, if there are others than were saved (collective).
+
+        Returns:
+            It; ``None`` if one rank finds none.
 
         Raises:
             CheckpointError: on every rank, if a shard cannot be read.
         """
-        other, error, state = nearest(checkpoint, who, view), None, None
-        if other is None or self.load is None or unusable(checkpoint, who, view) is None:
+        others, error, state = nearest_first(checkpoint, who, view), None, None
+        if not others or self.load is None or unusable(checkpoint, who, view) is None:
             return None
         try:
-            state = shards.read(self.load, self.path, other, part_of(checkpoint)["replicas"]["save"])
+            load, save = self.load, part_of(checkpoint)["replicas"]["save"]
+            found = (shards.read(load, self.path, other, save) for other in others)
+            state = next((state for state in found if state is not None), None)
         except Exception as broken:
             error = broken
         lost = "a shard is missing" if state is None and error is None else None

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_hetero import _lightning
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.errors import CommunicationError
+from lightning_hetero.strategies.growth import Growth
 from lightning_hetero.strategies.saving import save_to_resume
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class StopRequest:
-    """Stops the Trainer on all ranks after the same batch, once any rank has received SIGTERM.
+    """Stops the Trainer on all ranks after the same batch, once any rank has received SIGTERM, or others want to join.
 
     Lightning broadcasts a flag before every batch, which makes all ranks wait for rank 0 each time, and broadcasts or
     saves within the signal's handler, whenever that happens to run. Here the handler only raises a flag. A thread
@@ -42,23 +42,26 @@ class StopRequest:
 
     Args:
         trainer: its handlers are replaced; before it registers them.
-        fit: a number that is the same on every rank, and another one in every fit.
+        store: with keys of its own for this fit.
         limit: longest wait for the other ranks' answers, seconds.
         save: writes the checkpoint to resume from (collective).
+        growth: lets other processes join.
     """
 
     fits = itertools.count()  # of this process
 
-    def __init__(self, trainer: "pl.Trainer", fit: int, limit: float, save: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: "pl.Trainer", store: Store, limit: float, save: Callable[[], None], growth: Growth | None = None
+    ) -> None:
         self.requested = False  # of this rank
         self.all_stop = False  # whether all ranks have saved, and end here
         self.at: int | None = None  # the batch after which all stop, counted from the start of this fit
-        self._trainer, self._limit, self._save = trainer, limit, save
+        self._trainer, self._limit, self._save, self._growth = trainer, limit, save, growth
         self._lock = threading.Lock()
         self._done = 0  # batches of this fit
         self._bound: int | None = None  # how far this rank may go before it knows `at`
         self._hooks = _lightning.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
-        self._watch(PrefixStore(f"lightning_hetero/stop/{fit}", _get_default_store()))
+        self._watch(store)
 
     def _watch(self, store: Store) -> None:
         self._store, self._closed, self._known = store, threading.Event(), threading.Event()
@@ -88,14 +91,18 @@ class StopRequest:
 
     def finish(self) -> None:
         """The fit is complete; if any rank has been asked to stop, save and end all the same (collective)."""
+        if self._any_requested("end the fit"):
+            self._stop()
+
+    def _any_requested(self, what: str) -> bool:
+        """Whether any rank has received SIGTERM (collective)."""
 
         def asked() -> bool:
-            flag = torch.tensor([self.requested or self._bound is not None])
+            flag = torch.tensor([self.requested])
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             return bool(flag.item())
 
-        if collective("end the fit", asked):
-            self._stop()
+        return collective(what, asked)
 
     # -- the handlers ------------------------------------------------------------------------------
 
@@ -113,9 +120,10 @@ class StopRequest:
     def _listen(self) -> None:
         try:
             while not self._closed.wait(0.25):
-                if self.requested:
+                asks = self.requested or (self._growth is not None and self._growth.wanted)
+                if asks:
                     self._store.set("asked", "1")
-                if self.requested or self._store.check(["asked"]):
+                if asks or self._store.check(["asked"]):
                     self._agree()
                     return
         except RuntimeError:  # the store has gone, and the job with it
@@ -168,11 +176,21 @@ class StopRequest:
             return
         # Lightning resumes from two moments: the end of a validation, at which it would have saved just before this
         # call; and `on_train_batch_end`, at which the batch does not count as completed yet.
-        if not _lightning.validates_now(self._trainer):
+        progress, early = loop.batch_progress, not _lightning.validates_now(self._trainer)
+        if early:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
-            for progress in (loop.batch_progress.total, loop.batch_progress.current):
-                progress.completed -= 1
-        self._stop()
+            progress.total.completed -= 1
+            progress.current.completed -= 1
+        if self._growth is None or self._any_requested("stop"):
+            self._stop()
+        else:
+            self._growth.admit()  # raises, unless those that wanted to join are gone
+        if early:
+            progress.total.completed += 1
+            progress.current.completed += 1
+        else:
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+        self.move(dist.PrefixStore("again", self._store))
 
     def _stop(self) -> None:
         self._save()
@@ -192,7 +210,9 @@ def handle_sigterm(strategy: "HeteroStrategy", trainer: "pl.Trainer") -> StopReq
         end_at_once(trainer)
         return None
     fit = strategy.broadcast(next(StopRequest.fits))
-    return StopRequest(trainer, fit, strategy.options.limit.total_seconds(), partial(save_to_resume, strategy))
+    limit, save = strategy.options.limit.total_seconds(), partial(save_to_resume, strategy)
+    assert strategy.job is not None
+    return StopRequest(trainer, strategy.job.store(f"stop/{fit}"), limit, save, strategy.survival.growth)
 
 
 def end_at_once(trainer: "pl.Trainer") -> None:

@@ -3,7 +3,10 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.growth import Growth
 
 T = TypeVar("T")
 
@@ -19,6 +22,7 @@ class Loss:
         replicas: that remain.
         seconds: for which this rank stood still, from the moment at which it noticed.
         samples: drawn for the lost ranks, and not trained on.
+        joined: ranks that have joined, by their numbers since then.
         step: optimizer steps done.
         at: when this rank went on, by ``time.perf_counter()``.
     """
@@ -30,6 +34,7 @@ class Loss:
     seconds: float
     samples: int
     step: int
+    joined: tuple[int, ...] = ()
     at: float = field(default_factory=time.perf_counter, compare=False)
 
 
@@ -42,6 +47,11 @@ class Survival:
 
     def __init__(self) -> None:
         self.losses: list[Loss] = []
+
+    @property
+    def growth(self) -> "Growth | None":
+        """Lets other processes join, where that is possible."""
+        return None
 
     @property
     def view(self) -> int | None:
@@ -58,6 +68,9 @@ class Survival:
 
     def end(self) -> None:
         """Training has ended, on all ranks. Local, idempotent."""
+
+    def pause(self) -> None:
+        """Leave the fit, to begin it again with other ranks (collective)."""
 
     def failed(self, exception: BaseException) -> None:
         """This rank ends with an error."""

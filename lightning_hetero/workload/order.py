@@ -14,6 +14,14 @@ from typing_extensions import override
 from lightning_hetero.errors import DataError
 
 
+def shuffles_by_itself(loader: Any) -> bool:
+    """Whether ``shuffle=True`` has made a sampler that Lightning does not know, as torchdata's loader does."""
+    sampler = loader.sampler
+    made = type(sampler).__module__.startswith("torchdata.") and type(sampler).__name__ == "RandomSampler"
+    # Not of a type that can be imported here: torchdata need not be installed.
+    return made and not sampler.replacement and sampler.num_samples == len(loader.dataset)
+
+
 class GlobalBatches(Protocol):
     """The global batches of one epoch."""
 

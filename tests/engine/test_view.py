@@ -44,3 +44,14 @@ def test_views_are_values() -> None:
     assert view([2, 2], 1) == view([2, 2], 1)
     assert view([2, 2], 1) != view([2, 2], 2)
     assert len({view([2, 2], 1), view([2, 2], 1), replace(view([2, 2], 1), number=1)}) == 2
+
+
+def test_replicas_of_the_view_before_keep_their_ids() -> None:
+    """Two of three replicas have remained, and two more have joined."""
+    places = tuple(Place("host", 0, rank, "cpu") for rank in range(4))
+    topology = Topology.of(2, places)
+    view = View.first(topology, [(rank,) for rank in range(4)]).grown(5, [0, 2, None, None])
+    assert [(member.id, member.ranks) for member in view.replicas] == [(0, (0,)), (2, (1,)), (3, (2,)), (4, (3,))]
+    assert (view.number, view.rank, view.replica.id, view.ids) == (5, 2, 3, (0, 1, 2, 3))
+    # Newcomers on a node that was there belong to its replica.
+    assert [m.id for m in View.first(topology, [(0, 1), (2, 3)]).grown(1, [4, None, None, None]).replicas] == [4, 5]

@@ -1,0 +1,177 @@
+"""How a process that is started later finds a job that runs, and how all ranks of a larger job meet."""
+
+import math
+import os
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hetero import _lightning
+from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.leaving import noting_sockets
+from lightning_hetero.engine.job import store_at
+from lightning_hetero.engine.join_requests import Admission, JobGoneError, answers, ask
+from lightning_hetero.errors import CommunicationError, UnsupportedError
+from lightning_hetero.launch.job_address import AddressFile, JobAddress, LauncherStore
+from lightning_hetero.strategies import regrouping
+from lightning_hetero.strategies.join_card import card
+from lightning_hetero.strategies.memory_files import MemoryFiles
+from lightning_hetero.strategies.survival import Loss
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+PATH = "the state in which the job grows.ckpt"  # of the checkpoint in memory
+_SUCCESSION = 10.0  # seconds in which the next rank takes over when the first one is lost
+_HERE = timedelta(seconds=15)  # in which all newcomers come to the new store
+
+
+class Entry(NamedTuple):
+    """How this rank begins a fit that more ranks take part in than before.
+
+    Attributes:
+        admission: its place.
+        files: with the checkpoint.
+        replica: id of the replica to which this rank belonged; ``None`` if it is new.
+        since: when this rank stopped training, or was admitted, by ``time.monotonic()``.
+    """
+
+    admission: Admission
+    files: MemoryFiles
+    replica: int | None
+    since: float
+
+
+# -- a process that is started later ---------------------------------------------------------------
+
+
+def addresses(strategy: "HeteroStrategy") -> list[JobAddress]:
+    """Where a running job says how it is reached."""
+    cluster, file = regrouping.launched(strategy), strategy.options.join_file
+    found: list[JobAddress] = [] if file is None else [AddressFile(file)]
+    # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
+    if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        hosted = cluster.global_rank() == 0
+        found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))
+    return found
+
+
+def find(strategy: "HeteroStrategy") -> tuple[Entry, dist.Store] | None:
+    """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
+
+    Raises:
+        JoinRefusedError: this process does not fit the job.
+        UnsupportedError: there is a job, but this process does not train.
+        CommunicationError: the job was there, and is gone.
+    """
+    if strategy.options.on_peer_loss != "continue":
+        return None
+    trainer = _lightning.trainer_of(strategy.lightning_module)
+    for place in addresses(strategy):
+        address = _living(place, strategy.options.limit)
+        if address is None:
+            continue
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            raise UnsupportedError(
+                f"a job runs already, as {place} says, and this process would join it, but it does not call fit() "
+                "first. Start a process that trains, or give this one no join_file."
+            )
+        admission = _admitted(strategy, place, address)
+        files, limit = MemoryFiles(PATH, strategy.checkpoint_io), strategy.options.limit
+        return Entry(admission, files, None, time.monotonic()), store_at(admission.store, limit)
+    return None
+
+
+def _living(place: JobAddress, limit: timedelta) -> Any:
+    """The address of a job that runs, if there is one; if its first rank has just been lost, that of the next one."""
+    address, until = place.read(limit), math.inf
+    while address is not None and not answers(address):
+        before, address = address, place.read(min(limit, timedelta(seconds=_SUCCESSION)))
+        until = min(until, time.monotonic() + _SUCCESSION) if address == before else math.inf
+        if time.monotonic() > until:
+            rank_zero_info(f"{place} names a job that does not run any more.")
+            return None
+        time.sleep(0.2)
+    return address
+
+
+def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Admission:
+    limit = strategy.options.limit
+
+    def waits() -> None:
+        print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
+
+    own = card(strategy)
+    while True:
+        try:
+            return ask(address, own, limit, waits)
+        except JobGoneError as error:
+            if (address := _living(place, limit)) is None:
+                raise CommunicationError(f"this process could not join the job that {place} names: {error}") from error
+
+
+# -- all ranks -------------------------------------------------------------------------------------
+
+
+def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store) -> None:
+    """Meet all ranks of the new view, and get the checkpoint (collective over them).
+
+    Raises:
+        CommunicationError: not all have come.
+    """
+    view, rank, *_ = entry.admission
+    limit = strategy.options.limit
+    with deadline("join the job"):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
+        if rank >= here:
+            raise CommunicationError("this process was too late: the job has gone on without it.")
+        with noting_sockets(of_all=True):
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(f"view-{view}", store), rank=rank, world_size=here, timeout=limit
+            )
+    entry = entry._replace(admission=entry.admission._replace(world=here))
+    regrouping.renumber(strategy, rank, here)
+    entry.files.content = {**of_rank(entry.files.content if rank == 0 else None, 0), **entry.files.content}
+    strategy.entry = entry
+
+
+def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> int:
+    """The number of ranks in the new view: all, or those before if a newcomer has ended in the meantime."""
+    _, rank, world, *_ = entry.admission
+    if rank >= entry.admission.before:
+        store.set(f"here/{rank}", "1")
+    if rank == 0:
+        come = True
+        try:
+            store.wait([f"here/{other}" for other in range(entry.admission.before, world)], _HERE)
+        except dist.DistError:
+            come = False
+        store.set("world", str(world if come else entry.admission.before))
+    store.wait(["world"], limit)
+    return int(store.get("world"))
+
+
+def resume(strategy: "HeteroStrategy") -> None:
+    """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
+    if strategy.entry is not None:
+        strategy.checkpoint_io = strategy.entry.files
+        _lightning.resume_by(strategy.trainer, lambda *_: PATH)
+
+
+def entered(strategy: "HeteroStrategy") -> Loss | None:
+    """Training begins: from now on files are files again; returns the change, if this rank has entered."""
+    entry = strategy.entry
+    if entry is None:
+        return None
+    assert strategy.job is not None
+    strategy.checkpoint_io, strategy.entry = entry.files.usual, None
+    view, seconds = strategy.job.view, time.monotonic() - entry.since
+    joined = tuple(range(entry.admission.before, view.world))
+    return Loss(view.number, {}, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)

@@ -1,0 +1,174 @@
+"""Lets processes that are started later take part in a fit that runs.
+
+Joining is resuming. All ranks agree on a batch, as they do when they are asked to stop, and make a checkpoint there, in
+memory. Then they begin the fit again from it, with the newcomers, in a world of more ranks.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hetero import _lightning
+from lightning_hetero.comm.agreement import of_rank, raise_on_all
+from lightning_hetero.comm.groups import default_store
+from lightning_hetero.engine.job import open_store, store_at
+from lightning_hetero.engine.join_requests import Admission, JoinRequests, answers
+from lightning_hetero.errors import HeteroError, JoinRefusedError
+from lightning_hetero.launch.job_address import AddressFile, JobAddress
+from lightning_hetero.strategies import regrouping
+from lightning_hetero.strategies.entering import PATH, Entry, addresses, enter
+from lightning_hetero.strategies.join_card import card, fits, misfit
+from lightning_hetero.strategies.memory_files import MemoryFiles
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+
+class BeginAgainError(Exception):
+    """The fit begins again, with more ranks. No error: it leaves Lightning's loops.
+
+    Args:
+        entry: of this rank.
+        store: with which the ranks meet.
+    """
+
+    def __init__(self, entry: Entry, store: dist.Store) -> None:
+        super().__init__("the fit begins again, with more ranks")
+        self.entry, self.store = entry, store
+
+
+class Growth:
+    """The part of the ranks that are there.
+
+    Args:
+        strategy: of the fit.
+    """
+
+    def __init__(self, strategy: "HeteroStrategy") -> None:
+        self._strategy = strategy
+        self._requests: JoinRequests | None = None  # on the first rank
+        self._ended: JoinRequests | None = None
+        self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
+        self._written: list[JobAddress] = []
+
+    def begin(self) -> None:
+        """Let others find this job (collective).
+
+        Raises:
+            HeteroError: on every rank, if the address cannot be written.
+        """
+        problem: HeteroError | None = None
+        try:
+            self.open()
+        except HeteroError as error:
+            problem = error
+        raise_on_all(problem, "a fit that other processes may join")
+
+    def go_on(self) -> None:
+        """Others were lost: this may be the first rank now."""
+        try:
+            self.open()
+        except HeteroError as error:
+            warnings.warn(f"Nobody can join this fit any more: {error}", stacklevel=2)
+
+    def open(self) -> None:
+        """Take requests, if this is the first rank.
+
+        Raises:
+            ConfigurationError: the address cannot be written.
+            JoinRefusedError: another job has begun under the same file.
+        """
+        strategy = self._strategy
+        assert strategy.job is not None
+        self._first_store = self._first_store or default_store()
+        if strategy.job.view.rank != 0:
+            return
+        if self._requests is None:
+            interface, limit = regrouping.interface(strategy), strategy.options.limit
+            self._requests = JoinRequests(interface, limit, lambda other: misfit(card(strategy), other))
+            self._claim()
+        self._written = addresses(strategy)
+        for place in self._written:
+            place.write(self._requests.address)
+
+    def _claim(self) -> None:
+        """See that no other job has begun under the same file at the same time."""
+        file, view = self._strategy.options.join_file, self._strategy.survival.view
+        there = None if file is None or view else AddressFile(file).read()
+        if there is not None and answers(there):
+            raise JoinRefusedError(
+                f"another job has written join_file={file!r} in the meantime, and runs at {there[0]}:{there[1]}. "
+                "Start this process again to join it, or give this job another file."
+            )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are newcomers that the job can take in; on the first rank, in any thread."""
+        return self._requests is not None and self._most(self._requests.waiting) > 0
+
+    def _most(self, waiting: int) -> int:
+        """How many of those that wait the job can take in: the user's options may allow some numbers of ranks only."""
+        assert self._strategy.job is not None
+        world = self._strategy.job.view.world
+        return max((more for more in range(waiting + 1) if fits(self._strategy, world + more)), default=0)
+
+    def admit(self) -> None:
+        """Begin the fit again with the newcomers, if there are any still (collective).
+
+        Raises:
+            BeginAgainError: there are.
+        """
+        began, strategy, requests = time.monotonic(), self._strategy, self._requests
+        assert strategy.job is not None
+        view, trainer, limit = strategy.job.view, strategy.trainer, strategy.options.limit
+        newcomers = [] if requests is None else requests.invite(self._most(requests.waiting))
+        store, address = open_store(regrouping.interface(strategy), limit) if newcomers else (None, ("", 0))
+        more, address = of_rank((len(newcomers), address), 0)
+        if not more:
+            return
+        world = view.world + more
+        rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
+        files = strategy.checkpoint_io = MemoryFiles(PATH, strategy.checkpoint_io)
+        try:
+            trainer.save_checkpoint(PATH)
+        finally:
+            strategy.checkpoint_io = files.usual
+        strategy.share.listen()  # leave nothing in flight
+        if requests is not None:
+            requests.admit(newcomers, view.number + 1, view.world, address)
+        admission = Admission(view.number + 1, view.rank, world, view.world, address)
+        raise BeginAgainError(Entry(admission, files, view.replica.id, began), store or store_at(address, limit))
+
+    def end(self) -> None:
+        """Refuse all that still wait. Local, idempotent."""
+        if self._requests is not None:
+            for place in self._written:
+                place.remove(self._requests.address)
+            self._requests.close()
+            self._ended, self._requests = self._requests, None  # its store stays, to give the answer
+
+
+def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the Trainer, and begin a fit again where ranks join it."""
+    while True:
+        try:
+            return function(*args, **kwargs)
+        except BeginAgainError as again:
+            _leave_fit(strategy)
+            enter(strategy, again.entry, again.store)
+
+
+def _leave_fit(strategy: "HeteroStrategy") -> None:
+    """End what belongs to the fit so far, on this rank."""
+    trainer = strategy.trainer
+    strategy.survival.pause()
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callback.teardown(trainer, trainer.lightning_module, TrainerFn.FITTING)
+    _lightning.tear_down(trainer)
+    for name in strategy.of_the_job:
+        vars(strategy).pop(name, None)

@@ -1,0 +1,129 @@
+"""Processes that are started later take part in a fit that runs."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from growing import JOINS_AT, LATE, fit, grow, values
+from ranks import attempt
+from test_survival import BATCH, Module, Numbered
+from torch import nn
+
+REPLICA = {"replica": "rank"}
+STRATEGIES = {
+    "DASOStrategy": {**REPLICA, "global_every": 2},
+    "DiLoCoStrategy": {**REPLICA, "tau": 3},
+    "EASGDAsyncStrategy": {**REPLICA, "moving_rate": 0.3},
+    "EASGDStrategy": {**REPLICA, "moving_rate": 0.3},
+    "GossipAsyncStrategy": REPLICA,
+    "GossipPushSumStrategy": REPLICA,
+    "GossipStrategy": REPLICA,
+    "NodeAverageStrategy": {**REPLICA, "every_n_steps": 2},
+}
+
+
+def one_process(epochs: int, batch: int) -> torch.Tensor:
+    """The weights of one process that takes the same global batches."""
+    data, module = Numbered(), Module()
+    optimizer: Any = module.configure_optimizers()
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        for start in range(0, len(order), batch):
+            chosen = torch.tensor(order[start : start + batch])
+            loss = nn.functional.mse_loss(module.net(data.x[chosen].double()), data.y[chosen].double())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+@pytest.mark.parametrize(("first", "late"), [(1, 1), (2, 2)])
+def test_a_job_that_grows_is_exact(first: int, late: int, tmp_path: Path) -> None:
+    """No sample is taken twice or left out where others join: the weights are those of one process."""
+    seen = values(grow(first, late, fit, "HeteroDDPStrategy", {"balance": "off"}, str(tmp_path / "job"), late))
+    world = first + late
+    for rank, one in enumerate(seen):
+        assert torch.equal(one.weights, seen[0].weights)
+        assert [(now, size) for _, now, size in one.starts[-1:]] == [(one.starts[-1][1], world)]
+        assert len(one.starts) == (2 if rank < first else 1)
+    assert sorted(one.starts[-1][1] for one in seen) == list(range(world))
+    steps = {one.starts[-1][0] for one in seen}
+    assert len(steps) == 1
+    assert steps.pop() >= JOINS_AT
+    assert (seen[0].weights - one_process(epochs=3, batch=first * BATCH)).abs().max() < 1e-10
+    assert not (tmp_path / "job").exists()  # the job is over
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_takes_newcomers_in(strategy: str, tmp_path: Path) -> None:
+    seen = values(grow(2, 1, fit, strategy, STRATEGIES[strategy], str(tmp_path / "job"), 1))
+    begun = [one.begun[-1] for one in seen]
+    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
+    assert all(torch.equal(one, begun[0]) for one in begun)  # all begin with the consensus
+    assert all(torch.equal(one.weights, seen[0].weights) for one in seen)  # and leave another one
+    assert not torch.equal(begun[0], seen[0].weights)
+    own = [one.momenta for one in seen]  # each keeps its own; the new one has that of the first
+    assert [torch.equal(*own[rank]) for rank in (0, 1)] == [True, True]
+    assert torch.equal(own[2][0], own[0][1])
+    if strategy in ("NodeAverageStrategy", "GossipStrategy"):  # of which the consensus is the mean
+        mean = (seen[0].before + seen[1].before) / 2
+        assert (begun[0] - mean).abs().max() < 1e-12
+
+
+class Dies(pl.Callback):
+    """The process of rank 1 of the first start is killed."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if os.environ["RANK"] == "1" and not os.environ.get(LATE) and trainer.global_step == JOINS_AT - 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _again(dead: str) -> Any:
+    if os.environ.get(LATE):  # the same command, once more
+        until = time.monotonic() + 120
+        while Path(f"/proc/{Path(dead).read_text()}").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+    elif os.environ["RANK"] == "1":
+        Path(dead).write_text(str(os.getpid()))
+    else:
+        while not Path(dead).exists():
+            time.sleep(0.02)
+    return fit("HeteroDDPStrategy", {"balance": "off"}, None, 1, [Dies])
+
+
+def test_a_killed_rank_that_is_started_again_is_back(tmp_path: Path) -> None:
+    """With the same command, and nothing else: the job is found where the launcher's ranks have met."""
+    (tmp_path / "dead").write_text(str(os.getpid()))
+
+    def env_of(rank: int) -> dict[str, str]:
+        same = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(min(rank, 1)), "LOCAL_RANK": str(min(rank, 1))}
+        return {**same, LATE: "1"} if rank == 2 else same
+
+    outcomes = attempt(_again, 3, str(tmp_path / "dead"), env_of=env_of)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    seen = values([outcomes[0], outcomes[2]])
+    assert [one.starts[-1][1:] for one in seen] == [(0, 2), (1, 2)]
+    assert torch.equal(seen[0].weights, seen[1].weights)
+
+
+class FirstDies(pl.Callback):
+    """The process of rank 0 is killed."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if os.environ["RANK"] == "0" and not os.environ.get(LATE) and trainer.global_step == JOINS_AT - 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_successor_of_rank_zero_takes_newcomers_in(tmp_path: Path) -> None:
+    outcomes = grow(3, 1, fit, "HeteroDDPStrategy", {"balance": "off"}, str(tmp_path / "job"), 1, [FirstDies])
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    seen = values(outcomes[1:])
+    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
+    assert all(torch.equal(one.weights, seen[0].weights) for one in seen)
