@@ -87,7 +87,9 @@ def _row(name: str, plain: list[Result], struck: list[Result]) -> str:
         for how in ("survived", "ended", "hung", "lost")
     }
     able = sum(result.samples for result in plain) / sum(result.living for result in plain)
-    kept = sum(result.samples for result in struck) / sum(result.living for result in struck) / able
+    # What is trained on again after a checkpoint counts once.
+    useful = sum(min(one.samples, other.samples) for one, other in zip(struck, plain, strict=True))
+    kept = useful / sum(result.living for result in struck) / able
     stalls = (f"{max(result.stall for result in results):.1f}" for results in (struck, plain))
     losses = (" ".join(_loss(result) for result in results) for results in (plain, struck))
     cells = [sum(counts.values()), *counts.values(), sum(result.joined for result in struck), *stalls, f"{kept:.0%}"]

@@ -29,8 +29,7 @@ SIGNALS = {
 }
 #: After these the fit goes on without the process. The others end the fit on all ranks, or do nothing to it.
 LOSES = ("killed", "frozen", "paused", "error", "alone", "halves")
-#: Seconds that a pause, or a fault of a link, lasts.
-LASTS = 15.0
+LASTS = 15.0  # seconds, of a pause or a fault of a link
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["faults_job"])
 # The server that processes are forked from finds it there.
@@ -134,9 +133,8 @@ class Fit:
     def _start_all(self) -> None:
         """Start the fit, from its newest checkpoint if it has one."""
         Path(self.folder, "job").unlink(missing_ok=True)
-        address = "127.0.0.1"
         with socket.socket() as probe:
-            probe.bind((address, 0))
+            probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.result.starts += 1
         for slot in range(self.options.ranks):
@@ -188,7 +186,7 @@ class Fit:
             joiners = [rank for rank in living if not rank.seen[FIRST]]
             self._settle("survived" if not self.result.said else "lost")
             self.faults = ()
-            if len(joiners) == len(living):
+            if len(joiners) == len(living):  # who was too late to join
                 return True
         elif not living:
             self._settle("ended" if all(self._end(rank)["ours"] for rank in self._judged()) else "lost")
@@ -212,7 +210,8 @@ class Fit:
         trains = [rank for rank in living if rank.seen[FIRST]]
         if self.pending and trains:
             fault, since = self.pending  # that a disk is full shows when the checkpoint after the next one is due
-            if min(rank.seen[LATEST] for rank in trains) > since + GRACE + (15 if fault == "disk full" else 2):
+            until = since + GRACE + (15 if fault == "disk full" else 2)
+            if min(rank.seen[LATEST] for rank in trains) > until:
                 self._settle("survived")
         if self.options.restart is not None and trains and self.result.loss is None:
             for slot in range(self.options.ranks):

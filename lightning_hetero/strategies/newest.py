@@ -98,12 +98,21 @@ def clean(folder: str, paths: Sequence[str]) -> None:
         paths: those that rank 0 has found in it; shards of others belong to none.
     """
     names = {os.path.basename(path) for path in paths}
-    for half in (*Path(folder).glob("saving-*.tmp"), *Path(folder).glob("step=*.ckpt.shards/saving-*.tmp")):
+    halves = _matching(Path(folder), "saving-*.tmp")
+    for shard_folder in _matching(Path(folder), "step=*.ckpt.shards"):
+        if shard_folder.stem in names:
+            halves += _matching(shard_folder, "saving-*.tmp")
+        else:
+            shutil.rmtree(shard_folder, ignore_errors=True)
+    for half in halves:
         with suppress(OSError):  # another host has been faster
             half.unlink()
-    for shard_folder in Path(folder).glob("step=*.ckpt.shards"):
-        if shard_folder.stem not in names:
-            shutil.rmtree(shard_folder, ignore_errors=True)
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    with suppress(FileNotFoundError):  # another host has removed the folder, or something in it
+        return list(folder.glob(pattern))
+    return []
 
 
 def _look(io: Any, path: str) -> Look:

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,3 +149,23 @@ def test_what_a_killed_job_has_left_is_removed(tmp_path: Path) -> None:
     assert len(list((tmp_path / "step=1.ckpt.shards").iterdir())) == 2
     clean(str(tmp_path / "none"), [])
     shutil.rmtree(tmp_path)
+
+
+def test_hosts_clean_up_one_folder_at_the_same_time(tmp_path: Path) -> None:
+    """What another host has removed in the meantime is no error."""
+    for _ in range(4):
+        for step in range(10):
+            shards = tmp_path / f"step={step}.ckpt.shards"
+            shards.mkdir()
+            (shards / "saving-1.tmp").touch()
+        begin = threading.Barrier(4)
+
+        def host(begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            clean(str(tmp_path), [str(tmp_path / "step=3.ckpt")])
+
+        with ThreadPoolExecutor(4) as hosts:
+            for done in [hosts.submit(host) for _ in range(4)]:
+                done.result()
+        assert [path.name for path in tmp_path.rglob("*")] == ["step=3.ckpt.shards"]
+        (tmp_path / "step=3.ckpt.shards").rmdir()

@@ -1,4 +1,4 @@
-"""A rank is killed before or while torchmetrics objects are synchronised: the others have the value of their samples."""
+"""A rank is killed before or while torchmetrics objects are synchronised: the others have their samples' value."""
 
 import os
 import signal
