@@ -1,4 +1,4 @@
-"""Starts the ranks of one fit for `faults.py`, lets faults strike at random moments, and watches what becomes of it."""
+"""Starts the ranks of one fit for `faults.py`, lets faults strike, and watches what becomes of it."""
 
 import multiprocessing
 import os
@@ -27,6 +27,7 @@ SIGNALS = {
     "disk full": signal.SIGURG,
     "sigterm": signal.SIGTERM,
 }
+HOST_FAULTS, ALL_FAULTS = tuple(SIGNALS), (*SIGNALS, *LINK_FAULTS)
 #: After these the fit goes on without the process. The others end the fit on all ranks, or do nothing to it.
 LOSES = ("killed", "frozen", "paused", "error", "alone", "halves")
 LASTS = 15.0  # seconds, of a pause or a fault of a link
@@ -295,6 +296,3 @@ class Fit:
             if not rank.struck:
                 self._pause(rank)
             result.joined += bool(not rank.begins and rank.seen[FIRST])
-
-
-HOST_FAULTS, ALL_FAULTS = tuple(SIGNALS), (*SIGNALS, *LINK_FAULTS)
