@@ -55,15 +55,15 @@ def _own(state: Tensor, group: Any = None) -> list[Tensor]:
     return [state]
 
 
-def repeat_metrics(model: nn.Module) -> None:
+def repeat_metrics(model: nn.Module | None) -> None:
     """Let the metrics of a model survive lost ranks."""
-    for metric in model.modules():
+    for metric in model.modules() if model is not None else ():
         if isinstance(metric, Metric):
             vars(metric)["sync"] = RepeatedSync(metric)
 
 
-def leave_metrics(model: nn.Module) -> None:
+def leave_metrics(model: nn.Module | None) -> None:
     """Make the metrics of a model as they were. Idempotent."""
-    for metric in model.modules():
+    for metric in model.modules() if model is not None else ():
         if isinstance(metric, Metric):
             vars(metric).pop("sync", None)
