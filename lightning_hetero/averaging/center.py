@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
+from lightning_hetero.averaging.low_bit import LowBitAverager
 from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.checks import one_of
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica
-from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import ConfigurationError
 
 Order = Literal["jacobi", "gauss_seidel"]
@@ -136,7 +136,7 @@ class CenteredAverager(Averager):
         return {**super().regrown(state, growth), "distance": self._distance}
 
 
-class CenterAverager(CenteredAverager):
+class CenterAverager(LowBitAverager, CenteredAverager):
     """Every tau steps replicas and their center move towards each other.
 
     With ``D_i = x_i - c`` and weights that sum to 1::
@@ -148,12 +148,10 @@ class CenterAverager(CenteredAverager):
 
     Attributes:
         order: when ``D_i`` is taken: before the replica's own step, or after it.
-        wire: number format of the differences.
         overlap: exchange in the background of the step; needs differences from before it.
     """
 
     order: Order
-    wire: Wire
     overlap: ClassVar[bool] = False
 
     @override
@@ -162,6 +160,7 @@ class CenterAverager(CenteredAverager):
         self._exchange: Callable[[], Average] | None = None
         self._snapshot = [torch.empty_like(flat) for flat in self._packed[: self.replica.included]]
         self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
+        self.feedback = self.residuals(self.center)
         if self.overlap:
             self.links.prepare()
         return None
@@ -197,7 +196,8 @@ class CenterAverager(CenteredAverager):
     def _begin(self, context: StepContext) -> None:
         """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
         self._snapshot = self.position(self._snapshot)
-        own = Contribution(self._snapshot, context.samples_per_replica, self.center, self.wire, self.payload())
+        weights, payload = context.samples_per_replica, self.payload()
+        own = Contribution(self._snapshot, weights, self.center, self.wire, self.feedback, payload)
         if self.overlap:
             self._exchange = self.links.begin(own, self._mean, want="difference").result
         else:

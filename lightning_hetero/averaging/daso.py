@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
+from lightning_hetero.averaging.averager import Facts, Outcome, StepContext
+from lightning_hetero.averaging.low_bit import LowBitAverager
 from lightning_hetero.averaging.pace import Pace
-from lightning_hetero.averaging.schedule import RateSchedule, phase
+from lightning_hetero.averaging.schedule import RateSchedule, phase, steps_of
 from lightning_hetero.checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import Average, Contribution, Want
+from lightning_hetero.comm.encodings import check_wire
 from lightning_hetero.comm.links import Exchange
 from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica
-from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
 
 Mixing = Literal["daso", "delta"]
@@ -39,7 +40,7 @@ class Pending(NamedTuple):
 
 
 @dataclass
-class DASOAverager(Averager):
+class DASOAverager(LowBitAverager):
     """Nodes average at every step of the warm-up and the cool-down, and exchange in the background between.
 
     In the cycling phase, every B steps the active global group (one rank of each node, rotating) begins to average the
@@ -66,7 +67,8 @@ class DASOAverager(Averager):
         schedule_every_n_steps: optimizer steps between two looks at the loss. Default: an epoch.
         monitor: a logged metric to watch instead of the training loss; smaller is better.
         mixing: ``"daso"``, the paper's rule, or ``"delta"``, which keeps the nodes' progress since the exchange began.
-        wire: number format of background exchanges: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
+        wire: number format of background exchanges: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or
+            ``"topk:0.02"``; sums are taken in fp32.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -87,13 +89,13 @@ class DASOAverager(Averager):
     schedule_every_n_steps: int | None = None
     monitor: str | None = None
     mixing: Mixing = "daso"
-    wire: Wire = "fp32"
+    wire: str = "fp32"
     schedule: RateSchedule = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.schedule = RateSchedule(self.global_every, self.wait, self.max_global_every, self.patience, self.threshold)
         one_of("mixing", self.mixing, ("daso", "delta"))
-        one_of("wire", self.wire, tuple(DTYPES))
+        check_wire(self.wire)
         for name in ("warmup", "cooldown"):
             steps_of(name, getattr(self, name), 100, 10)  # raises now
         if self.schedule_every_n_steps is not None:
@@ -102,6 +104,7 @@ class DASOAverager(Averager):
     @override
     def prepare(self) -> Outcome | None:
         self.links.prepare()
+        self.feedback = self.residuals(self.reference)
         self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
         self._pending: Pending | None = None
         self._member = self._since = 0  # steps of the cycling phase since the last exchange began
@@ -174,7 +177,7 @@ class DASOAverager(Averager):
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
         samples, member = context.samples_per_replica, self._member
-        own = Contribution(self._snapshot, samples, self.reference, self.wire, self._pace.lasted)
+        own = Contribution(self._snapshot, samples, self.reference, self.wire, self.feedback, self._pace.lasted)
         exchange = self.links.begin(own, self._mean, member, WANT[self.mixing])
         self._pending = Pending(context.step, self.schedule.wait, exchange)
         self._since, self._member = 0, (member + 1) % self.links.members
@@ -238,7 +241,7 @@ class DASOAverager(Averager):
     @override
     def remains(self, kept: Sequence[int]) -> dict[str, Any]:
         self._pending = None
-        return {**self.state_dict(), "epoch_ended": self._epoch_ended}
+        return {**super().remains(kept), "epoch_ended": self._epoch_ended}
 
     @override
     def missed_exchange(self, context: StepContext) -> None:
@@ -269,32 +272,3 @@ def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int
         replica.approach(average.mean, part)
     else:
         replica.add(average.away, part)
-
-
-def steps_of(name: str, length: float | int | str, total: float, per_epoch: float) -> int:
-    """The length of a phase in optimizer steps.
-
-    Args:
-        name: of the option, for the message.
-        length: a part of the run (float), steps (int), or epochs (``"4 epochs"``).
-        total: steps of the run; infinite if nobody knows.
-        per_epoch: steps of an epoch; infinite if nobody knows.
-
-    Raises:
-        ConfigurationError: none of these, or a part of a run without a known length.
-    """
-    if isinstance(length, str):
-        number, _, unit = length.partition(" ")
-        if unit.strip() in ("epoch", "epochs") and number.isdigit():
-            if math.isinf(per_epoch):
-                raise ConfigurationError(f"{name}={length!r}, but the length of an epoch is unknown: give steps.")
-            return int(number) * int(per_epoch)
-    elif isinstance(length, int) and length >= 0:
-        return length
-    elif isinstance(length, float) and 0 <= length < 1:
-        if math.isinf(total):
-            raise ConfigurationError(
-                f"{name}={length} is a part of the run, but the length of the run is unknown: give steps."
-            )
-        return round(length * total)
-    raise ConfigurationError(f"{name}={length!r}: give a part of the run (0.1), optimizer steps (500) or '4 epochs'.")

@@ -14,7 +14,7 @@ from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.center import CenterAverager, CenteredAverager, Order
 from lightning_hetero.checks import is_number, one_of
 from lightning_hetero.comm.all_reduce import Average
-from lightning_hetero.comm.wire import DTYPES, Wire
+from lightning_hetero.comm.encodings import check_wire
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 
@@ -92,7 +92,8 @@ class Elastic(CenteredAverager):
         beta: how fast the center moves. Default: p alpha.
         order: ``"jacobi"``: differences from before the replica's own step, as in the paper; ``"gauss_seidel"``: from
             after it.
-        wire: number format of what travels: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
+        wire: number format of what travels: ``"fp32"``, ``"bf16"`` or ``"fp16"``, and where all replicas exchange at
+            once ``"int8"``, ``"int4"`` or ``"topk:0.02"``; sums are taken in fp32.
 
     Raises:
         ConfigurationError: a value that cannot work; when training starts: an unstable one.
@@ -106,14 +107,14 @@ class Elastic(CenteredAverager):
     rho: float | None = None
     beta: float | None = None
     order: Order = "jacobi"
-    wire: Wire = "fp32"
+    wire: str = "fp32"
     pull: Pull = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pull = Pull(self.moving_rate, self.rho, self.beta)
         one_of("order", self.order, ("jacobi", "gauss_seidel"))
-        one_of("wire", self.wire, tuple(DTYPES))
+        check_wire(self.wire)
 
     @override
     def prepare(self) -> Outcome | None:

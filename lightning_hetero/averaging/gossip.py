@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
 from lightning_hetero.averaging.moments import clear_broken
-from lightning_hetero.checks import is_number, one_of
+from lightning_hetero.checks import is_number
+from lightning_hetero.comm.encodings import only_wide_wires
 from lightning_hetero.comm.gossip.introduction import Endpoint, introduce
 from lightning_hetero.comm.gossip.pairing import Pairing
 from lightning_hetero.comm.gossip.peers import EXCHANGE, Peers
@@ -68,7 +69,7 @@ class GossipAverager(Averager, Generic[T]):
             raise ConfigurationError(f"deadline={self.deadline!r} must be a number of seconds above 0.")
         if type(self.seed) is not int:
             raise ConfigurationError(f"seed={self.seed!r} must be a whole number.")
-        one_of("wire", self.wire, tuple(DTYPES))
+        only_wide_wires(self.wire, "gossip rounds values, or weights, of which nothing may be left out")
         self.deadline = float(self.deadline)
 
     @override

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.center import CenterAverager
-from lightning_hetero.checks import is_number, one_of
+from lightning_hetero.checks import is_number
 from lightning_hetero.comm.all_reduce import Average
+from lightning_hetero.comm.encodings import check_wire
 from lightning_hetero.comm.regrowth import Regrowth
-from lightning_hetero.comm.wire import DTYPES, Wire
 from lightning_hetero.errors import ConfigurationError
 
 
@@ -37,7 +37,8 @@ class OuterAverager(CenterAverager):
         outer_lr: learning rate of the outer optimizer, which is SGD with Nesterov's momentum. Default: 0.7.
         outer_momentum: its momentum. Default: 0.9.
         outer: instead of these two: makes any other outer optimizer, given parameters.
-        wire: number format of differences: ``"fp32"``, ``"bf16"`` or ``"fp16"``; sums are taken in fp32.
+        wire: number format of differences: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or
+            ``"topk:0.02"``; sums are taken in fp32.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -52,11 +53,11 @@ class OuterAverager(CenterAverager):
     outer_lr: float | None = None
     outer_momentum: float | None = None
     outer: Callable[[Iterable], Optimizer] | None = None
-    wire: Wire = "fp32"
+    wire: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("wire", self.wire, tuple(DTYPES))
+        check_wire(self.wire)
         self._make = self._outer_optimizer()
         self._described = described(self._make, self.outer)
 

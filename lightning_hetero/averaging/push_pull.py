@@ -19,6 +19,7 @@ from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.centers import CenterOptions, Home, layout_of, open_center
 from lightning_hetero.comm.centers.center import Center, PushPull
 from lightning_hetero.comm.centers.client import CenterClient
+from lightning_hetero.comm.encodings import only_wide_wires
 from lightning_hetero.comm.replica import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
 
@@ -93,12 +94,12 @@ class PushPullAverager(Elastic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        only_wide_wires(self.wire, "where replicas meet the center one by one, no low-bit wire can be used")
         one_of("center", self.center, ("auto", "shared_memory", "thread", "mpi"))
         one_of("debias", self.debias, (True, False))
         if self.wire != "fp32" and self.center not in ("auto", "thread"):
             raise ConfigurationError(
-                f"wire={self.wire!r}: a center in {self.center} has no wire. Use wire='fp32', or hetero_easgd_async "
-                "with center='thread'."
+                f"wire={self.wire!r}: a center in {self.center} has no wire. Use wire='fp32' or center='thread'."
             )
 
     def make_center(self) -> Center:

@@ -97,3 +97,32 @@ def phase(step: int, total: float, warmup: int, cooldown: int) -> Phase:
     if step <= warmup:
         return "warm-up"
     return "cool-down" if step > total - cooldown else "cycling"
+
+
+def steps_of(name: str, length: float | int | str, total: float, per_epoch: float) -> int:
+    """The length of a phase in optimizer steps.
+
+    Args:
+        name: of the option, for the message.
+        length: a part of the run (float), steps (int), or epochs (``"4 epochs"``).
+        total: steps of the run; infinite if nobody knows.
+        per_epoch: steps of an epoch; infinite if nobody knows.
+
+    Raises:
+        ConfigurationError: none of these, or a part of a run without a known length.
+    """
+    if isinstance(length, str):
+        number, _, unit = length.partition(" ")
+        if unit.strip() in ("epoch", "epochs") and number.isdigit():
+            if math.isinf(per_epoch):
+                raise ConfigurationError(f"{name}={length!r}, but the length of an epoch is unknown: give steps.")
+            return int(number) * int(per_epoch)
+    elif isinstance(length, int) and length >= 0:
+        return length
+    elif isinstance(length, float) and 0 <= length < 1:
+        if math.isinf(total):
+            raise ConfigurationError(
+                f"{name}={length} is a part of the run, but the length of the run is unknown: give steps."
+            )
+        return round(length * total)
+    raise ConfigurationError(f"{name}={length!r}: give a part of the run (0.1), optimizer steps (500) or '4 epochs'.")

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.buffer_pool import BufferPool
+from lightning_hetero.comm.encodings import Encoding, Feedback, encoding_of
+from lightning_hetero.comm.encodings.sums import encoded_sum
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.replica import finite
 from lightning_hetero.comm.topology import group_of
-from lightning_hetero.comm.wire import DTYPES, Wire, sum_over
+from lightning_hetero.comm.wire import DTYPES, sum_over
 from lightning_hetero.errors import NotFiniteError
 
 #: Which vectors of an average are computed: the mean; the mean and ``away``; or the difference from the reference.
@@ -32,13 +34,16 @@ class Contribution:
         reference: vectors on the CPU, in fp32 or wider, the same on all ranks. All replicas are near it: what travels
             is the difference from it.
         wire: number format of what travels between replicas.
+        feedback: what earlier messages have left out, and which values travel on a low-bit wire; such wires need it.
+            It is updated on all ranks.
         payload: a number for the other replicas. The one of the rank that exchanges counts.
     """
 
     values: Sequence[Tensor]
     weights: Sequence[float]
     reference: Sequence[Tensor]
-    wire: Wire = "fp32"
+    wire: str = "fp32"
+    feedback: Feedback | None = None
     payload: float = math.nan
 
 
@@ -52,7 +57,7 @@ class Average(NamedTuple):
         away: the mean minus this replica's values, as vectors. Empty unless asked for.
         healthy: of each replica, whether its values were finite. The mean leaves the others out.
         distance: RMS distance of the replicas from their mean: the square root of the weighted mean of squared
-            Euclidean distances, over all values.
+            Euclidean distances, over all values. What a low-bit wire leaves out blurs it.
         displacement: RMS distance of the replicas from the reference, computed like ``distance``.
         payloads: the payload of each replica.
     """
@@ -99,6 +104,7 @@ class ReplicaAllReduce:
         self._purpose, self._skip = purpose, skip
         self._index = group_of(rank, replicas)
         self._pool = BufferPool()
+        self._encodings: dict[str, Encoding] = {}
 
     def route(self, member: int) -> Route:
         """Make the process groups of one member per replica, unless they are there (collective; not on a thread)."""
@@ -133,8 +139,10 @@ class ReplicaAllReduce:
         for i, (value, old, new) in enumerate(zip(own.values, own.reference, out, strict=True)):
             if self._rank == route.active:
                 total = totals[i] if healthy[self._index] else totals[i].zero_()
-                totals[i] = total if route.across is None else sum_over(route.across, total, self._pool)
+                totals[i] = total if route.across is None else self._sum(route.across, total, own.feedback, i)
             self._broadcast(totals[i], route)
+            for rest in () if own.feedback is None else (own.feedback.sent[i], own.feedback.summed[i]):
+                self._broadcast(rest, route)  # another rank may exchange next time
             origin, from_ = None if want == "difference" else old, value if want == "away" else None
             variance -= self._arrive(totals[i], origin, new, 1 / counted, from_)
         mean, difference = ([], list(out)) if want == "difference" else (list(out), [])
@@ -150,8 +158,7 @@ class ReplicaAllReduce:
             exchanges; and a row of each replica: its squared distance from the reference, its payload.
         """
         totals = [
-            self._pool.vector(f"total {i}", old.numel(), DTYPES[own.wire] or old.dtype)
-            for i, old in enumerate(own.reference)
+            self._pool.vector(f"total {i}", old.numel(), _dtype(own, old)) for i, old in enumerate(own.reference)
         ]
         table = torch.empty(len(self._replicas), 2, dtype=torch.float64)
         if self._rank == route.active:
@@ -166,9 +173,25 @@ class ReplicaAllReduce:
         self._broadcast(table, route)
         return totals, table
 
+    def _sum(self, group: dist.ProcessGroup, own: Tensor, feedback: Feedback | None, i: int) -> Tensor:
+        """The sum of the ``i``-th vectors; see :func:`sum_over` and :func:`encoded_sum`."""
+        if feedback is None:
+            return sum_over(group, own, self._pool)
+        if feedback.wire not in self._encodings:
+            encoding = encoding_of(feedback.wire)
+            assert encoding is not None
+            self._encodings[feedback.wire] = encoding
+        sent, summed = feedback.sent[i], feedback.summed[i]
+        coded, exact = own[: len(sent)], own[len(sent) :]
+        if len(coded):
+            encoded_sum(group, coded, self._encodings[feedback.wire], sent, summed, self._pool)
+        if len(exact):
+            sum_over(group, exact, self._pool)  # in place, since it is in fp32
+        return own
+
     @staticmethod
     def _broadcast(flat: Tensor, route: Route) -> None:
-        if route.inner is not None:
+        if route.inner is not None and len(flat):
             dist.broadcast(flat, route.active, group=route.inner)
 
     def _differ(self, value: Tensor, old: Tensor, own: Tensor, part: float) -> float:
@@ -178,8 +201,8 @@ class ReplicaAllReduce:
             moved = torch.sub(x, r, out=self._pool.vector("chunk", len(r), r.dtype))
             square += float(moved.dot(moved))
             o.copy_(moved.mul_(part))
-            if o.dtype == torch.float16 and not finite([o]):
-                return math.inf  # too large for it
+            if o.dtype not in (r.dtype, torch.bfloat16) and not finite([o]):
+                return math.inf  # too large for the wire
         return square
 
     @staticmethod
@@ -197,3 +220,8 @@ class ReplicaAllReduce:
             if x is not None:
                 torch.sub(m, x, out=x)
         return square
+
+
+def _dtype(own: Contribution, old: Tensor) -> torch.dtype:
+    """Of the differences from a reference that are summed."""
+    return torch.float32 if own.feedback is not None else DTYPES[own.wire] or old.dtype

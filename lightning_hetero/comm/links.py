@@ -14,9 +14,10 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.all_reduce import Average, Contribution, ReplicaAllReduce, Want
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.encodings import Feedback, encoding_of
+from lightning_hetero.comm.encodings.sums import bytes_sent
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.topology import group_of
-from lightning_hetero.comm.wire import bytes_sent
 
 
 @dataclass
@@ -154,6 +155,15 @@ class ReplicaLinks:
         self._account(average, own, seconds, seconds)
         return average
 
+    def feedback(self, wire: str, lengths: Sequence[int]) -> Feedback | None:
+        """Make what a low-bit wire needs; ``None`` for other wires, and where there is one replica.
+
+        Args:
+            wire: number format of exchanges.
+            lengths: of each vector, how many of its first values travel on the wire.
+        """
+        return None if encoding_of(wire) is None or self.count == 1 else Feedback(wire, lengths, self.count)
+
     def prepare(self) -> None:
         """Make the process groups that :meth:`begin` needs, so that it never has to (collective over all ranks)."""
         for member in range(self.members if self.count > 1 else 0):
@@ -191,7 +201,13 @@ class ReplicaLinks:
     def _account(self, average: Average, own: Contribution, seconds: float, exposed: float) -> None:
         if self.count == 1:
             return
-        sent = sum(bytes_sent(old.numel(), old.element_size(), own.wire, self.count) for old in own.reference)
+        coded = [0] * len(own.reference) if own.feedback is None else [len(rest) for rest in own.feedback.sent]
+        plain = own.wire if own.feedback is None else "fp32"
+        sent = 0
+        for old, first in zip(own.reference, coded, strict=True):
+            size = old.element_size() if own.feedback is None else 4
+            sent += bytes_sent(first, 4, own.wire, self.count)
+            sent += bytes_sent(old.numel() - first, size, plain, self.count)
         self.traffic.add(sent, seconds, exposed)
         self.traffic.distance = average.distance
         self.traffic.skipped += [i for i, healthy in enumerate(average.healthy) if not healthy]

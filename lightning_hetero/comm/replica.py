@@ -81,6 +81,11 @@ class Replica:
         return found
 
     @property
+    def parameter_lengths(self) -> list[int]:
+        """Of each vector, how many of its values are those of parameters; these come first."""
+        return [sum(v.numel() for v in group if id(v) not in self._buffers) for group in self._groups]
+
+    @property
     def layout(self) -> list[dict[str, Tensor]]:
         """Of each vector, the model's values in it, by name."""
         return [{self._names[id(value)]: value for value in group} for group in self._groups]

@@ -12,8 +12,8 @@ from lightning_hetero.comm.buffer_pool import BufferPool
 
 Wire = Literal["fp32", "bf16", "fp16"]
 #: PyTorch 2.13 renames it. Unlike ``all_gather`` it allocates no memory.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-PIECE, AHEAD = 1 << 14, 4  # elements of a message; messages under way in each direction: 128 KiB on the link
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+PIECE, AHEAD = 1 << 15, 4  # bytes of a message; messages under way in each direction: 128 KiB on the link
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,19 +41,24 @@ def sum_over(group: dist.ProcessGroup | None, own: Tensor, pool: BufferPool) -> 
     total, term = (pool.vector(name, length, torch.float32) for name in ("summed", "term"))
     part = pool.vector("part", length, narrow)
     sent[: own.numel()] = own
-    _swap_parts(group, sent.split(length), received.split(length))
+    swap_parts(group, sent.split(length), received.split(length))
     total.zero_()
     for other in received.view(members, length):
         total += term.copy_(other)  # adding another dtype directly would take new memory
-    _all_gather(sent, part.copy_(total), group=group)
+    all_gather(sent, part.copy_(total), group=group)
     return sent[: own.numel()]
 
 
-def _swap_parts(group: dist.ProcessGroup | None, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """Give each member its part, one member after the other and in pieces.
+def swap_parts(group: dist.ProcessGroup | None, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    """Give each member its part, one member after the other and in pieces (collective).
 
     Several flows over one slow link, or long messages to a member after a pause, overrun its queue and lose packets:
     sending all at once took 1.5 times as long on a link of 100 Mbit.
+
+    Args:
+        group: the members.
+        sent: a vector for each member.
+        received: of each member its vector for this one; this is written.
     """
     members, me = len(sent), dist.get_rank(group)
     ranks = dist.get_process_group_ranks(group)
@@ -61,7 +66,8 @@ def _swap_parts(group: dist.ProcessGroup | None, sent: Sequence[Tensor], receive
     under_way: deque[dist.Work] = deque()
     for step in range(1, members):
         to, source = (me + step) % members, (me - step) % members
-        for own, other in zip(sent[to].split(PIECE), received[source].split(PIECE), strict=True):
+        size = PIECE // sent[to].element_size()
+        for own, other in zip(sent[to].split(size), received[source].split(size), strict=True):
             for work in (dist.isend(own, ranks[to], group), dist.irecv(other, ranks[source], group)):
                 assert work is not None  # both take part
                 under_way.append(work)
@@ -69,15 +75,3 @@ def _swap_parts(group: dist.ProcessGroup | None, sent: Sequence[Tensor], receive
                 under_way.popleft().wait()
     for work in under_way:
         work.wait()
-
-
-def bytes_sent(elements: int, size: int, wire: Wire, members: int) -> int:
-    """Bytes that each member sends in :func:`sum_over`, without the headers of the network.
-
-    Args:
-        elements: length of the vector.
-        size: bytes of an element in memory.
-        wire: number format on the wire.
-        members: number of members.
-    """
-    return round(2 * (members - 1) / members * elements * (size if DTYPES[wire] is None else 2))

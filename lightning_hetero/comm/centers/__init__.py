@@ -11,7 +11,6 @@ from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.topology import Topology, group_of
-from lightning_hetero.comm.wire import Wire
 from lightning_hetero.errors import UnsupportedError
 
 __all__ = [
@@ -43,7 +42,7 @@ class CenterOptions:
     home: Home = "auto"
     locked: bool = True
     in_turn: bool = False
-    wire: Wire = "fp32"
+    wire: str = "fp32"
 
 
 def open_center(

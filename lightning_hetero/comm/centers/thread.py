@@ -17,7 +17,7 @@ from lightning_hetero.comm.centers.wakeup import Wakeup, WakeupClient
 from lightning_hetero.comm.deadline import cause, deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.leaving import close_at_exit
-from lightning_hetero.comm.wire import DTYPES, Wire
+from lightning_hetero.comm.wire import DTYPES
 from lightning_hetero.errors import CommunicationError
 
 _PUSH_PULL, _LEAVE = 0.0, 1.0  # kinds of requests
@@ -37,7 +37,7 @@ class ThreadCenter(Center):
     """
 
     def __init__(
-        self, layout: CenterLayout, groups: Groups, interface: str, in_turn: bool = False, wire: Wire = "fp32"
+        self, layout: CenterLayout, groups: Groups, interface: str, in_turn: bool = False, wire: str = "fp32"
     ) -> None:
         super().__init__(layout)
         self._groups, self._interface, self._in_turn, self._wire = groups, interface, in_turn, wire
