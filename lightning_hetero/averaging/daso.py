@@ -1,6 +1,5 @@
 """DASO: rotating, asynchronous, stale mixing of nodes at an adaptive rate."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

@@ -37,8 +37,7 @@ class GossipAverager(Averager, Generic[T]):
     An exact average precedes validation and checkpoints, and ends the run.
 
     Args:
-        wire: number format: ``"fp32"``, ``"bf16"`` or ``"fp16"``; in 16 bits differences from the initial values
-            travel.
+        wire: number format: ``"fp32"``; or ``"bf16"``, ``"fp16"``: differences from the initial values travel.
         deadline: seconds within which a peer must answer and a message arrive; otherwise the exchange is missed,
             counted and logged, and training goes on. At most a ninth of ``timeout`` counts, since an exchange in which
             all goes wrong takes as long as nine messages may take.

@@ -58,7 +58,8 @@ class PeriodicAverager(LowBitAverager):
         self._packed = self.replica.pack(self._packed)
         self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
         own = Contribution(self._packed, context.samples_per_replica, self.reference, self.wire, self.feedback)
-        return self._take(self.links.exchange(own, self._spare), context)
+        self._take(self.links.exchange(own, self._spare), context)
+        return None
 
     def _take(self, average: Average, context: StepContext) -> None:
         self.adopt(average)
@@ -70,7 +71,8 @@ class PeriodicAverager(LowBitAverager):
 
     @override
     def finish(self, context: StepContext) -> Outcome | None:
-        return self._take(self.average(context), context)  # exact: nothing comes after it
+        self._take(self.average(context), context)  # exact: nothing comes after it
+        return None
 
     def _moments_of_all(self) -> Moments:
         if self._moments is None:  # at the first meeting all replicas have taken a step, and so have their state

@@ -98,9 +98,8 @@ class PushPullAverager(Elastic):
         one_of("center", self.center, ("auto", "shared_memory", "thread", "mpi"))
         one_of("debias", self.debias, (True, False))
         if self.wire != "fp32" and self.center not in ("auto", "thread"):
-            raise ConfigurationError(
-                f"wire={self.wire!r}: a center in {self.center} has no wire. Use wire='fp32' or center='thread'."
-            )
+            given = f"wire={self.wire!r}: a center in {self.center} has no wire."
+            raise ConfigurationError(f"{given} Use wire='fp32' or center='thread'.")
 
     def make_center(self) -> Center:
         """The center of all replicas, not open yet (collective)."""

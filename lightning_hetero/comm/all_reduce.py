@@ -157,9 +157,7 @@ class ReplicaAllReduce:
             This replica's weighted differences from the reference, in the format of the wire, on the rank that
             exchanges; and a row of each replica: its squared distance from the reference, its payload.
         """
-        totals = [
-            self._pool.vector(f"total {i}", old.numel(), _dtype(own, old)) for i, old in enumerate(own.reference)
-        ]
+        totals = [self._pool.vector(f"total {i}", old.numel(), _dtype(own, old)) for i, old in enumerate(own.reference)]
         table = torch.empty(len(self._replicas), 2, dtype=torch.float64)
         if self._rank == route.active:
             square = 0.0

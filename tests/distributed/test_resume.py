@@ -199,6 +199,8 @@ NODE = [
     Row(NodeAverageStrategy, {"every_n_steps": 5}, interrupted=True, saved=two_nodes),
     Row(DASOStrategy, {**DASO, "mixing": "delta"}, workers=2, interrupted=True, saved=two_nodes),
     Row(DASOStrategy, {**DASO, "mixing": "daso"}, interrupted=True, saved=two_nodes),
+    Row(DASOStrategy, {**DASO, "wire": "topk:0.1"}, interrupted=True, saved=two_nodes),
+    Row(NodeAverageStrategy, {"every_n_steps": 3, "wire": "int4"}, interrupted=True, saved=two_nodes),
 ]
 PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 4}
 BOTH = (11, 16)  # within an epoch, between two exchanges; at the end of an epoch
@@ -206,6 +208,8 @@ CENTER = [
     Row(STRATEGIES["easgd"], PULL, BOTH, saved=three_apart),
     Row(STRATEGIES["easgd"], {**PULL, "exclude": ["*bias"], "order": "gauss_seidel"}, saved=three_apart),
     Row(STRATEGIES["overlap"], {**PULL, "wire": "bf16"}, BOTH, saved=three_apart),
+    Row(STRATEGIES["overlap"], {**PULL, "wire": "int4"}),
+    Row(STRATEGIES["diloco"], {"tau": 3, "wire": "topk:0.1"}),
     Row(STRATEGIES["eamsgd"], PULL, module=Nesterov, saved=three_apart),
     Row(STRATEGIES["diloco"], {"tau": 4}, BOTH, saved=outer_optimizer),
     Row(STRATEGIES["round_robin"], PULL, saved=three_apart),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.buffer_pool import BufferPool
 
-#: Values that are worked on at a time: 1 MiB, which stays in a core's cache. Of much fewer, calls would cost more than work.
+#: Values that are worked on at a time: 1 MiB, which stays in a core's cache. With fewer, calls cost more than the work.
 CHUNK = 1 << 18
 _ALIGNED = 4  # bytes; messages that lie one behind the other begin where an fp32 number may
 

@@ -14,8 +14,8 @@ _HUGE = 3e38  # below the largest number in fp32; stands for the reciprocal of a
 class Rounded(Encoding):
     """Each value as a whole number from ``-levels`` to ``levels``, times the scale of its block.
 
-    The scale of a block is an fp16 number from 0 to 1, times an fp32 number for the chunk: so values may be as large and
-    as small as fp32 allows.
+    The scale of a block is an fp16 number from 0 to 1, times an fp32 number for the chunk. So values may be as large
+    and as small as fp32 allows.
 
     Attributes:
         levels: whole numbers on each side of 0.

@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_hetero.comm.buffer_pool import BufferPool
 from lightning_hetero.comm.encodings.encoding import Encoding
 from lightning_hetero.comm.encodings.spelling import encoding_of
-from lightning_hetero.comm.wire import DTYPES, all_gather, sum_over, swap_parts
+from lightning_hetero.comm.wire import DTYPES, all_gather, swap_parts
 
 
 def encoded_sum(

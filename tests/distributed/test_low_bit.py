@@ -1,0 +1,165 @@
+"""Low-bit wires through strategies: against a loop by hand, replicas alike, what is dropped when others are lost."""
+
+import logging
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from center_tasks import APART, STRATEGIES, Line, line
+from lightning.pytorch.callbacks import BaseFinetuning
+from oracles import data, order, split
+from ranks import attempt, run
+from tasks import FAST, Killed, Net, dataset, parameters
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from lightning_hetero import DASOStrategy
+
+DASO = {"warmup": 0, "cooldown": 0, "patience": 99, "global_every": 3}
+FITS: list[tuple[Any, dict[str, Any]]] = [
+    ("node", {"every_n_steps": 5}),
+    ("diloco", {"tau": 5}),
+    ("easgd", {"tau": 5, "moving_rate": "auto"}),
+    ("overlap", {"tau": 5, "moving_rate": "auto"}),
+    (DASOStrategy, DASO),
+]
+
+
+def rounded(values: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What arrives of 8 values in 4 bits, and what is left out."""
+    whole = values.astype(np.float32) + residual
+    scale = np.float32(np.abs(whole).max()) / np.float32(7)
+    arrived = np.rint(whole / scale) * scale
+    return arrived, whole - arrived
+
+
+def by_hand(feedback: bool = True) -> torch.Tensor:
+    """DiLoCo of two replicas on 8 and 4 of each 12 samples, for 60 steps, on a wire of 4 bits; the centers."""
+    models = [Line(momentum=0.9), Line(momentum=0.9)]
+    inner = [model.configure_optimizers() for model in models]
+    center = nn.Parameter(models[0].w.detach().clone())
+    optimizer, path = SGD([center], lr=0.7, momentum=0.9, nesterov=True), []
+    residuals = [np.zeros(8, np.float32)] * 2
+    x, y = (torch.tensor(part) for part in data())
+    for step in range(60):
+        epoch, batch = divmod(step, 20)
+        rows, first = order(epoch, 235)[12 * batch : 12 * batch + 12], 0
+        for model, own, part in zip(models, inner, split(len(rows), [2.0, 1.0]), strict=True):
+            mine, first = rows[first : first + part], first + part
+            own.zero_grad()
+            model.training_step((x[mine], y[mine]), 0).backward()
+            own.step()
+        if (step + 1) % 5 == 0:
+            with torch.no_grad():
+                total = np.zeros(8, np.float32)
+                for i, weight in enumerate((2 / 3, 1 / 3)):
+                    moved = (weight * (models[i].w - center)).numpy()
+                    arrived, left = rounded(moved, residuals[i])
+                    total, residuals[i] = total + arrived, left if feedback else residuals[i]
+                center.grad = -torch.tensor(total, dtype=torch.float64)
+                optimizer.step()
+                for model in models:
+                    model.w.copy_(center)
+        path.append(center.detach().clone())
+    return torch.stack(path)
+
+
+def test_diloco_in_4_bits_against_a_loop_by_hand() -> None:
+    truth = by_hand()
+    for result in run(line, 2, "diloco", {"momentum": 0.9}, tau=5, wire="int4", nodes=[1, 1]):
+        assert (result["centers"] - truth).abs().max() <= 1e-5
+    assert (by_hand(feedback=False) - truth).abs().max() > 1e-3
+
+
+def _all(wires: tuple[str, ...]) -> list[Any]:
+    return [[line(name, {"momentum": 0.5}, wire=wire, **options) for wire in wires] for name, options in FITS]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_replicas_stay_alike_and_near_fp32(count: int) -> None:
+    wires = ("fp32", "int8", "int4", "topk:0.5")
+    results = run(_all, count, wires, nodes=[1] * count)
+    for number in range(len(FITS)):
+        exact = results[0][number][0]
+        for w in range(1, len(wires)):
+            low = results[0][number][w]
+            for others in results[1:]:
+                assert torch.equal(others[number][w]["final"], low["final"])
+                assert torch.equal(others[number][w]["centers"], low["centers"])
+            off = (low["final"] - exact["final"]).norm() / exact["final"].norm()
+            assert 0 < off < (0.02 if wires[w] == "int8" else 0.3), (FITS[number][0], wires[w])
+            assert low["traffic"]["exchanges"] == exact["traffic"]["exchanges"]
+
+
+class Residuals(pl.Callback):
+    """Notes the residuals' lengths after each step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        feedback = trainer.strategy.averager.feedback
+        self.sent, self.summed = [len(part) for part in feedback.sent], [len(part) for part in feedback.summed]
+
+
+class Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        logging.getLogger("lightning_hetero").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "error feedback" in record.getMessage().lower():
+            self.said.append(record.getMessage())
+
+
+def _lost(name: Any, options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[int]]:
+    logged, module, residuals = Logged(), Line(), Residuals()
+    kind = STRATEGIES.get(name, name)
+    strategy = kind(on_peer_loss="continue", timeout=60, balance="off", wire="int4", **options)
+    trainer = pl.Trainer(strategy=strategy, callbacks=[Killed(2, 7), residuals], **{**FAST, "max_epochs": 2})
+    samples = torch.utils.data.TensorDataset(*(torch.tensor(part[:96]) for part in data()))
+    trainer.fit(module, DataLoader(samples, batch_size=4, shuffle=True))
+    return parameters(module), logged.said, residuals.summed
+
+
+@pytest.mark.parametrize(("name", "options"), [FITS[0], FITS[1], FITS[4]])
+def test_residuals_are_dropped_when_a_replica_is_lost(name: Any, options: dict[str, Any]) -> None:
+    outcomes = attempt(_lost, 3, name, options, nodes=APART)
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
+    (first, said, parts), (second, nothing, _) = (outcome.value for outcome in outcomes[:2])
+    assert torch.equal(first, second)
+    assert parts == [0]  # two replicas take no parts of sums
+    assert ["replicas were lost" in words for words in said] == [True]
+    assert nothing == []
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class Frozen(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+def _thawed() -> tuple[torch.Tensor, list[str], list[int], int]:
+    logged, module, residuals = Logged(), Frozen(), Residuals()
+    strategy = STRATEGIES["diloco"](tau=3, wire="int8", balance="off")
+    trainer = pl.Trainer(strategy=strategy, callbacks=[Thaw(), residuals], **{**FAST, "max_epochs": 2})
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
+    return parameters(module), logged.said, residuals.sent, sum(p.numel() for p in module.parameters())
+
+
+def test_residuals_begin_anew_with_other_parameters() -> None:
+    (first, said, lengths, all_of_them), (second, *_) = run(_thawed, 2, nodes=[1, 1])
+    assert torch.equal(first, second)
+    assert sum(lengths) == all_of_them
+    assert ["other parameters are trainable now" in words for words in said] == [True]
