@@ -39,6 +39,9 @@ class WaitsForOthers(pl.Callback):
         until = time.monotonic() + self.timeout
         while growth._requests.waiting < self.how_many and time.monotonic() < until:
             time.sleep(0.02)
+        request: Any = trainer.strategy.stop_request  # type: ignore[attr-defined]
+        while self.how_many and request._bound is None and time.monotonic() < until:
+            time.sleep(0.02)  # until all have been asked to agree on a batch
 
 
 class Seen(NamedTuple):
