@@ -167,8 +167,12 @@ def _leave_fit(strategy: "HeteroStrategy") -> None:
     """End what belongs to the fit so far, on this rank."""
     trainer = strategy.trainer
     strategy.survival.pause()
+    module, stage = trainer.lightning_module, TrainerFn.FITTING
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        callback.teardown(trainer, trainer.lightning_module, TrainerFn.FITTING)
+        callback.teardown(trainer, module, stage)
+    for user in (trainer.datamodule, module):  # type: ignore[attr-defined]
+        if user is not None:
+            user.teardown(stage)
     _lightning.tear_down(trainer)
     for name in strategy.of_the_job:
         vars(strategy).pop(name, None)

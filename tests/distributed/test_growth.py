@@ -23,6 +23,7 @@ STRATEGIES = {
     "GossipAsyncStrategy": REPLICA,
     "GossipPushSumStrategy": REPLICA,
     "GossipStrategy": REPLICA,
+    "NoLoCoStrategy": {**REPLICA, "tau": 3},
     "NodeAverageStrategy": {**REPLICA, "every_n_steps": 2},
 }
 
