@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_hetero.strategies import (
         Averager,
         DASOStrategy,
+        DiLoCoAsyncStrategy,
         DiLoCoStrategy,
         EAMSGDStrategy,
         EASGDAsyncStrategy,
@@ -47,6 +48,7 @@ __all__ = [
     "Averager",
     "ConfigurationError",
     "DASOStrategy",
+    "DiLoCoAsyncStrategy",
     "DiLoCoStrategy",
     "EAMSGDStrategy",
     "EASGDAsyncStrategy",

@@ -1,10 +1,8 @@
 """Replicas that exchange with a center one by one, each whenever it is ready."""
 
 import math
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,56 +10,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Outcome, StepContext
-from lightning_hetero.averaging.center import CenteredAverager
 from lightning_hetero.averaging.elastic import Elastic, check_momentum, stability
+from lightning_hetero.averaging.visiting import VisitingAverager
 from lightning_hetero.checks import one_of
-from lightning_hetero.comm.agreement import of_rank
-from lightning_hetero.comm.centers import CenterOptions, Home, layout_of, open_center
-from lightning_hetero.comm.centers.center import Center, PushPull
-from lightning_hetero.comm.centers.client import CenterClient
+from lightning_hetero.comm.centers import CenterOptions, Home
+from lightning_hetero.comm.centers.center import PushPull
 from lightning_hetero.comm.encodings import only_wide_wires
 from lightning_hetero.comm.replica import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
 
 
-class ExchangeRates:
-    """How often this replica exchanges, against the mean of all.
-
-    A replica that comes four times as often would pull the center four times as much. So what each adds is divided by
-    its rate.
-
-    Args:
-        index: this replica.
-        window: own exchanges to look back.
-    """
-
-    def __init__(self, index: int, window: int = 16) -> None:
-        self._index = index
-        self._seen: deque[tuple[float, list[int]]] = deque(maxlen=window + 1)
-
-    def saw(self, counts: Sequence[int]) -> None:
-        """Take in the exchanges of each replica so far, at an exchange of this one."""
-        self._seen.append((time.monotonic(), list(counts)))
-
-    @property
-    def factor(self) -> float:
-        """Mean rate over own rate."""
-        if len(self._seen) < 2:
-            return 1.0
-        since = self._since()
-        return sum(since) / len(since) / since[self._index]
-
-    def per_second(self) -> list[float]:
-        """Exchanges of each replica."""
-        seconds = self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
-        return [count / seconds for count in self._since()] if seconds > 0 else []
-
-    def _since(self) -> list[int]:
-        (_, first), (_, last) = self._seen[0], self._seen[-1]
-        return [b - a for a, b in zip(first, last, strict=True)]
-
-
-class PushPullAverager(Elastic):
+class PushPullAverager(VisitingAverager, Elastic):
     """Asynchronous EASGD: every tau steps of its own, a replica exchanges with the center.
 
     Of p replicas, each with a share ``w_i`` of the samples::
@@ -85,11 +44,9 @@ class PushPullAverager(Elastic):
         in_turn: whether replicas are served in their order, over and over.
     """
 
-    facts = replace(CenteredAverager.facts, lockstep=False)
     overlap, locked, in_turn = True, True, False
     center: Home = "auto"
     debias: bool = False
-    _center: Center | None = None
     _exchange: Callable[[], PushPull] | None = None
 
     def __post_init__(self) -> None:
@@ -101,29 +58,16 @@ class PushPullAverager(Elastic):
             given = f"wire={self.wire!r}: a center in {self.center} has no wire."
             raise ConfigurationError(f"{given} Use wire='fp32' or center='thread'.")
 
-    def make_center(self) -> Center:
-        """The center of all replicas, not open yet (collective)."""
-        topology, groups = self.run.topology, self.run.groups
-        assert topology is not None
-        assert groups is not None
-        layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
-        options = CenterOptions(self.center, self.locked, self.in_turn, self.wire)
-        return open_center(options, topology, layout, groups, self.run.interface)
+    @override
+    def center_options(self) -> CenterOptions:
+        return CenterOptions(self.center, self.locked, self.in_turn, self.wire)
 
     @override
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
-        self._center = self.make_center()
-        self._rates = ExchangeRates(self.links.index)
-        self._client = CenterClient(self._center, self.links)
         self._difference = [torch.empty_like(c) for c in self.known]
         self._snapshot = self._packed[: self.replica.included]
-        self._center.open(self.known)
         return outcome
-
-    @override
-    def due(self, context: StepContext) -> bool:
-        return context.epoch_ends
 
     def _exchanges(self, step: int) -> bool:
         return not self.pull.nothing and step % self.tau == 0
@@ -185,55 +129,9 @@ class PushPullAverager(Elastic):
         return super().consensus(context)
 
     @override
-    def finish(self, context: StepContext) -> Outcome | None:
-        outcome = super().finish(context)
-        assert self._center is not None
-        self._center.leave()
-        return outcome
-
-    @override
-    def status(self, step: int) -> dict[str, float | str]:
-        rates = {f"exchanges_per_s/replica{i}": rate for i, rate in enumerate(self._rates.per_second())}
-        return {**super().status(step), **rates}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        counts = self._client.read(self.known)
-        return {**super().state_dict(), "counts": counts}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._client.write(self.known, state["counts"])
-
-    @override
     def remains(self, kept: Sequence[int]) -> dict[str, Any]:
-        assert self._center is not None
         self._exchange = None
-        state = {**CenteredAverager.state_dict(self), "distance": self._distance, "here": False}
-        counts = [0] * self.links.count
-        if (found := self._center.look()) is not None:
-            state["reference"] = [*found[0], *self.reference[self.replica.included :]]
-            counts, state["here"] = found[1], True
-        return {**state, "counts": [counts[index] for index in kept]}
-
-    @override
-    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
-        holders = [rank for rank, here in enumerate(self.links.gather(state["here"])) if here]
-        if holders:
-            state = of_rank(state, holders[0])
-        else:  # the center was lost with its host: it begins again as the mean of those that remain
-            state["reference"] = self.average(context).mean
-        self.load_state_dict(state)
-
-    @override
-    def missed_exchange(self, context: StepContext) -> None:
-        """Nothing: replicas come to the center on their own."""
-
-    @override
-    def close(self) -> None:
-        if self._center is not None:
-            self._center.close()
+        return super().remains(kept)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from lightning_hetero.averaging.averager import Averager, Facts, Outcome, Run, S
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
-from lightning_hetero.strategies.diloco import DiLoCoStrategy
+from lightning_hetero.strategies.diloco import DiLoCoAsyncStrategy, DiLoCoStrategy
 from lightning_hetero.strategies.easgd import EAMSGDStrategy, EASGDOverlapStrategy, EASGDStrategy
 from lightning_hetero.strategies.easgd_async import (
     EASGDAsyncStrategy,
@@ -24,6 +24,7 @@ from lightning_hetero.strategies.replica import ReplicaStrategy
 __all__ = [
     "Averager",
     "DASOStrategy",
+    "DiLoCoAsyncStrategy",
     "DiLoCoStrategy",
     "EAMSGDStrategy",
     "EASGDAsyncStrategy",

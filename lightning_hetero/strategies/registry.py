@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
-from lightning_hetero.strategies.diloco import DiLoCoStrategy
+from lightning_hetero.strategies.diloco import DiLoCoAsyncStrategy, DiLoCoStrategy
 from lightning_hetero.strategies.easgd import EAMSGDStrategy, EASGDOverlapStrategy, EASGDStrategy
 from lightning_hetero.strategies.easgd_async import (
     EASGDAsyncStrategy,
@@ -165,6 +165,14 @@ ENTRIES = (
         "an outer optimizer on what replicas have done",
         "very slow links: hundreds of steps between exchanges",
         "DiLoCo, Douillard et al. 2023",
+    ),
+    Entry(
+        "hetero_diloco_async",
+        DiLoCoAsyncStrategy,
+        "rank",
+        "an outer optimizer at a center that replicas visit one by one",
+        "as hetero_diloco, with ranks of unequal speed and fixed shares",
+        "Delayed Nesterov and DyLU, Liu et al. 2024",
     ),
     Entry(
         "hetero_noloco",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.averaging.averager import StepContext
-from lightning_hetero.averaging.push_pull import AsyncAverager, ExchangeRates
+from lightning_hetero.averaging.push_pull import AsyncAverager
+from lightning_hetero.averaging.visiting import ExchangeRates
 from lightning_hetero.comm.centers import client
 from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, differ, push_by
 from lightning_hetero.comm.links import Traffic

@@ -32,6 +32,7 @@ STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "node": (lh.NodeAverageStrategy, {"every_n_steps": 3}),
     "daso": (lh.DASOStrategy, {"warmup": 2, "cooldown": 2}),
     "diloco": (lh.DiLoCoStrategy, {"tau": 3}),
+    "diloco_async": (lh.DiLoCoAsyncStrategy, {"tau": 2}),
     "easgd": (lh.EASGDStrategy, _center),
     "easgd_overlap": (lh.EASGDOverlapStrategy, _center),
     "easgd_round_robin": (lh.EASGDRoundRobinStrategy, _center),

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import (
     DASOStrategy,
+    DiLoCoAsyncStrategy,
     GossipAsyncStrategy,
     GossipPushSumStrategy,
     GossipStrategy,
@@ -175,6 +176,15 @@ TWO_NODES = [
     center("async", {**AUTO, "center": "mpi"}, UnsupportedError, "center='mpi'", "mpiexec"),
     gossip(GossipStrategy, "overlap: rank 0: True, rank 1: False", {"overlap": [True, False]}),
     gossip(GossipPushSumStrategy, "topology: rank 0: ring, rank 1: random", {"topology": ["ring", "random"]}),
+    replicas(
+        DiLoCoAsyncStrategy,
+        {},
+        DisagreementError,
+        "follow_speed: rank 0: True, rank 1: False",
+        by_rank={"follow_speed": [True, False]},
+    ),
+    replicas(DiLoCoAsyncStrategy, {"center": "shared_memory"}, UnsupportedError, "Use center='thread'", by_rank=HOSTS),
+    replicas(DiLoCoAsyncStrategy, {"exclude": ["*.bais"]}, ConfigurationError, "exclude: '*.bais' is the name of no"),
     gossip(NoLoCoStrategy, "gamma: rank 0: 0.7, rank 1: 0.5", {"gamma": [0.7, 0.5]}),
     gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
 ]

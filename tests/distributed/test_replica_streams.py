@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import (
     DASOStrategy,
+    DiLoCoAsyncStrategy,
     DiLoCoStrategy,
     EASGDAsyncStrategy,
     EASGDStrategy,
@@ -41,6 +42,7 @@ ALL = [
     (GossipAsyncStrategy, {}),
     (DiLoCoStrategy, {"tau": 2}),
     (NoLoCoStrategy, {"tau": 2}),
+    (DiLoCoAsyncStrategy, {"tau": 2}),
 ]
 NAMES = [f"{kind.__name__}-{options}" for kind, options in ALL]
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import (
     DASOStrategy,
+    DiLoCoAsyncStrategy,
     GossipPushSumStrategy,
     GossipStrategy,
     HeteroDDPStrategy,
@@ -64,9 +65,9 @@ class Found(pl.Callback):
         if getattr(averager, "reference", None):
             self.reference = torch.cat([part.double() for part in averager.reference])
         if hasattr(averager, "_client"):
-            out = [torch.empty_like(part) for part in averager.reference]
+            out = [torch.empty_like(part) for part in averager.kept]
             self.counts = averager._client.read(out)
-            self.center = torch.cat([part.double() for part in out])
+            self.center = torch.cat([part.double() for part in out[: len(averager.reference)]])
 
 
 @dataclass
@@ -230,6 +231,7 @@ OWN = [Row(SlowMoStrategy, {"tau": 7}, (11, 17), module=Rated)]
 ALONE = [
     Row(STRATEGIES["async"], PULL),
     Row(STRATEGIES["hogwild"], PULL),
+    Row(DiLoCoAsyncStrategy, {"tau": 4}, BOTH, 1e-15),  # the mean at the end is taken from where all last looked
 ]  # one client
 SHARES = [3.0, 1.0, 2.0]  # of 12 samples three ranks take 6, 2 and 4
 JOBS: dict[str, tuple[list[Row], list[int], Any]] = {  # rows, ranks of each node, shares

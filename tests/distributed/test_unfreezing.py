@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import (
     DASOStrategy,
+    DiLoCoAsyncStrategy,
     DiLoCoStrategy,
     EAMSGDStrategy,
     EASGDAsyncStrategy,
@@ -80,6 +81,7 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
     (GossipPushSumStrategy, {"wire": "bf16"}),
     (GossipAsyncStrategy, {}),
     (NoLoCoStrategy, {"tau": 3}),
+    (DiLoCoAsyncStrategy, {"tau": 3}),
 ]
 
 

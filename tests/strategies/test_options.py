@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 from lightning_hetero import (
     DASOStrategy,
+    DiLoCoAsyncStrategy,
     GossipAsyncStrategy,
     GossipPushSumStrategy,
     GossipStrategy,
@@ -109,6 +110,14 @@ ROWS: list[tuple[Any, dict[str, Any], str]] = [
     (GossipStrategy, {"topology": "star"}, "topology='star' is unknown"),
     (GossipStrategy, {"topology": "exponential"}, "cannot be used by exchange='pairwise'"),
     (GossipPushSumStrategy, {"topology": "star"}, "topology='star' is unknown"),
+    (DiLoCoAsyncStrategy, {"tau": 0}, "tau=0"),
+    (DiLoCoAsyncStrategy, {"outer_lr": -0.7}, "outer_lr=-0.7"),
+    (DiLoCoAsyncStrategy, {"outer_momentum": 1.0}, "outer_momentum=1.0"),
+    (DiLoCoAsyncStrategy, {"follow_speed": 2}, "follow_speed=2 must be one of True, False"),
+    (DiLoCoAsyncStrategy, {"center": "mpi"}, "center='mpi' must be one of 'auto', 'shared_memory', 'thread'"),
+    (DiLoCoAsyncStrategy, {"exclude": "bias"}, "exclude='bias': give a list"),
+    (DiLoCoAsyncStrategy, {"wire": "bf16"}, "unknown option"),
+    (DiLoCoAsyncStrategy, {"on_nan": "ignore"}, "on_nan='ignore'"),
     (NoLoCoStrategy, {"tau": 0}, "tau=0"),
     (NoLoCoStrategy, {"outer_lr": 0}, "outer_lr=0"),
     (NoLoCoStrategy, {"outer_momentum": 1.0}, "outer_momentum=1.0"),

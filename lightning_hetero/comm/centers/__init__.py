@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Literal
 
 from lightning_hetero.comm.agreement import raise_on_all
-from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull
+from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, Rule
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
@@ -20,6 +20,7 @@ __all__ = [
     "Home",
     "MPICenter",
     "PushPull",
+    "Rule",
     "SharedCenter",
     "ThreadCenter",
     "open_center",
@@ -37,12 +38,14 @@ class CenterOptions:
         locked: whether clients wait for each other. Only a center in shared memory works without.
         in_turn: whether replicas are served in their order, over and over. Only a thread can do this.
         wire: number format of what clients send and get. Only a thread has a choice.
+        rule: what a push-pull does; ``None``: the elastic rule. A window of MPI knows no other.
     """
 
     home: Home = "auto"
     locked: bool = True
     in_turn: bool = False
     wire: str = "fp32"
+    rule: Rule | None = None
 
 
 def open_center(
@@ -80,8 +83,8 @@ def open_center(
         raise_on_all(mpi_missing(layout.world), "the MPI center")
         return MPICenter(layout, across=len(hosts) > 1)
     if home == "shared_memory":
-        return SharedCenter(layout, locked)
-    return ThreadCenter(layout, groups, interface, in_turn, wire)
+        return SharedCenter(layout, locked, options.rule)
+    return ThreadCenter(layout, groups, interface, in_turn, wire, options.rule)
 
 
 def layout_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> CenterLayout:

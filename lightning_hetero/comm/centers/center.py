@@ -54,6 +54,22 @@ class PushPull(NamedTuple):
     sent: int = 0
 
 
+class Rule:
+    """What a push-pull does: the elastic one, ``D = values - center;  center += push D``, and ``D`` is the answer."""
+
+    def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those vectors of the center for which a client sends values, and gets an answer; the first ones."""
+        return center
+
+    def measure(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
+        """Before the center moves: the square in :class:`PushPull`. May overwrite the values."""
+        return differ(values, center)
+
+    def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
+        """Move the center, if the square is finite, and overwrite the values with the answer."""
+        push_by(values, center, push, square)
+
+
 class Center(ABC):
     """Vectors on the CPU, in fp32 or wider, and the number of push-pulls of each replica.
 
@@ -61,10 +77,11 @@ class Center(ABC):
 
     Args:
         layout: which ranks use it.
+        rule: what a push-pull does. Default: the elastic rule.
     """
 
-    def __init__(self, layout: CenterLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: CenterLayout, rule: Rule | None = None) -> None:
+        self.layout, self.rule = layout, rule or Rule()
 
     @abstractmethod
     def open(self, values: Sequence[Tensor]) -> None:
@@ -76,10 +93,10 @@ class Center(ABC):
 
     @abstractmethod
     def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
-        """``D = values - center;  center += push D``, if ``D`` is finite.
+        """Exchange by the rule; by default ``D = values - center;  center += push D``, if ``D`` is finite.
 
         Args:
-            values: vectors of the center's sizes and dtypes. They are overwritten with ``D``.
+            values: vectors of the center's sizes and dtypes. They are overwritten with the answer, by default ``D``.
             push: how much of the difference the center moves by.
 
         Raises:

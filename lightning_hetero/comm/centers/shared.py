@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, raise_on_all
-from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, copied, differ, push_by
+from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, Rule, copied
 from lightning_hetero.comm.deadline import cause
 from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
@@ -30,10 +30,11 @@ class SharedCenter(Center):
         layout: which ranks use it.
         locked: whether clients wait for each other. Otherwise they read and add at any time (Hogwild), and some
             additions to the same numbers at the same time are lost.
+        rule: what a push-pull does. Default: the elastic rule.
     """
 
-    def __init__(self, layout: CenterLayout, locked: bool = True) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: CenterLayout, locked: bool = True, rule: Rule | None = None) -> None:
+        super().__init__(layout, rule)
         self._locked = locked
         self._file = -1
         self._table, self._values = torch.zeros(0), [torch.zeros(0)]  # counts; the center
@@ -77,8 +78,8 @@ class SharedCenter(Center):
     def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
         with self._held() if self._locked else nullcontext():
             self._check_others()
-            square = differ(values, self._values)
-            push_by(values, self._values, push, square)
+            square = self.rule.measure(values, self.rule.travelling(self._values))
+            self.rule.move(values, self._values, push, square)
             self._table[self.layout.replica] += 1  # each has its own
             return PushPull(square, self._counts())
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, copied, differ, push_by
+from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, Rule, copied
 from lightning_hetero.comm.centers.center_wire import CenterWire, NarrowCenterWire
 from lightning_hetero.comm.centers.wakeup import Wakeup, WakeupClient
 from lightning_hetero.comm.deadline import cause, deadline
@@ -34,12 +34,19 @@ class ThreadCenter(Center):
         interface: address to listen on, of the network between the replicas.
         in_turn: serve replicas in their order instead, over and over (round robin).
         wire: number format of the values.
+        rule: what a push-pull does. Default: the elastic rule.
     """
 
     def __init__(
-        self, layout: CenterLayout, groups: Groups, interface: str, in_turn: bool = False, wire: str = "fp32"
+        self,
+        layout: CenterLayout,
+        groups: Groups,
+        interface: str,
+        in_turn: bool = False,
+        wire: str = "fp32",
+        rule: Rule | None = None,
     ) -> None:
-        super().__init__(layout)
+        super().__init__(layout, rule)
         self._groups, self._interface, self._in_turn, self._wire = groups, interface, in_turn, wire
         self._wakeup: Wakeup | None = None  # on the host
         self._wakeup_client: WakeupClient | None = None  # elsewhere
@@ -174,11 +181,11 @@ class ThreadCenter(Center):
                     f"{self.layout.leaders[self._next]} was next, and did not come (the strategy's `timeout` is "
                     "the limit)."
                 )
-            square = differ(values, self._values)
+            square = self.rule.measure(values, self.rule.travelling(self._values))
             return self._receive(0, values, push, square)
 
     def _receive(self, index: int, difference: Sequence[Tensor], push: float, square: float) -> PushPull:
-        push_by(difference, self._values, push, square)
+        self.rule.move(difference, self._values, push, square)
         self._counts[index] += 1
         self._pass_on(index)
         return PushPull(square, list(self._counts))
@@ -189,7 +196,8 @@ class ThreadCenter(Center):
 
     def _serve(self) -> None:
         """Serve all clients until they have left; in a thread."""
-        wires, difference = dict(self._wires), [torch.empty_like(value) for value in self._values]
+        wires, center = dict(self._wires), self.rule.travelling(self._values)
+        difference = [torch.empty_like(value) for value in center]
         present, wakeup = set(wires), self._wakeup
         assert wakeup is not None
         with self._noting_errors(), closing(wakeup):
@@ -208,7 +216,7 @@ class ThreadCenter(Center):
                     continue
                 wires[rank].receive_values(difference)
                 with self._changed:
-                    square = differ(difference, self._values)
+                    square = self.rule.measure(difference, center)
                     if not wires[rank].round_difference(difference):
                         square = math.inf
                     learned = self._receive(index, difference, push, square)

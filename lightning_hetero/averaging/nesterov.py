@@ -1,0 +1,72 @@
+"""Delayed Nesterov: what an asynchronous center makes of each replica's outer gradient, as it comes."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.comm.centers.center import Rule
+
+#: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
+Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
+
+
+class DelayedNesterov(Rule):
+    """Each arrival's gradient moves the center at once; the momentum does once in N arrivals.
+
+    With ``g`` the outer gradient of an arrival, weighted, so that those of N arrivals make one mean::
+
+        c <- c - lr g;  s <- s + g
+        every N arrivals:  m <- mu m + s;  c <- c - lr mu m;  s <- 0
+
+    So N arrivals come to one step of Nesterov's momentum with their mean gradient. Buffers take what arrives as it is.
+
+    The vectors of the center are those of ``c``; a table of the replicas' speeds; those of ``m``; those of ``s``; and
+    the arrivals since the latest momentum. A client sends ``-g`` and a table that is 0 but for its own speed, and gets
+    ``c`` and the table of all.
+
+    Args:
+        arrivals: N.
+        lr: learning rate.
+        momentum: mu.
+        views: tells parameters and buffers apart.
+    """
+
+    def __init__(self, arrivals: int, lr: float, momentum: float, views: Views) -> None:
+        self._arrivals, self._lr, self._momentum, self._views = arrivals, lr, momentum, views
+
+    @override
+    def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
+        return center[: (len(center) - 2) // 3 + 1]
+
+    @override
+    def measure(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
+        return sum(float(value.dot(value)) for value in values[:-1])
+
+    @override
+    def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
+        count = len(values) - 1
+        c, speeds, state, came = center[:count], center[count], center[count + 1 : -1], center[-1]
+        m, s = state[:count], state[count:]
+        torch.where(values[-1] > 0, values[-1], speeds, out=speeds)
+        if push and math.isfinite(square):
+            for value in values[:-1]:
+                value.mul_(push)
+            (arriving, statistics), (means, own) = self._views(values[:-1]), self._views(c)
+            for part, step in zip(own, statistics, strict=True):
+                part.add_(step)
+            (sums, _), (momenta, _) = self._views(s), self._views(m)
+            for mean, step, total in zip(means, arriving, sums, strict=True):
+                mean.add_(step, alpha=self._lr)
+                total.add_(step)
+            came.add_(1)
+            if came >= self._arrivals:
+                for mean, momentum, total in zip(means, momenta, sums, strict=True):
+                    momentum.mul_(self._momentum).add_(total)
+                    mean.add_(momentum, alpha=self._lr * self._momentum)
+                    total.zero_()
+                came.zero_()
+        for value, own_value in zip(values, (*c, speeds), strict=True):
+            value.copy_(own_value)

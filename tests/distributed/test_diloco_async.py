@@ -1,0 +1,169 @@
+"""`hetero_diloco_async`: the arrivals of a fit replayed in NumPy, local steps by speed, and what a checkpoint keeps."""
+
+import time
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from center_tasks import APART, Line, Recorder, fit
+from oracles import LR, MOMENTUM, SAMPLES, START, data, loader, order, split
+from ranks import run
+from saved import replicas_of
+from tasks import FAST, Save, parameters
+
+from lightning_hetero import DiLoCoAsyncStrategy
+from lightning_hetero.errors import HeteroError
+
+SHARES, BATCH, PAUSES = [3.0, 1.0, 2.0, 2.0], 16, [0.001, 0.004, 0.002, 0.004]  # of 16 samples 6, 2, 4 and 4
+
+
+class Visits(pl.Callback):
+    """Notes after which steps this replica has visited the center, as which of all visits, and keeps its pace."""
+
+    def __init__(self, pauses: list[float]) -> None:
+        self.pauses, self.seen = pauses, []  # type: ignore[var-annotated]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(self.pauses[trainer.global_rank])
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        averager: Any = trainer.strategy.averager  # type: ignore[attr-defined]
+        rates = averager._rates._seen
+        if rates and (not self.seen or sum(rates[-1][1]) != self.seen[-1][1]):
+            self.seen.append((trainer.global_step, sum(rates[-1][1])))
+
+
+def _fit(**options: Any) -> Any:
+    module, recorder, visits = Line(momentum=MOMENTUM), Recorder(), Visits(PAUSES)
+    strategy = DiLoCoAsyncStrategy(balance=SHARES, global_batch_size=BATCH, **options)
+    trainer = pl.Trainer(strategy=strategy, callbacks=[recorder, visits], **{**FAST, "max_epochs": 4})
+    trainer.fit(module, loader())
+    return torch.stack(recorder.weights).numpy(), parameters(module).numpy(), visits.seen
+
+
+def replay(visits: list[list[tuple[int, int]]], lr: float, mu: float, mutant: str = "") -> Any:
+    """Delayed Nesterov by the paper's algorithm 3, with the order of the arrivals given; every replica's path."""
+    x, y = data()
+    n, parts = len(visits), np.array(split(BATCH, SHARES)) / BATCH
+    weights = np.full(n, 1 / n) if mutant == "unweighted" else parts
+    center, m, total, t = START.copy(), np.zeros(8), np.zeros(8), 0
+    w, v, begun = np.tile(START, (n, 1)), np.zeros((n, 8)), np.tile(START, (n, 1))
+    steps, path = np.zeros(n, dtype=int), np.zeros((60, n, 8))
+
+    def train(i: int, until: int) -> None:
+        while steps[i] < until:
+            epoch, batch = divmod(steps[i], 15)
+            rows = order(epoch, SAMPLES)[BATCH * batch : BATCH * (batch + 1)]
+            part = np.split(rows, np.cumsum(split(len(rows), SHARES))[:-1])[i]
+            v[i] = MOMENTUM * v[i] + 2 / len(part) * x[part].T @ (x[part] @ w[i] - y[part])
+            w[i] = w[i] - LR * v[i]
+            path[steps[i], i] = w[i]
+            steps[i] += 1
+
+    for _, i, step in sorted((turn, i, step) for i, seen in enumerate(visits) for step, turn in seen):
+        train(i, step)
+        gradient = weights[i] * ((center if mutant == "fresh" else begun[i]) - w[i])
+        total, t = total + gradient, t + 1
+        center = center - lr * gradient
+        if t % n == 0 or mutant == "undelayed":
+            m, total = mu * m + total, np.zeros(8)
+            center = center - lr * mu * m
+        w[i], begun[i] = center, center
+        path[step - 1, i] = center
+    for i in range(n):
+        train(i, 60)
+    return path, parts @ w
+
+
+@pytest.mark.parametrize(
+    "options", [{"tau": 3, "center": "thread"}, {"tau": 4, "outer_lr": 0.5, "outer_momentum": 0.6}]
+)
+def test_against_a_replay_of_the_arrivals(options: dict[str, Any]) -> None:
+    results = run(_fit, 4, nodes=[1, 1, 1, 1], **options)
+    visits = [seen for *_, seen in results]
+    turns = sorted(turn for seen in visits for _, turn in seen)
+    assert turns == list(range(1, len(turns) + 1))
+    settings = options.get("outer_lr", 0.7), options.get("outer_momentum", 0.9)
+    truth, final = replay(visits, *settings)
+    for i, (path, end, _) in enumerate(results):
+        assert abs(path - truth[:, i]).max() < 1e-10
+        assert abs(end - final).max() < 1e-10
+        assert np.array_equal(end, results[0][1])
+    for mutant in ("unweighted", "undelayed", "fresh"):
+        assert abs(replay(visits, *settings, mutant)[0] - truth).max() > 1e-4, mutant
+
+
+def _paced(**options: Any) -> Any:
+    visits = Visits([0.01, 0.02, 0.04])
+    fit(DiLoCoAsyncStrategy, Line(), epochs=4, trainer={"callbacks": [visits]}, tau=8, **options)
+    return [step for step, _ in visits.seen]
+
+
+def test_local_steps_follow_the_speed() -> None:
+    for rank, seen in enumerate(run(_paced, 3, nodes=APART)):
+        lengths = np.diff(seen)
+        assert seen[0] == 8  # speeds are not known yet
+        assert abs(np.median(lengths) - (8, 4, 2)[rank]) <= 1, (rank, lengths)
+    for seen in run(_paced, 3, nodes=APART, follow_speed=False):
+        assert set(np.diff(seen)) == {8}
+
+
+def _saved(path: str) -> Any:
+    warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
+    options = {"tau": 4, "follow_speed": False, "center": "thread"}
+    fit(DiLoCoAsyncStrategy, Line(), epochs=1, trainer={"callbacks": [Save(path, 11, True)]}, **options)
+    found: dict[str, Any] = {}
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            averager: Any = trainer.strategy.averager  # type: ignore[attr-defined]
+            found["weights"] = parameters(pl_module)
+            found["state"] = deepcopy(averager.state_dict())
+
+    fit(DiLoCoAsyncStrategy, Line(), epochs=1, resume=path, trainer={"callbacks": [Look()]}, **options)
+    return found
+
+
+def test_a_checkpoint_keeps_the_center_its_momentum_and_each_replica(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    results = run(_saved, 3, path, nodes=APART)
+    for found, saved in zip(results, replicas_of(Path(path)), strict=True):
+        state, kept = found["state"], saved["algorithm"]
+        assert torch.equal(found["weights"], saved["values"][0])
+        assert kept["counts"] == state["counts"] == [2, 2, 2]
+        assert kept["last"] == state["last"] == 8
+        for name in ("reference", "outer", "start"):
+            assert all(torch.equal(a, b) for a, b in zip(state[name], kept[name], strict=True)), name
+        assert kept["outer"][0].any()  # the momentum, after two times three arrivals
+        assert not kept["outer"][1].any()
+        assert kept["came"] == 0
+
+
+class Breaks(Line):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 3:
+            with torch.no_grad():
+                self.w.fill_(float("nan"))
+
+
+def _broken(on_nan: str) -> Any:
+    warnings.simplefilter("ignore")
+    try:
+        found = fit(DiLoCoAsyncStrategy, Breaks(), epochs=1, tau=4, on_nan=on_nan, follow_speed=False)
+    except HeteroError as error:
+        return str(error)
+    return found["path"], found["final"], found["traffic"]["skipped"]
+
+
+def test_a_replica_that_is_not_finite_goes_on_from_the_center() -> None:
+    (_, end, none), (path, other, skipped) = run(_broken, 2, "skip", nodes=[1, 1])
+    assert (none, skipped) == ([], [1])
+    assert path[3:].isfinite().all()
+    assert torch.equal(end, other)
+    messages = run(_broken, 2, "error", nodes=[1, 1])
+    assert all("rank 1" in message or "ranks [1]" in message for message in messages)
