@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_hetero.comm.encodings.encoding import Encoding
 
-_HUGE = 3e38  # below the largest number in fp32; stands for the reciprocal of a scale of 0
+_HUGE = 3e38  # below the largest number in fp32; stands for the reciprocal of 0
 
 
 class Rounded(Encoding):
@@ -41,11 +41,13 @@ class Rounded(Encoding):
         unit, scales, rows = self._parts(message, len(values))
         x = values.view(len(scales), self.block)
         work = self._pool.vector("work", len(values), torch.float32).view(x.shape)
-        largest = torch.abs(x, out=work).amax(1, keepdim=True)
-        unit.copy_(largest.max().div_(self.levels).clamp_(min=torch.finfo(torch.float32).tiny))
-        scales.copy_(largest.div_(self.levels).div_(unit))
-        scale = scales.float().mul_(unit)  # as it will be decoded
-        torch.mul(x, scale.reciprocal().clamp_(max=_HUGE), out=work).round_().clamp_(-self.levels, self.levels)
+        wanted = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_()).div_(self.levels)
+        wanted.abs_()  # no -0, which has another reciprocal
+        unit.copy_(wanted.max().clamp_(min=torch.finfo(torch.float32).tiny))
+        scales.copy_(wanted / unit)
+        scale = scales.float().mul_(unit)  # as it will be decoded: a little more or less than wanted, or 0
+        factor = torch.maximum(scale, wanted).reciprocal_().clamp_(max=_HUGE)  # no number is beyond the levels
+        torch.mul(x, factor, out=work).round_()
         self._pack(work, rows)
         x.sub_(work.mul_(scale))
 
