@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 from scripts import run_script
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gossip.py"
 
 
+@pytest.mark.clock
 def test_gossip(tmp_path: Path) -> None:
     results = run_script(EXAMPLE, "--epochs", "3", "--late", "0.05", folder=tmp_path, ranks=3)
     assert [status for status, _ in results] == [0] * 3, results

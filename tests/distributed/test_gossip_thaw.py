@@ -63,7 +63,7 @@ def test_a_rank_that_thaws_has_kept_its_weight() -> None:
     for moving, still in results:
         for found in (moving, still):
             assert len(found["weights"]) == 80
-            assert min(found["weights"]) >= 0.25
+            assert min(found["weights"]) > 1 / 8  # not halved in every round in which the other did not come
         assert moving["path"].abs().max() < 9.5  # it begins at 9, and comes nearer to the goal
         assert moving["path"][-1].abs().max() < 4
         # Without steps what all began with must be there at the end.

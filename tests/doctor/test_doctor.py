@@ -11,7 +11,7 @@ import pytest
 from leftovers import watched
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cli"
-DOCTOR = [sys.executable, "-m", "lightning_hetero", "doctor", "--accelerator", "cpu"]
+DOCTOR = [sys.executable, "-m", "lightning_hetero", "doctor", "--accelerator", "cpu", "--timeout", "300"]
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 
