@@ -1,7 +1,7 @@
 """An outer optimizer on the average of what replicas have done: local SGD, DiLoCo, BMUF."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -11,18 +11,23 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Outcome, StepContext
-from lightning_hetero.averaging.center import CenterAverager
+from lightning_hetero.averaging.averager import Outcome
+from lightning_hetero.averaging.center import CenteredAverager
+from lightning_hetero.averaging.fragments import Fragments
+from lightning_hetero.averaging.streaming import StreamingAverager
 from lightning_hetero.checks import is_number
-from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.encodings import check_wire
 from lightning_hetero.comm.regrowth import Regrowth
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.comm.replica import Replica
+from lightning_hetero.errors import CheckpointError, ConfigurationError
 
 
 @dataclass
-class OuterAverager(CenterAverager):
+class OuterAverager(StreamingAverager):
     """``c <- Outer(c, grad = -sum_i w_i (x_i - c));  x_i <- c``: the kernel with ``a = 1``, the pull coming last.
+
+    With ``fragments`` parts of the model take turns, each with an outer optimizer of its own; with ``delay`` their
+    exchanges pass in the background, and ``x_i <- (1 - blend) x_i + blend c`` comes as many steps later.
 
     With ``SGD(lr=1)`` as outer optimizer it is periodic averaging; with Nesterov's momentum DiLoCo; with heavy-ball
     momentum BMUF. Buffers, which have no gradients, take the mean.
@@ -30,7 +35,7 @@ class OuterAverager(CenterAverager):
     Between two outer steps the mean of the replicas is validated, saved and left at the end: it reads better than the
     center, and than the center after an outer step ahead of its time (``benchmarks/consensus.py``).
 
-    Source: DiLoCo, Douillard et al. 2023, algorithm 1.
+    Source: DiLoCo, Douillard et al. 2023, algorithm 1; Streaming DiLoCo, Douillard et al. 2025, algorithm 2.
 
     Args:
         tau: optimizer steps from one outer step to the next (H in the paper, where it is 500).
@@ -39,21 +44,28 @@ class OuterAverager(CenterAverager):
         outer: instead of these two: makes any other outer optimizer, given parameters.
         wire: number format of differences: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or
             ``"topk:0.02"``; sums are taken in fp32.
+        fragments: parts of the model that take turns: a number, of sizes as equal as its modules allow, or
+            ``"blocks"``: one for each of its repeated blocks, such as a transformer's layers. Fragment p of P exchanges
+            after the steps t with ``t mod tau = p tau / P``. Default: 1, the whole model at once.
+        delay: optimizer steps for which an exchange may last, in the background; less than tau. Default: 0, all wait.
+        blend: the part of the way that replicas go to the center when an exchange has arrived, above 0 and at most 1.
+            (The paper's alpha is ``1 - blend``.) Default: 1, all of it.
 
     Raises:
-        ConfigurationError: a value that cannot work.
+        ConfigurationError: a value that cannot work; when training starts: more fragments than modules.
     """
 
     facts = replace(
-        CenterAverager.facts, between="the mean of all replicas, and each such look costs as much as an exchange"
+        CenteredAverager.facts, between="the mean of all replicas, and each such look costs as much as an exchange"
     )
-    order = "gauss_seidel"
-
     tau: int = 50
     outer_lr: float | None = None
     outer_momentum: float | None = None
     outer: Callable[[Iterable], Optimizer] | None = None
     wire: str = "fp32"
+    fragments: Fragments = field(default=1, kw_only=True)
+    delay: int = field(default=0, kw_only=True)
+    blend: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,68 +97,96 @@ class OuterAverager(CenterAverager):
     @override
     def prepare(self) -> Outcome | None:
         super().prepare()
-        self._since = 0  # steps since the latest outer step
-        views, self._buffers = self.replica.views(self.center)
-        self._parameters = [nn.Parameter(view) for view in views]  # in the center's own memory
-        if not self._parameters:
-            raise ConfigurationError("exclude leaves no parameter for the outer optimizer.")
-        self._optimizer = self._make(self._parameters)
-        taken = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        if left := [tuple(p.shape) for p in self._parameters if id(p) not in taken]:
-            raise ConfigurationError(
-                f"outer: {type(self._optimizer).__name__} takes {len(taken)} of {len(self._parameters)} parameters, "
-                f"and leaves others as they were at first, such as one of shape {left[0]}. Let it take them all."
-            )
+        self._outer = [OuterStep(self._make, part.replica, part.center) for part in self._parts]
         return None
 
     @override
-    def after_step(self, context: StepContext) -> Outcome | None:
-        self._since += 1
-        return super().after_step(context)
-
-    @override
-    def move(self, own: list[Tensor], average: Average) -> str | None:
-        for mean in average.difference:
-            mean.neg_()
-        gradients, steps = self.replica.views(average.difference)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self._optimizer.step()
-        for buffer, step in zip(self._buffers, steps, strict=True):
-            buffer.sub_(step)
-        self.replica.unpack(self.center)
-        self._since = 0
-        return None
-
-    @property
-    @override
-    def leads(self) -> bool:
-        return self._since == 0  # all replicas are where the center is
+    def move(self, p: int, difference: list[Tensor]) -> None:
+        self._outer[p].take(difference)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "outer": self._optimizer.state_dict(), "since": self._since}
+        states = [outer.optimizer.state_dict() for outer in self._outer]
+        return {**super().state_dict(), "outer": states[0] if len(states) == 1 else states}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if state["outer"] is None:  # in the midst of a fit, of another layout
-            for name, p in zip(self.replica.parameter_names, self._parameters, strict=True):
+            for name, (optimizer, p) in self._by_name().items():
                 if momenta := state["momenta"].get(name):
-                    self._optimizer.state[p] = momenta
+                    optimizer.state[p] = momenta
         else:
-            self._optimizer.load_state_dict(state["outer"])
-        self._since = state["since"]
+            self.load_common(state)
 
     @override
     def load_common(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["outer"])  # the same on all replicas
+        states = state["outer"] if isinstance(state["outer"], list) else [state["outer"]]
+        if len(states) != len(self._outer):
+            raise CheckpointError(
+                f"The checkpoint holds the outer optimizers of {len(states)} fragments; with "
+                f"fragments={self.fragments!r} there are {len(self._outer)}. Resume with the fragments of the run."
+            )
+        for outer, saved in zip(self._outer, states, strict=True):
+            outer.optimizer.load_state_dict(saved)  # the same on all replicas
 
     @override
     def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
-        names = self.replica.parameter_names
-        momenta = {name: self._optimizer.state.get(p, {}) for name, p in zip(names, self._parameters, strict=True)}
+        momenta = {name: optimizer.state.get(p, {}) for name, (optimizer, p) in self._by_name().items()}
         return {**super().regrown(state, growth), "outer": None, "momenta": momenta}
+
+    def _by_name(self) -> dict[str, tuple[Optimizer, nn.Parameter]]:
+        """The outer optimizer of each parameter, and the parameter as that knows it."""
+        return {
+            name: (outer.optimizer, p)
+            for part, outer in zip(self._parts, self._outer, strict=True)
+            for name, p in zip(part.replica.parameter_names, outer.parameters, strict=True)
+        }
+
+
+class OuterStep:
+    """Takes steps of an outer optimizer on a center.
+
+    Args:
+        make: makes the optimizer, of parameters.
+        replica: knows which parts of the center belong to parameters.
+        center: vectors; the steps change them.
+
+    Raises:
+        ConfigurationError: there is no parameter, or the optimizer does not take them all.
+
+    Attributes:
+        parameters: views of the center, in the model's shapes.
+        optimizer: the outer optimizer.
+    """
+
+    def __init__(self, make: Callable[[Iterable], Optimizer], replica: Replica, center: Sequence[Tensor]) -> None:
+        views, self._buffers = replica.views(center)
+        self._replica, self.parameters = replica, [nn.Parameter(view) for view in views]  # in the center's own memory
+        if not self.parameters:
+            raise ConfigurationError("exclude leaves no parameter for the outer optimizer.")
+        self.optimizer = make(self.parameters)
+        taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if left := [tuple(p.shape) for p in self.parameters if id(p) not in taken]:
+            raise ConfigurationError(
+                f"outer: {type(self.optimizer).__name__} takes {len(taken)} of {len(self.parameters)} parameters, "
+                f"and leaves others as they were at first, such as one of shape {left[0]}. Let it take them all."
+            )
+
+    def take(self, difference: list[Tensor]) -> None:
+        """Take a step; buffers, which have no gradients, take the mean.
+
+        Args:
+            difference: the mean minus the center, as vectors, which are overwritten.
+        """
+        for flat in difference:
+            flat.neg_()
+        gradients, steps = self._replica.views(difference)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for buffer, step in zip(self._buffers, steps, strict=True):
+            buffer.sub_(step)
 
 
 def described(make: Callable[[Iterable], Optimizer], given: object) -> tuple[str, dict[str, Any]]:

@@ -1,9 +1,12 @@
 """Packs a replica's values into a few flat vectors: one message is far cheaper than one per layer."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.comm.collective import collective
+
+#: Cuts a model into fragments; see :class:`Replica`.
+Cut = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
 
 
 class Replica:
@@ -27,6 +33,8 @@ class Replica:
             others.
         packed: ``False``: one vector for each parameter and buffer, instead of one for all of a dtype.
         buffers: names of the buffers that are exchanged. Default: the floating ones that are finite now.
+        cut: cuts the included values into fragments, with vectors of their own: given the model and the sizes of
+            parameters by name, it returns a function that gives the fragment of a name.
 
     Attributes:
         included: number of the vectors that come before those of excluded values.
@@ -39,23 +47,45 @@ class Replica:
         excluded: Sequence[str] = (),
         packed: bool = True,
         buffers: Collection[str] | None = None,
+        *,
+        cut: Cut | None = None,
     ) -> None:
         self._settle = settle
         self._trainable = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
-        self._module, self._excluded, self._packed = module, excluded, packed
+        self._module, self._excluded, self._packed, self._cut = module, excluded, packed, cut
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
         if buffers is None:
             buffers = {name for name, b in module.named_buffers() if b.is_floating_point() and b.isfinite().all()}
         self._exchanged = buffers
         taken = [b for name, b in module.named_buffers() if name in buffers]
         self._names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
+        left = {id(v) for v in parameters + taken if any(fnmatchcase(self._names[id(v)], name) for name in excluded)}
+        sizes = {self._names[id(p)]: p.numel() for p in parameters if id(p) not in left}
+        fragment_of = cut(module, sizes) if cut else lambda name: 0
         groups: tuple[dict[Any, list[Tensor]], ...] = {}, {}  # included, excluded
         for i, value in enumerate(parameters + taken):
-            is_excluded = any(fnmatchcase(self._names[id(value)], pattern) for pattern in excluded)
-            groups[is_excluded].setdefault(value.dtype if packed or is_excluded else i, []).append(value)
-        self.included = len(groups[False])
-        self._groups = [*groups[False].values(), *groups[True].values()]
+            is_excluded = id(value) in left
+            kind = value.dtype if packed or is_excluded else i
+            fragment = 0 if is_excluded else fragment_of(self._names[id(value)])
+            groups[is_excluded].setdefault((fragment, kind), []).append(value)
+        vectors = sorted(groups[False], key=itemgetter(0))
+        self.included = len(vectors)
+        self._fragments = [fragment for fragment, _ in vectors]
+        self._groups = [*map(groups[False].__getitem__, vectors), *groups[True].values()]
         self._buffers = {id(buffer) for buffer in taken}
+
+    @property
+    def fragments(self) -> list[slice]:
+        """Of each fragment, which of the vectors are its own."""
+        count = max(self._fragments, default=0) + 1
+        return [slice(bisect_left(self._fragments, p), bisect_right(self._fragments, p)) for p in range(count)]
+
+    def part(self, vectors: slice) -> "Replica":
+        """The same model's replica with some of the vectors only, such as those of a fragment."""
+        part = copy(self)
+        part._groups, part._fragments = self._groups[vectors], self._fragments[vectors]
+        part.included = len(part._groups)
+        return part
 
     @property
     def names(self) -> list[str]:
@@ -122,7 +152,8 @@ class Replica:
 
     def anew(self) -> "Replica":
         """The same model's replica with the parameters that are trainable now."""
-        return type(self)(self._module, self._settle, self._excluded, self._packed, self._exchanged)
+        settings = self._settle, self._excluded, self._packed, self._exchanged
+        return type(self)(self._module, *settings, cut=self._cut)
 
     def kept(self) -> dict[str, Tensor]:
         """Copies of the buffers that are not exchanged, such as counters and masks, by name."""

@@ -11,6 +11,7 @@ from lightning_hetero.averaging.regrow import regrow
 from lightning_hetero.comm.agreement import check_equal, of_rank
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
+from lightning_hetero.engine.checkpoint import of_layout
 from lightning_hetero.engine.looks import Looks
 from lightning_hetero.engine.losses import Losses
 from lightning_hetero.engine.not_finite import explained
@@ -289,7 +290,7 @@ class ReplicaEngine:
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Continue from :meth:`state_dict`, and this rank's losses by that name."""
         assert self.averager is not None
-        self.averager.replica.unpack(state["values"])
+        self.averager.replica.unpack(of_layout(state["values"], self.averager.replica.layout))
         self.averager.replica.keep(state["kept"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -21,7 +21,12 @@ from lightning_hetero import (
     NodeAverageStrategy,
 )
 
-SHARES = {1: [1.0], 2: [2.0, 1.0], 3: [3.0, 1.0, 2.0]}  # by world; of 12 samples three ranks take 6, 2 and 4
+SHARES = {
+    1: [1.0],
+    2: [2.0, 1.0],
+    3: [3.0, 1.0, 2.0],
+    4: [5.0, 2.0, 3.0, 2.0],
+}  # of 12 samples three ranks take 6, 2, 4
 APART = [1, 1, 1]  # nodes of three ranks that are each a replica
 STRATEGIES = {
     "easgd": EASGDStrategy,

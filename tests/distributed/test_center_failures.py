@@ -25,6 +25,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("overlap", PULL),
     ("eamsgd", PULL),
     ("diloco", {"tau": 2}),
+    ("diloco", {"tau": 2, "fragments": 2, "delay": 1}),
 ]
 
 

@@ -170,6 +170,10 @@ TWO_NODES = [
     center("async", AUTO, DisagreementError, "center: rank 0: thread", by_rank={"center": ["thread", "auto"]}),
     center("async", AUTO, DisagreementError, "debias: rank 0: True", by_rank={"debias": [True, False]}),
     center("diloco", {}, DisagreementError, "outer: rank 0: ", "0.7", "0.8", by_rank={"outer_lr": [0.7, 0.8]}),
+    center(
+        "diloco", {"fragments": 3}, ConfigurationError, "fragments=3: the model has 2 modules", "fragments=2 or less"
+    ),
+    center("diloco", {}, DisagreementError, "fragments: rank 0: 1, rank 1: 2", by_rank={"fragments": [1, 2]}),
     center("easgd", AUTO, DisagreementError, "exclude: rank 0: ", by_rank={"exclude": [["*bias"], []]}),
     center("hogwild", AUTO, UnsupportedError, "serves one host", "host0, host1", by_rank=HOSTS),
     center("async", {**AUTO, "center": "shared_memory"}, UnsupportedError, "Use center='thread'", by_rank=HOSTS),

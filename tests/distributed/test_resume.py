@@ -184,6 +184,12 @@ def slow_weights(path: Path, stop: int) -> None:
         assert state["velocity"][0].any()
 
 
+def under_way(path: Path, stop: int) -> None:
+    [pending] = replicas_of(path)[0]["algorithm"]["pending"]
+    assert pending["fragment"] == (stop // 2) % 2
+    assert pending["step"] == stop // 2 * 2
+
+
 # -- the table -----------------------------------------------------------------------------------------------
 
 ENDS = (8, 11)  # at the end of an epoch, and within one
@@ -213,6 +219,8 @@ CENTER = [
     Row(STRATEGIES["diloco"], {"tau": 3, "wire": "topk:0.1"}),
     Row(STRATEGIES["eamsgd"], PULL, module=Nesterov, saved=three_apart),
     Row(STRATEGIES["diloco"], {"tau": 4}, BOTH, saved=outer_optimizer),
+    # An exchange is under way at every step.
+    Row(STRATEGIES["diloco"], {"tau": 4, "fragments": 2, "delay": 2, "blend": 0.5}, BOTH, saved=under_way),
     Row(STRATEGIES["round_robin"], PULL, saved=three_apart),
     # Where the wire takes the client to be (the center at its last exchange) is not saved.
     Row(STRATEGIES["round_robin"], {**PULL, "wire": "bf16"}, limit=2.0**-8),

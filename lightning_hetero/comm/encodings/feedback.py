@@ -1,6 +1,7 @@
 """Error feedback: what a message leaves out is added to the next one."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ class Feedback:
         self.wire = wire
         self.sent = [torch.zeros(length) for length in lengths]
         self.summed = [torch.zeros(-(-length // members) if members > 2 else 0) for length in lengths]
+
+    def part(self, vectors: slice) -> "Feedback":
+        """The residuals of some of the vectors, in the same memory."""
+        part = copy(self)
+        part.sent, part.summed = self.sent[vectors], self.summed[vectors]
+        return part
 
     def state_dict(self) -> list[Tensor]:
         """The residuals."""

@@ -1,0 +1,120 @@
+"""`hetero_diloco` in fragments, against a loop in NumPy of Streaming DiLoCo's algorithm 2."""
+
+import itertools
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from center_tasks import fit
+from oracles import SPEEDS, START, data, order, split
+from ranks import run
+from torch import nn
+
+TAU, LR, MOMENTUM, PIECES = 6, 0.01, 0.9, [slice(0, 3), slice(3, 6), slice(6, 8)]
+SETTINGS = list(itertools.product([1, 3], [0, 2], [1.0, 0.5]))  # fragments, delay, blend
+
+
+class Piece(nn.Module):
+    def __init__(self, values: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(values))
+
+
+class Pieces(pl.LightningModule):
+    """``x @ w`` on squares, with ``w`` in three modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList(Piece(START[piece]) for piece in PIECES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return ((x @ torch.cat([piece.weight for piece in self.pieces]) - y) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+def by_hand(fragments: int, delay: int, blend: float, mutant: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """The four replicas after each of 60 steps, and what is left."""
+    x, y = data()
+    w = np.stack([START] * 4)
+    velocity, center, momentum = np.zeros_like(w), START.copy(), np.zeros_like(START)
+    sent: dict[int, tuple[int, np.ndarray]] = {}
+    parts, path, weights = ([slice(0, 8)] if fragments == 1 else PIECES), [], np.array(SPEEDS) / sum(SPEEDS)
+
+    def outer_step(p: int) -> None:
+        _, gradient = sent.pop(p)
+        part = parts[p]
+        momentum[part] = 0.9 * momentum[part] + gradient
+        center[part] -= 0.7 * (gradient + 0.9 * momentum[part])
+        w[:, part] = (1 - blend) * w[:, part] + blend * center[part]
+
+    for t in range(1, 61):
+        epoch, batch = divmod(t - 1, 20)
+        rows, first = order(epoch, 235)[12 * batch : 12 * batch + 12], 0
+        for i, part in enumerate(split(len(rows), SPEEDS)):
+            mine, first = rows[first : first + part], first + part
+            if part:
+                velocity[i] = MOMENTUM * velocity[i] + 2 * x[mine].T @ (x[mine] @ w[i] - y[mine]) / part
+                w[i] -= LR * velocity[i]
+        for p in [p for p, (begun, _) in sent.items() if t == begun + delay]:
+            outer_step(p)
+        for p, part in enumerate(parts):
+            if t % TAU == (0 if mutant == "all at once" else p * TAU // len(parts)):
+                sent[p] = t, -(weights @ (w[:, part] - center[part]))
+                if delay == 0:
+                    outer_step(p)
+        path.append(w.copy())
+    for p in list(sent):
+        outer_step(p)
+    return np.stack(path), weights @ w
+
+
+def _fits() -> list[dict[str, Any]]:
+    chosen = [{"fragments": f, "delay": d, "blend": b} for f, d, b in SETTINGS]
+    return [fit("diloco", Pieces(), tau=TAU, **each) for each in [*chosen, {"fragments": "blocks"}, {}]]
+
+
+def test_against_a_loop_by_hand() -> None:
+    for rank, results in enumerate(run(_fits, 4, nodes=[1] * 4)):
+        for setting, result in zip(SETTINGS, results, strict=False):
+            path, final = by_hand(*setting)
+            assert np.abs(result["path"].numpy() - path[:, rank]).max() <= 1e-10, setting
+            assert np.abs(result["final"].numpy() - final).max() <= 1e-10, setting
+        *_, blocks, whole = results
+        by_setting = dict(zip(SETTINGS, results, strict=False))
+        cut = by_setting[3, 0, 1.0]
+        assert torch.equal(blocks["path"], cut["path"])
+        assert torch.equal(whole["path"], by_setting[1, 0, 1.0]["path"])  # the defaults
+    wrong = by_hand(3, 2, 0.5, "all at once")[0]
+    assert np.abs(wrong - by_hand(3, 2, 0.5)[0]).max() > 1e-4
+
+
+class Bytes(pl.Callback):
+    """The bytes of each exchange."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        traffic = trainer.strategy.traffic  # type: ignore[union-attr]
+        if traffic.bytes > sum(self.sent):
+            self.sent.append(traffic.bytes - sum(self.sent))
+
+
+def _bytes(fragments: int) -> list[int]:
+    torch.manual_seed(0)
+    module, seen = Pieces(), Bytes()
+    module.pieces = nn.ModuleList(Piece(np.linspace(-1, 1, 8)[:4]) for _ in range(2))
+    fit("diloco", module, tau=4, fragments=fragments, epochs=1, trainer={"callbacks": [seen]})
+    return seen.sent
+
+
+def test_bytes_per_tau_are_the_same_and_the_peak_is_a_part() -> None:
+    (whole, *_), (cut, *_) = run(_bytes, 2, 1, nodes=[1, 1]), run(_bytes, 2, 2, nodes=[1, 1])
+    assert len(set(whole)) == len(set(cut)) == 1
+    assert len(whole) == 5  # in 20 steps
+    assert len(cut) == 2 * len(whole)
+    assert 2 * cut[0] == whole[0]
