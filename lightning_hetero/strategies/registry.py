@@ -164,7 +164,7 @@ ENTRIES = (
         "rank",
         "an outer optimizer on what replicas have done",
         "very slow links: hundreds of steps between exchanges",
-        "DiLoCo, Douillard et al. 2023",
+        "DiLoCo, Douillard et al. 2023; Streaming DiLoCo, 2025",
     ),
     Entry(
         "hetero_diloco_async",
