@@ -17,6 +17,7 @@ from torch import nn
 REPLICA = {"replica": "rank"}
 STRATEGIES = {
     "DASOStrategy": {**REPLICA, "global_every": 2},
+    "DiLoCoAsyncStrategy": {**REPLICA, "tau": 3},
     "DiLoCoStrategy": {**REPLICA, "tau": 3},
     "EASGDAsyncStrategy": {**REPLICA, "moving_rate": 0.3},
     "EASGDStrategy": {**REPLICA, "moving_rate": 0.3},
