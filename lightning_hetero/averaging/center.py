@@ -197,7 +197,7 @@ class CenterAverager(LowBitAverager, CenteredAverager):
         """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
         self._snapshot = self.position(self._snapshot)
         weights, payload = context.samples_per_replica, self.payload()
-        own = Contribution(self._snapshot, weights, self.center, self.wire, self.feedback, payload)
+        own = Contribution(self._snapshot, weights, self.center, self.wire, payload, self.feedback)
         if self.overlap:
             self._exchange = self.links.begin(own, self._mean, want="difference").result
         else:

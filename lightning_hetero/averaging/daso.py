@@ -176,7 +176,7 @@ class DASOAverager(LowBitAverager):
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
         samples, member = context.samples_per_replica, self._member
-        own = Contribution(self._snapshot, samples, self.reference, self.wire, self.feedback, self._pace.lasted)
+        own = Contribution(self._snapshot, samples, self.reference, self.wire, self._pace.lasted, self.feedback)
         exchange = self.links.begin(own, self._mean, member, WANT[self.mixing])
         self._pending = Pending(context.step, self.schedule.wait, exchange)
         self._since, self._member = 0, (member + 1) % self.links.members

@@ -57,7 +57,7 @@ class PeriodicAverager(LowBitAverager):
     def meet(self, context: StepContext) -> Outcome | None:
         self._packed = self.replica.pack(self._packed)
         self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
-        own = Contribution(self._packed, context.samples_per_replica, self.reference, self.wire, self.feedback)
+        own = Contribution(self._packed, context.samples_per_replica, self.reference, self.wire, feedback=self.feedback)
         self._take(self.links.exchange(own, self._spare), context)
         return None
 

@@ -34,17 +34,17 @@ class Contribution:
         reference: vectors on the CPU, in fp32 or wider, the same on all ranks. All replicas are near it: what travels
             is the difference from it.
         wire: number format of what travels between replicas.
+        payload: a number for the other replicas. The one of the rank that exchanges counts.
         feedback: what earlier messages have left out, and which values travel on a low-bit wire; such wires need it.
             It is updated on all ranks.
-        payload: a number for the other replicas. The one of the rank that exchanges counts.
     """
 
     values: Sequence[Tensor]
     weights: Sequence[float]
     reference: Sequence[Tensor]
     wire: str = "fp32"
-    feedback: Feedback | None = None
     payload: float = math.nan
+    feedback: Feedback | None = None
 
 
 class Average(NamedTuple):

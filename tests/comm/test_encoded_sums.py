@@ -49,7 +49,7 @@ def _several(replicas: list[list[int]], wire: str, steps: int) -> Any:
     for step in range(steps):
         out = [torch.empty(n) for n in LENGTHS]
         weights = WEIGHTS[: len(replicas)]
-        mine = Contribution(values(own.index, step), weights, reference, wire, feedback, float(own.index))
+        mine = Contribution(values(own.index, step), weights, reference, wire, float(own.index), feedback)
         found.append([mean.clone() for mean in own.begin(mine, out, step, "difference").result().difference])
     assert feedback is not None
     return found, feedback.sent, feedback.summed, own.traffic.bytes
@@ -104,7 +104,9 @@ def _counted(count: int, wire: str, length: int) -> tuple[int, int]:
         raise AssertionError("nothing is left to reduce")
 
     wire_module.dist.isend, sums.all_gather, wire_module.dist.all_reduce = sending, gathering, reducing
-    mine = Contribution([torch.randn(length)], [1] * count, [torch.zeros(length)], wire, own.feedback(wire, [length]))
+    mine = Contribution(
+        [torch.randn(length)], [1] * count, [torch.zeros(length)], wire, feedback=own.feedback(wire, [length])
+    )
     own.exchange(mine)
     wire_module.dist.isend, sums.all_gather, wire_module.dist.all_reduce = isend, gather, reduce
     return own.traffic.bytes, sum(given)
@@ -129,12 +131,12 @@ def _broken(wire: str) -> Any:
         mine = torch.full((1000,), 1.0 + own.index)
         if step == 1 and own.index == 1:
             mine[7] = float("inf")
-        average = own.exchange(Contribution([mine], [1, 1, 1], [torch.zeros(1000)], wire, feedback))
+        average = own.exchange(Contribution([mine], [1, 1, 1], [torch.zeros(1000)], wire, feedback=feedback))
         found.append((average.healthy, average.mean[0].clone()))
     strict, bad = links([[0], [1], [2]]), torch.full((1000,), float("nan") if own.index == 2 else 1.0)
     before = [rest.clone() for rest in feedback.state_dict()]
     with pytest.raises(NotFiniteError) as caught:
-        strict.exchange(Contribution([bad], [1, 1, 1], [torch.zeros(1000)], wire, feedback))
+        strict.exchange(Contribution([bad], [1, 1, 1], [torch.zeros(1000)], wire, feedback=feedback))
     untouched = all(torch.equal(a, b) for a, b in zip(before, feedback.state_dict(), strict=True))
     return found, list(caught.value.replicas), untouched
 
