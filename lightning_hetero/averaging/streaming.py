@@ -150,7 +150,8 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     def _begin(self, p: int, context: StepContext) -> None:
         part = self._parts[p]
         part.snapshot = part.replica.pack(part.snapshot)
-        own = Contribution(part.snapshot, context.samples_per_replica, part.center, self.wire, part.feedback)
+        weights, feedback = context.samples_per_replica, part.feedback
+        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback)
         exchange = self.links.begin if self.delay else self.links.exchange
         self._pending[p] = Pending(context.step, exchange(own, part.mean, want="difference"))
 
