@@ -19,7 +19,8 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from faults_links import LINK_FAULTS, Links
-from faults_watch import ALL_FAULTS, HOST_FAULTS, Fit, Result
+from faults_result import Result
+from faults_watch import ALL_FAULTS, HOST_FAULTS, Fit
 from jobs import machine
 
 

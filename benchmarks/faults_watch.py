@@ -8,14 +8,14 @@ import signal
 import socket
 import tempfile
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from faults_job import FIRST, GRACE, LATEST, PAUSE, RANK, SAMPLES, TIMEOUT, Place, ending, progress, worker
 from faults_links import LINK_FAULTS, Links
+from faults_result import Result
 
 #: A fault of one process, and the signal by which the process gets it, or does it to itself.
 SIGNALS = {
@@ -38,33 +38,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.envir
 
 
 @dataclass
-class Result:
-    """What became of a fit.
-
-    Attributes:
-        outcomes: by fault, how often it was survived, ended the fit cleanly, made it hang, or was lost.
-        said: what ranks said that did not end well.
-        loss: at the end; ``None`` if it did not come to its end.
-        stalls: by fault that was survived, the longest time between two steps of a process that nothing had struck.
-        stall: the same, of the whole fit.
-        samples: trained on by all ranks.
-        living: seconds for which processes were there, all together.
-        joined: processes that were started again, and have trained.
-        starts: of the whole fit, from its newest checkpoint.
-    """
-
-    outcomes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    said: list[str] = field(default_factory=list)
-    loss: float | None = None
-    stalls: dict[str, float] = field(default_factory=dict)
-    stall: float = 0.0
-    samples: float = 0.0
-    living: float = 0.0
-    joined: int = 0
-    starts: int = 0
-
-
-@dataclass
 class Rank:
     """A process of the fit."""
 
@@ -76,6 +49,7 @@ class Rank:
     began: float
     struck: str = ""
     over: float | None = None  # when it was struck, or has ended
+    trains: bool = False
 
     @property
     def runs(self) -> bool:
@@ -179,6 +153,9 @@ class Fit:
                 self.later.remove((when, end))
                 end()
         for rank in self.ranks:
+            if rank.seen[FIRST] and not rank.trains:
+                rank.trains = True
+                self.tell(f"process {rank.number} trains, {rank.seen[FIRST] - rank.began:.1f} s after its start")
             if rank.over is None and not rank.runs:
                 rank.over = now
                 self._ended(rank)
