@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_hetero.comm.leaving import THREADS, close_at_exit
-from lightning_hetero.engine.job import open_store, store_at
+from lightning_hetero.engine.job import store_at
 from lightning_hetero.errors import CommunicationError, JoinRefusedError
 
 _LOOK = 0.25  # seconds between two looks at the requests
@@ -78,8 +78,9 @@ class JoinRequests:
 
     def __init__(self, interface: str, limit: timedelta, misfit: Callable[[Mapping[str, Any]], str | None]) -> None:
         self._misfit, secret = misfit, secrets.token_hex(16)
-        self._server, (host, port) = open_store(interface, limit)
-        self.address = [host, port, secret]
+        # Not of a view: it stays when ranks are lost, and the connections of their view are broken.
+        self._server = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self.address = [interface, self._server.port, secret]
         self._store = dist.PrefixStore(secret, self._server)
         self._store.add("beat", 1)
         self._seen = 0  # requests

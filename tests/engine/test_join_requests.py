@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_hetero.comm import leaving
 from lightning_hetero.engine import join_requests
 from lightning_hetero.engine.join_requests import Admission, JobGoneError, JoinRequests, answers, ask
 from lightning_hetero.errors import JoinRefusedError
@@ -63,6 +64,13 @@ def test_places_follow_those_that_are_there(requests: JoinRequests) -> None:
     assert [str(one) for one in (other.outcome for other in others) if isinstance(one, JoinRefusedError)] == [
         "the job does not let this process in: it has come to its end"
     ]
+
+
+def test_requests_are_taken_after_the_connections_of_a_view_were_broken(requests: JoinRequests) -> None:
+    leaving.cut()  # a rank was lost
+    time.sleep(0.5)  # for the thread to notice, if it would
+    Asks(requests.address).start()
+    _until(lambda: requests.waiting == 1)
 
 
 def test_who_does_not_fit_is_told_why(requests: JoinRequests) -> None:
