@@ -57,14 +57,22 @@ class CenteredAverager(Averager):
     )
 
     def __post_init__(self) -> None:
-        if type(self.tau) is not int or self.tau < 1:
-            raise ConfigurationError(f"tau={self.tau!r} must be a whole number of optimizer steps, at least 1.")
+        self.check_tau()
         if not isinstance(self.exclude, (list, tuple)) or not all(isinstance(name, str) for name in self.exclude):
             raise ConfigurationError(
                 f"exclude={self.exclude!r}: give a list of names, such as ['embedding.weight', '*norm*']."
             )
         one_of("packed", self.packed, (True, False))
         self.exclude = tuple(self.exclude)
+
+    def check_tau(self) -> None:
+        """See that tau is a number of steps.
+
+        Raises:
+            ConfigurationError: it is not.
+        """
+        if type(self.tau) is not int or self.tau < 1:
+            raise ConfigurationError(f"tau={self.tau!r} must be a whole number of optimizer steps, at least 1.")
 
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:

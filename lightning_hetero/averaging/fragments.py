@@ -1,4 +1,4 @@
-"""Fragments: the parts of a model that replicas exchange one after another, and when each is due."""
+"""Fragments: the parts of a model that replicas exchange one after another."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -120,14 +120,3 @@ def _filled(sizes: Sequence[int], count: int, limit: int) -> list[int]:
             held = 0
         held += size
     return starts
-
-
-def beginning(step: int, tau: int, count: int) -> list[int]:
-    """The fragments with an exchange that begins after a step: p, where ``step mod tau = p tau / count``, rounded down.
-
-    Args:
-        step: optimizer steps so far.
-        tau: steps from one exchange of a fragment to its next.
-        count: number of fragments.
-    """
-    return [p for p in range(count) if step % tau == p * tau // count]

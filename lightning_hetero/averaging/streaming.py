@@ -1,10 +1,11 @@
 """Exchanges of fragments: one after another, in the background if wanted, each mixed in some steps later."""
 
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,11 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.center import CenteredAverager, check_patterns
-from lightning_hetero.averaging.fragments import Cut, Fragments, beginning
+from lightning_hetero.averaging.fragments import Cut, Fragments
 from lightning_hetero.averaging.low_bit import LowBitAverager
-from lightning_hetero.checks import is_number
+from lightning_hetero.averaging.pace import Pace
+from lightning_hetero.averaging.rhythm import Rhythm
+from lightning_hetero.checks import at_least_one, is_number
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.encodings import Feedback
 from lightning_hetero.comm.links import Exchange
@@ -32,6 +35,7 @@ class Fragment:
         snapshot: memory for what is sent.
         mean: memory for what arrives.
         feedback: what low-bit messages of it have left out, if there are any.
+        lasted: how long its latest exchange lasted, in steps of this replica; NaN before.
         distance: of the replicas from the center, at its latest exchange; NaN before.
     """
 
@@ -40,6 +44,7 @@ class Fragment:
     snapshot: list[Tensor]
     mean: list[Tensor]
     feedback: Feedback | None
+    lasted: float = math.nan
     distance: float = math.nan
 
 
@@ -61,11 +66,15 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     With the whole model as one fragment, no delay and ``blend=1`` all replicas meet every tau steps.
 
     Attributes:
+        tau: steps from one exchange of a fragment to its next; ``"auto"``: as few as their measured cost allows.
+        tau_max: the largest tau that is chosen then.
         fragments: how many, or ``"blocks"``.
         delay: steps for which an exchange may last, in the background; 0: all wait for it.
         blend: the part of the way that replicas go to the center when an exchange has arrived.
     """
 
+    tau: int | Literal["auto"]  # type: ignore[assignment]
+    tau_max: int
     fragments: Fragments
     delay: int
     blend: float
@@ -73,10 +82,11 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._cut = Cut(self.fragments)
-        if type(self.delay) is not int or not 0 <= self.delay < self.tau:
+        name, longest = ("tau_max", self.tau_max) if self.tau == "auto" else ("tau", self.tau)
+        if type(self.delay) is not int or not 0 <= self.delay < longest:
             raise ConfigurationError(
                 f"delay={self.delay!r} must be a whole number of optimizer steps, at least 0 (blocking) and less than "
-                f"tau={self.tau}: an exchange of a fragment must be over before its next one begins."
+                f"{name}={longest}: an exchange of a fragment must be over before its next one begins."
             )
         if not is_number(self.blend) or not 0 < self.blend <= 1:
             raise ConfigurationError(
@@ -85,6 +95,12 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
             )
         if self.delay:
             self.facts = replace(type(self).facts, blocking=False)  # type: ignore[misc]
+
+    @override
+    def check_tau(self) -> None:
+        at_least_one("tau_max", self.tau_max)
+        if self.tau != "auto":
+            at_least_one("tau", self.tau, ", or 'auto'")
 
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
@@ -97,9 +113,12 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     def prepare(self) -> Outcome | None:
         super().prepare()
         self._since = 0  # steps since a fragment has last moved
+        self._arrived: list[int] = []  # fragments that have moved after the latest step
         self._pending: dict[int, Pending] = {}  # by fragment, in the order of their beginning
         self.feedback = self.residuals(self.center)
         self._parts = [self._part(vectors) for vectors in self.replica.fragments]
+        self._rhythm = Rhythm(self.tau, self.delay, self.tau_max, len(self._parts))
+        self._pace = Pace()
         if self.delay:
             self.links.prepare()
         return None
@@ -125,7 +144,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def beginning(self, step: int) -> list[int]:
         """The fragments with an exchange that begins after a step."""
-        return beginning(step, self.tau, len(self._parts))
+        return self._rhythm.beginning(step)
 
     def _arriving(self, step: int) -> list[int]:
         return [p for p, pending in self._pending.items() if step - pending.step >= self.delay]
@@ -136,30 +155,45 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
+        self._pace.pause()
         self._since += 1
         arriving = self._arriving(context.step)
         for p in arriving:
             self._arrive(p)
+        told = self._rhythm.settle(context.step)
         for p in self.beginning(context.step):
+            if p in self._pending:  # tau has become shorter
+                self._arrive(p)
             self._begin(p, context)
             if not self.delay:
                 self._arrive(p)
                 arriving.append(p)
-        return Outcome(exchanged=True) if arriving else None
+        self._arrived = arriving
+        self._pace.resume()
+        return Outcome(exchanged=bool(arriving), info=told) if arriving or told else None
 
     def _begin(self, p: int, context: StepContext) -> None:
         part = self._parts[p]
         part.snapshot = part.replica.pack(part.snapshot)
         weights, feedback = context.samples_per_replica, part.feedback
-        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback)
-        exchange = self.links.begin if self.delay else self.links.exchange
-        self._pending[p] = Pending(context.step, exchange(own, part.mean, want="difference"))
+        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.lasted)
+        if self.delay:
+            self._pending[p] = Pending(context.step, self.links.begin(own, part.mean, want="difference"))
+            return
+        began = time.perf_counter()
+        self._pending[p] = Pending(context.step, self.links.exchange(own, part.mean, want="difference"))
+        self._measured(part, time.perf_counter() - began)
+
+    def _measured(self, part: Fragment, seconds: float) -> None:
+        self._pace.exchanged(seconds)
+        part.lasted = self._pace.lasted
 
     def _result(self, p: int) -> Average:
         """Wait for an exchange, but do not mix it in."""
         pending = self._pending[p]
-        if isinstance(pending.average, Exchange):
-            self._pending[p] = pending = pending._replace(average=pending.average.result())
+        if isinstance(exchange := pending.average, Exchange):
+            self._pending[p] = pending = pending._replace(average=exchange.result())
+            self._measured(self._parts[p], exchange.seconds)
         assert isinstance(pending.average, Average)
         return pending.average
 
@@ -167,6 +201,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         """Let a fragment's center move, and its values follow."""
         average, part = self._result(p), self._parts[p]
         del self._pending[p]
+        self._rhythm.measured(p, average.payloads)
         part.distance = average.displacement  # RMS over the replicas
         self._distance = math.hypot(*(each.distance for each in self._parts if not math.isnan(each.distance)))
         self.move(p, average.difference)
@@ -203,17 +238,25 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         return super().finish(context)
 
     @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {**super().status(step), **({"tau": self._rhythm.tau} if self._rhythm.auto else {})}
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         pending = []
         for p in list(self._pending):
             average = self._result(p)._asdict()
             pending.append({"fragment": p, "step": self._pending[p].step, "average": average})
-        return {**super().state_dict(), "since": self._since, "pending": pending}
+        course = {"rhythm": self._rhythm.state_dict(), "arrived": self._arrived}
+        return {**super().state_dict(), "since": self._since, "pending": pending, **course}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._since = state["since"]
+        self._arrived = list(state.get("arrived", []))
+        if "rhythm" in state:
+            self._rhythm.load_state_dict(state["rhythm"])
         saved = state.get("pending", [])
         self._pending = {each["fragment"]: Pending(each["step"], Average(**each["average"])) for each in saved}
 
@@ -226,5 +269,5 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def missed_exchange(self, context: StepContext) -> None:
-        for p in self.beginning(context.step - self.delay):  # the others' centers have moved, and are loaded
+        for p in self._arrived:  # the others' centers have moved, and are loaded
             self._follow(self._parts[p])

@@ -118,3 +118,26 @@ def test_bytes_per_tau_are_the_same_and_the_peak_is_a_part() -> None:
     assert len(whole) == 5  # in 20 steps
     assert len(cut) == 2 * len(whole)
     assert 2 * cut[0] == whole[0]
+
+
+class Taus(pl.Callback):
+    """Tau after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append(trainer.strategy.averager.status(trainer.global_step)["tau"])  # type: ignore[union-attr]
+
+
+def _auto() -> list[Any]:
+    taus = Taus()
+    fit("diloco", Pieces(), tau="auto", tau_max=12, fragments=3, delay=1, blend=0.5, trainer={"callbacks": [taus]})
+    return taus.seen
+
+
+def test_all_ranks_choose_the_same_tau() -> None:
+    one, other = run(_auto, 2, nodes=[1, 1])
+    assert one == other
+    assert one[0] == 8
+    assert all(2 <= tau <= 12 for tau in one)
