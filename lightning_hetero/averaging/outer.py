@@ -61,7 +61,7 @@ class OuterAverager(StreamingAverager):
     facts = replace(
         CenteredAverager.facts, between="the mean of all replicas, and each such look costs as much as an exchange"
     )
-    tau: int | Literal["auto"] = 50  # type: ignore[assignment]
+    tau: int | Literal["auto"] = 50
     outer_lr: float | None = None
     outer_momentum: float | None = None
     outer: Callable[[Iterable], Optimizer] | None = None
