@@ -114,7 +114,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         super().prepare()
         self._since = 0  # steps since a fragment has last moved
         self._arrived: list[int] = []  # fragments that have moved after the latest step
-        self._pending: dict[int, Pending] = {}  # by fragment, in the order of their beginning
+        self._sent: dict[int, Pending] = {}  # by fragment, in the order of their beginning
         self.feedback = self.residuals(self.center)
         self._parts = [self._part(vectors) for vectors in self.replica.fragments]
         self._rhythm = Rhythm(self.tau, self.delay, self.tau_max, len(self._parts))
@@ -147,7 +147,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         return self._rhythm.beginning(step)
 
     def _arriving(self, step: int) -> list[int]:
-        return [p for p, pending in self._pending.items() if step - pending.step >= self.delay]
+        return [p for p, pending in self._sent.items() if step - pending.step >= self.delay]
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -162,7 +162,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
             self._arrive(p)
         told = self._rhythm.settle(context.step)
         for p in self.beginning(context.step):
-            if p in self._pending:  # tau has become shorter
+            if p in self._sent:  # tau has become shorter
                 self._arrive(p)
             self._begin(p, context)
             if not self.delay:
@@ -178,10 +178,10 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         weights, feedback = context.samples_per_replica, part.feedback
         own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.lasted)
         if self.delay:
-            self._pending[p] = Pending(context.step, self.links.begin(own, part.mean, want="difference"))
+            self._sent[p] = Pending(context.step, self.links.begin(own, part.mean, want="difference"))
             return
         began = time.perf_counter()
-        self._pending[p] = Pending(context.step, self.links.exchange(own, part.mean, want="difference"))
+        self._sent[p] = Pending(context.step, self.links.exchange(own, part.mean, want="difference"))
         self._measured(part, time.perf_counter() - began)
 
     def _measured(self, part: Fragment, seconds: float) -> None:
@@ -190,9 +190,9 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def _result(self, p: int) -> Average:
         """Wait for an exchange, but do not mix it in."""
-        pending = self._pending[p]
+        pending = self._sent[p]
         if isinstance(exchange := pending.average, Exchange):
-            self._pending[p] = pending = pending._replace(average=exchange.result())
+            self._sent[p] = pending = pending._replace(average=exchange.result())
             self._measured(self._parts[p], exchange.seconds)
         assert isinstance(pending.average, Average)
         return pending.average
@@ -200,7 +200,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     def _arrive(self, p: int) -> None:
         """Let a fragment's center move, and its values follow."""
         average, part = self._result(p), self._parts[p]
-        del self._pending[p]
+        del self._sent[p]
         self._rhythm.measured(p, average.payloads)
         part.distance = average.displacement  # RMS over the replicas
         self._distance = math.hypot(*(each.distance for each in self._parts if not math.isnan(each.distance)))
@@ -229,7 +229,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def complete(self, context: StepContext) -> None:
-        for p in list(self._pending):
+        for p in list(self._sent):
             self._arrive(p)
 
     @override
@@ -244,9 +244,9 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     @override
     def state_dict(self) -> dict[str, Any]:
         pending = []
-        for p in list(self._pending):
+        for p in list(self._sent):
             average = self._result(p)._asdict()
-            pending.append({"fragment": p, "step": self._pending[p].step, "average": average})
+            pending.append({"fragment": p, "step": self._sent[p].step, "average": average})
         course = {"rhythm": self._rhythm.state_dict(), "arrived": self._arrived}
         return {**super().state_dict(), "since": self._since, "pending": pending, **course}
 
@@ -258,13 +258,13 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         if "rhythm" in state:
             self._rhythm.load_state_dict(state["rhythm"])
         saved = state.get("pending", [])
-        self._pending = {each["fragment"]: Pending(each["step"], Average(**each["average"])) for each in saved}
+        self._sent = {each["fragment"]: Pending(each["step"], Average(**each["average"])) for each in saved}
 
     # -- replicas that are lost --------------------------------------------------------------------
 
     @override
     def remains(self, kept: Sequence[int]) -> dict[str, Any]:
-        self._pending = {}  # dropped by all; these fragments exchange tau steps later
+        self._sent = {}  # dropped by all; these fragments exchange tau steps later
         return super().remains(kept)
 
     @override
