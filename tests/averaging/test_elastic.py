@@ -37,6 +37,9 @@ class TableLinks:
         self.table, self.index, self.count = table, index, len(table.slots)
         self.traffic = Traffic()
 
+    def feedback(self, wire: str, lengths: list[int]) -> None:
+        """What travels here is not rounded."""
+
     def exchange(self, own: Contribution, *_: Any, **__: Any) -> Average:
         self.table.slots[self.index] = (*(flat.clone() for flat in own.values), own.payload)
         self.table.barrier.wait()
