@@ -106,7 +106,7 @@ def _red(png: bytes) -> int:
 
 
 def test_pictures_mark_when_a_rank_was_lost() -> None:
-    change = Change(1, 0.35, 3, {2: "has left"}, 2, 2, {0: 0.2, 1: 0.1}, 5, 0)
+    change = Change(1, 0.35, 3, {2: "has left"}, (), 2, 2, {0: 0.2, 1: 0.1}, 5, 0)
     plain, marked = draw(fit()), draw(fit(changes=[change]))
     for before, after in zip(plain, marked, strict=True):
         assert (_red(after.png) > _red(before.png) + 20) == (after.name in ("timeline", "shares", "speed")), after.name

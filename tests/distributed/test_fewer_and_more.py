@@ -22,6 +22,7 @@ from lightning_hetero import (
     NodeAverageStrategy,
     SharedStream,
 )
+from lightning_hetero.averaging.outer import OuterAverager
 from lightning_hetero.callbacks import ResumableCheckpoint
 
 DASO = {"warmup": 1, "cooldown": 0, "global_every": 4, "wait": 1, "schedule_every_n_steps": 5}
@@ -46,7 +47,8 @@ class Begun(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         self.momenta = _momenta(trainer.optimizers[0])
         averager = getattr(trainer.strategy, "averager", None)
-        self.outer = _momenta(averager._optimizer) if hasattr(averager, "_optimizer") else []
+        outer = averager._outer[0].optimizer if isinstance(averager, OuterAverager) else None
+        self.outer = [] if outer is None else _momenta(outer)
         self.best = averager.schedule.best if hasattr(averager, "schedule") else None
 
 
