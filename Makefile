@@ -7,10 +7,12 @@ export OMP_NUM_THREADS := 1
 # Python keeps its bytecode: a hundred processes of the tests would otherwise compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-upstream lint docs setup clean
+.PHONY: help demo test test-long test-upstream lint docs setup clean
 help:
 	@echo "make demo   set up, then train on emulated fast and slow devices and draw what happened (2 minutes)"
-	@echo "make test   set up, then lint, type-check and test"
+	@echo "make test   set up, then lint, type-check and test (some 8 minutes on two cores)"
+	@echo "make test-long"
+	@echo "            set up, then run the tests that make test leaves out, as they take long (some 15 minutes)"
 	@echo "make test-upstream LIGHTNING_SRC=FOLDER"
 	@echo "            set up, then run Lightning's own tests, from a checkout of it, with its DDP and with ours (an hour)"
 	@echo "make docs   set up, then make the documentation's site, docs/_build/html/index.html"
@@ -38,11 +40,23 @@ lint: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+# What goes by the clock runs alone, and again where a busy machine has come between.
+PYTEST := $(BIN)/python -m pytest
+AT_ONCE := -n 3 --dist worksteal
+BY_THE_CLOCK := --reruns 3 --reruns-delay 3
+
 test: lint
 	@echo "== Testing"
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not clock"
-	@echo "== Testing what goes by the clock, alone, and again where a busy machine has come between"
-	@$(BIN)/python -m pytest -m clock --reruns 3 --reruns-delay 3
+	@$(PYTEST) $(AT_ONCE) -m "not clock and not long"
+	@echo "== Testing what goes by the clock"
+	@$(PYTEST) $(BY_THE_CLOCK) -m "clock and not long"
+
+# Whole programs as their users start them, and further cases of tests that `make test` runs once.
+test-long: setup
+	@echo "== Testing what takes long"
+	@$(PYTEST) $(AT_ONCE) -m "not clock and long"
+	@echo "== Testing what takes long and goes by the clock"
+	@$(PYTEST) $(BY_THE_CLOCK) -m "clock and long"
 
 # What Lightning's tests need besides.
 $(VENV)/.upstream: $(VENV)/.ready

@@ -1,5 +1,6 @@
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,3 +18,16 @@ def _seed_of_one_test_only() -> Iterator[None]:
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest takes those that `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``long(after=n)``, the first ``n`` cases of a test are not long."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        marks = [mark for mark in item.own_markers if mark.name == "long" and "after" in mark.kwargs]
+        for mark in marks:
+            name = item.nodeid.partition("[")[0]
+            cases[name] += 1
+            if cases[name] <= mark.kwargs["after"]:
+                item.own_markers.remove(mark)

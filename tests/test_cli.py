@@ -65,6 +65,7 @@ trainer:
 """
 
 
+@pytest.mark.long
 def test_an_unchanged_script_of_several_processes(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "train.py").write_text(SCRIPT)
@@ -124,6 +125,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lightning-hetero {__version__}\n"
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
 def test_options_are_explained(entry, monkeypatch, capsys) -> None:
     text = said(["fit", "--trainer.strategy.help", f"lightning_hetero.{entry.strategy.__name__}"], monkeypatch, capsys)
@@ -187,6 +189,7 @@ def test_help_takes_less_than_two_seconds_of_cpu_time() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0  # 0.1 s; with PyTorch 5 s
 
 
+@pytest.mark.long
 def test_the_strings_are_registered_if_this_package_is_imported_before_lightning() -> None:
     """In processes that have imported PyTorch only. The last two parts would import each other in a circle."""
     code = """

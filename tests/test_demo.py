@@ -18,6 +18,7 @@ DEMO = [sys.executable, "-m", "lightning_hetero", "demo"]
 
 
 @pytest.mark.clock
+@pytest.mark.long
 def test_demo(tmp_path: Path) -> None:
     command = [*DEMO, "--epochs", "2", "--out", str(tmp_path)]
     with watched() as running:
@@ -57,6 +58,7 @@ def test_demo(tmp_path: Path) -> None:
     assert daso.accuracy > 0.8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing_behind(tmp_path: Path, number: int) -> None:
     with watched() as running:

@@ -13,6 +13,7 @@ WINDOWS = 3200 * 19 // 20  # to train on
 HARMLESS = "does not have many workers|LeafSpec|tensorboardX"  # nothing that a user could act on, as in pyproject.toml
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
 def test_char_gpt(tmp_path: Path, devices: int) -> None:
     sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]

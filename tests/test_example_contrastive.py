@@ -24,6 +24,7 @@ def pairwise(views: torch.Tensor) -> float:
     return torch.stack(losses).mean().item()
 
 
+@pytest.mark.long
 def test_contrastive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"--images {IMAGES} --batch-size {BATCH} --epochs {EPOCHS} --shares 3 1 --seconds 0 0 --out {tmp_path}"
     results = run_script(EXAMPLES / "contrastive.py", *words.split(), folder=tmp_path, ranks=2)

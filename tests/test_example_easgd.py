@@ -15,6 +15,7 @@ MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shut
 no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(no_mpi, reason="needs mpi4py and mpiexec: pip install mpi4py mpich")
 def test_easgd_over_mpi(tmp_path: Path) -> None:
     command = [str(MPIEXEC), "-n", "3", sys.executable, str(EXAMPLE), "--epochs", "4", "--late", "0.03"]

@@ -14,6 +14,7 @@ EPOCHS, UNFREEZE, AVERAGE, IMAGES, BATCH = 5, 1, 3, 300, 16
 NAMES = ["hetero_ddp", "hetero_node"]
 
 
+@pytest.mark.long
 def test_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
         f"--strategies {' '.join(NAMES)} --images {IMAGES} --batch-size {BATCH} --epochs {EPOCHS} "

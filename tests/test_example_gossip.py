@@ -9,6 +9,7 @@ from scripts import run_script
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gossip.py"
 
 
+@pytest.mark.long
 @pytest.mark.clock
 def test_gossip(tmp_path: Path) -> None:
     results = run_script(EXAMPLE, "--epochs", "3", "--late", "0.05", folder=tmp_path, ranks=3)

@@ -41,6 +41,7 @@ def by_hand(module, loader: str, steps: int) -> list[tuple[int, float]]:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loader", ["shared", "stateful"])
 def test_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str) -> None:
     words = f"--loader {loader} --steps {STEPS} --files {FILES} --context {CONTEXT} --batch-size {BATCH} --layers 1"

@@ -14,6 +14,7 @@ from scripts import run_script
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_digits(tmp_path: Path, devices: str) -> None:
     arguments = ["--devices", devices, "--epochs", "6"]
@@ -33,6 +34,7 @@ def test_digits(tmp_path: Path, devices: str) -> None:
     assert "samples/s" in (tmp_path / re.search(r"who waited: (.*)", output).group(1)).read_text()
 
 
+@pytest.mark.long
 def test_torchrun_with_two_ranks_on_one_node_and_one_on_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

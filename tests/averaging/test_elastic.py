@@ -144,6 +144,7 @@ def test_neither_holds_of_mutants() -> None:
     assert train(Pull(1.8, beta=0.1), starts, weights, 9).x.min() < -2.1  # swings past the center
 
 
+@pytest.mark.long
 def test_with_weights_the_center_rests_at_the_weighted_mean() -> None:
     # Quadratics with minima at 1, 0, 0, of which the first holds half of the samples.
     targets, weights = [1.0, 0.0, 0.0], [3.0, 1.0, 2.0]
@@ -158,6 +159,7 @@ def test_with_weights_the_center_rests_at_the_weighted_mean() -> None:
 # -- stability -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("alpha", "beta", "stays"), [(0.5, 1.49, True), (1.1, 0.89, True), (0.5, 1.51, False)])
 def test_the_bound_on_alpha_and_beta(alpha: float, beta: float, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not stays:

@@ -182,6 +182,7 @@ def _in_virtual_time() -> list[tuple[int, ...]]:
         return [record.shares for record in monitor.history]
 
 
+@pytest.mark.long
 def test_hetero_ddp_finds_the_split_and_follows_a_change() -> None:
     # The best split of 40 is 32 and 8 (37 ms); when both devices change places, 8 and 32.
     first, second = run(_in_virtual_time, 2)

@@ -51,6 +51,7 @@ def _fit(root: Path, rank: int, name: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("rank", "name"), [(0, "ddp"), (1, "ddp"), (0, "diloco")])
 def test_the_successor_writes_who_was_lost_and_what_it_cost(tmp_path: Path, rank: int, name: str) -> None:
     outcomes = attempt(_fit, 3, tmp_path, rank, name)
@@ -105,6 +106,7 @@ def _red(png: bytes) -> int:
     return int((np.abs(imread(io.BytesIO(png))[..., :3] - to_rgb(LOST)).max(-1) < 0.3).sum())
 
 
+@pytest.mark.long
 def test_pictures_mark_when_a_rank_was_lost() -> None:
     change = Change(1, 0.35, 3, {2: "has left"}, (), 2, 2, {0: 0.2, 1: 0.1}, 5, 0)
     plain, marked = draw(fit()), draw(fit(changes=[change]))

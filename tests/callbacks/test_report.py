@@ -128,6 +128,7 @@ def test_the_slow_device_is_named_and_its_times_are_those_it_was_given(tmp_path:
     assert 0 <= found["views"][0]["beginning"][0]["began"] < 1
 
 
+@pytest.mark.long
 def test_a_rank_with_few_samples_is_judged_by_its_fit(tmp_path: Path) -> None:
     run(_affine, 2, tmp_path)
     verdict = figures(tmp_path / "report")["verdict"]
@@ -147,6 +148,7 @@ def test_slow_data_are_told_from_slow_compute(tmp_path: Path) -> None:
     assert fast["data"] == 0.0
 
 
+@pytest.mark.long
 def test_what_an_exchange_costs(reports: Any) -> None:
     root, [result, *_] = reports
     folder = root / "logs" / "lightning_logs" / "first" / "hetero_report"

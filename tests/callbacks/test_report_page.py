@@ -22,6 +22,7 @@ def _gossip(root: Path) -> None:
     _fit(root, strategy, HeteroMonitor(), max_epochs=1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open the report with")
 def test_a_browser_shows_the_report(tmp_path: Path) -> None:
     run(_gossip, 3, tmp_path, nodes=[1, 1, 1])

@@ -92,6 +92,7 @@ def _host_dies(home: str, host: int, folder: Path) -> tuple[str, float]:
     return found
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("host", [0, 1])
 @pytest.mark.parametrize("home", ["shared", "hogwild", "thread", "bf16", "turns"])
 def test_the_hosts_death_is_an_error_of_all_others_that_names_it(home: str, host: int, tmp_path: Path) -> None:

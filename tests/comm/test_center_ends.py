@@ -84,6 +84,7 @@ def _mpi_fails(how: str) -> None:
     center.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["host dies", "client raises"])
 def test_mpiexec_ends_a_job_that_has_lost_a_rank(how: str) -> None:
     status, seconds, _, output = attempt_mpi(_mpi_fails, WORLD, how)

@@ -44,7 +44,10 @@ CASES = {
 }
 ALL = ["shared", "hogwild", "thread", "bf16", "fp16", "mpi", "mpi-across"]
 LOCKED = ["shared", *THREADS]
-homes = pytest.mark.parametrize("home", ALL, scope="module")  # so that all tests of a home run after each other
+_LONG = {"hogwild", "bf16", "fp16", "mpi", "mpi-across"}
+homes = pytest.mark.parametrize(  # a scope, so that all tests of a home run after each other
+    "home", [pytest.param(home, marks=[pytest.mark.long] * (home in _LONG)) for home in ALL], scope="module"
+)
 
 
 @functools.cache

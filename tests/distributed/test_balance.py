@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from ranks import run
 from tasks import FAST, Net, dataset
@@ -57,6 +58,7 @@ def test_from_an_even_start_to_the_optimum() -> None:
     assert min(slowdown(list(shares), PER_SAMPLE) for shares in steps[-6:]) < 1.1
 
 
+@pytest.mark.long
 def test_back_on_the_optimum_after_a_change_of_speed() -> None:
     results = run(_train, 4, {0: PER_SAMPLE, 24: CHANGED}, 72, {"rebalance_every_n_steps": 2})
     steps = [list(shares) for shares in zip(*results, strict=True)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import CombinedLoader
@@ -182,6 +183,7 @@ def _twice(names: list[str]) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.long
 def test_a_run_that_has_searched_is_the_run_that_was_told() -> None:
     results = run(_twice, 2, [*FITS])
     for name in FITS:

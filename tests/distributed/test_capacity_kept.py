@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from ranks import run
 from tasks import FAST, Save
@@ -41,6 +42,7 @@ def _resume(folder: str) -> dict[str, dict[str, Any]]:
     return results
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_what_was_found(tmp_path: Path) -> None:
     for result in run(_resume, 2, str(tmp_path)):
         whole, resumed = result["whole"], result["resumed"]

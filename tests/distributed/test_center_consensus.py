@@ -83,6 +83,7 @@ def _watch_all(folder: str) -> list[dict[str, Any]]:
     return results + [_watch(name, options) for name, options in EXACT]
 
 
+@pytest.mark.long
 def test_the_center_is_validated_saved_tested_and_left(tmp_path: Path) -> None:
     results = run(_watch_all, 3, str(tmp_path), nodes=APART)
     paths = [[result["path"] for result in rank] for rank in results]
@@ -116,6 +117,7 @@ def test_the_center_is_validated_saved_tested_and_left(tmp_path: Path) -> None:
             assert watched["test"] == pytest.approx(loss_at(watched["final"]), rel=1e-12)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("home", ["shared_memory", "thread"])
 def test_the_center_is_validated_where_replicas_come_one_by_one(tmp_path: Path, home: str) -> None:
     options = {**PULL, "center": home}

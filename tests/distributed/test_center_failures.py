@@ -69,6 +69,7 @@ def test_all_ranks_say_which_replica_and_since_when() -> None:
             assert result["parameters"].isfinite().all() == (rank != 1)
 
 
+@pytest.mark.long
 def test_with_skip_all_go_on_and_the_replica_takes_over_the_center() -> None:
     for results in zip(*run(_explode_all, 3, on_nan="skip", nodes=APART), strict=True):
         for result in results:
@@ -140,6 +141,7 @@ def _fail(name: str, options: dict[str, Any], rank: int) -> None:
     fit(name, Fails(rank), epochs=1, **options)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "options"), HOMES)
 def test_nothing_hangs_when_a_rank_fails(name: str, options: dict[str, Any], rank: int) -> None:
@@ -228,6 +230,7 @@ def _twice() -> list[list[Any]]:
     return found
 
 
+@pytest.mark.long
 def test_a_second_fit_goes_on() -> None:
     for results in zip(*run(_twice, 3, nodes=APART), strict=True):
         for first, second, steps in results:

@@ -69,6 +69,7 @@ def slowdowns(devices: Devices, total: int, shares: list[list[int]]) -> list[flo
     return [max(device(n) for device, n in zip(devices, row, strict=True)) / best for row in shares]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("devices", "total"), [FLAT, STAIRS], ids=["flat", "staircase"])
 def test_steps_come_within_5_percent_of_the_optimum_where_a_line_loses_more_than_10(
     devices: Devices, total: int
@@ -109,6 +110,7 @@ def _saved_and_resumed(root: Path) -> tuple[list[list[int]], list[list[int]], li
     return first, again, _fit(*FLAT, 120, resume=old)["shares"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_the_curve_and_one_without_it_loads(tmp_path: Path) -> None:
     for first, again, old in run(_saved_and_resumed, 2, tmp_path):
         assert max(slowdowns(*FLAT, first)[-4:]) <= 1.05

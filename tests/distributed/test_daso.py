@@ -75,6 +75,7 @@ def call(**options: Any) -> dict[str, Any]:
     return {"make": Net, "batch_size": 12, "samples": 96, "strategy": strategy, **DASO}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("rule", ["daso", "delta"])
 def test_against_a_loop_by_hand(rule: str) -> None:
     truths, calls = {}, {}

@@ -45,6 +45,7 @@ def near_one() -> Linear:
     return Linear(np.ones(8), lr=1e-5, dtype=torch.float32)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_16_bits_do_not_swallow_small_steps(mixing: str) -> None:
     # Weights near 1, where numbers in bf16 are 2^-7 apart, that move by a hundredth of that at a step.
@@ -69,6 +70,7 @@ def test_16_bits_do_not_swallow_small_steps(mixing: str) -> None:
     assert np.array_equal(results[0][1]["final"], results[1][1]["final"])
 
 
+@pytest.mark.long
 def test_wires_between_three_nodes() -> None:
     options = {"mixing": "delta", "global_every": 4, "wait": 2, "warmup": 3, "cooldown": 3, "patience": 99}
     truths = [in_numpy(**{**options, "mixing": mixing}, nodes=[1, 1, 1], epochs=2, **THREE) for mixing in MIXINGS]
@@ -136,6 +138,7 @@ class PushedAndValidated(Pushed, Validated):
     pass
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("mixing", MIXINGS)
 @pytest.mark.parametrize("validate", [False, True])
 def test_an_exchange_spans_the_end_of_an_epoch(mixing: str, validate: bool) -> None:
@@ -189,6 +192,7 @@ def _watched(forgets: bool = False, **options: Any) -> dict[str, Any]:
     return {**result, "diary": kept[0].diary, "turns": kept[0].turns}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("every", "wait", "look"), [(4, 3, 4), (8, 7, 5), (8, 2, 3), (6, 6, 4), (5, 0, 2)])
 def test_no_exchange_is_lost_when_the_rates_change_while_it_is_under_way(every: int, wait: int, look: int) -> None:
     options = {
@@ -215,6 +219,7 @@ def _resume(folder: str, stop: int, options: dict[str, Any]) -> list[dict[str, A
     return parts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stop", "look", "patience"), [(11, 2, 2), (14, 3, 2), (19, None, 1)])
 def test_a_resumed_run_goes_on_with_phase_rotation_rates_and_memory(
     tmp_path: Path, stop: int, look: int | None, patience: int

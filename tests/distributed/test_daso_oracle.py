@@ -78,6 +78,7 @@ def both(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [train(mixing=mixing, **options) for mixing in ("daso", "delta")]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("every", "wait", "warmup", "cooldown"), [(4, 1, 12, 15), (3, 3, 7, 10), (5, 4, 0, 1), (2, 0, 20, 9), (7, 5, 1, 30)]
 )
@@ -89,6 +90,7 @@ def test_constant_rates(every: int, wait: int, warmup: int, cooldown: int) -> No
         check(results, truth)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("look", "patience", "threshold", "changes"), [(None, 1, 0.2, 3), (7, 2, 0.05, 4), (5, 1, 0.05, 12)]
 )

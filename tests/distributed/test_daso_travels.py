@@ -81,6 +81,7 @@ def _large(wire: str, options: dict[str, Any]) -> dict[str, Any]:
     return {**result, "spread": module.spread, "ends": module.ends}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wire", "limit"), [("fp32", 1e-4), ("bf16", 0.01)])
 def test_one_large_weight(wire: str, limit: float) -> None:
     assert 8 * LARGE * 4 > 2**25
@@ -137,6 +138,7 @@ def _causal(make: Any, mixing: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_a_causal_mask_stays(mixing: str) -> None:
     results = run(_causal, 4, Causal, mixing, nodes=[2, 2])

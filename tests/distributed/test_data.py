@@ -130,6 +130,7 @@ class Pairs(BatchSampler):
         return sum(1 for _ in iter(self))
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", ["weighted", "curriculum", "batch sampler"])
 def test_samplers_of_the_user(kind: str) -> None:
     results = run(_custom, WORLD, kind)
@@ -169,6 +170,7 @@ def _combined(mode: str, sizes: tuple[int, int], batch_sizes: tuple[int, int], b
     return {"parameters": parameters(module), "seen": module.seen}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("mode", "sizes", "batch_sizes"),
     [

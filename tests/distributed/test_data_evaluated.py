@@ -38,6 +38,7 @@ def _evaluate(samples: int, batch_size: int, balance: Any) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("balance", ["auto", UNEVEN, [1.0, 0.0, 1.0]])
 @pytest.mark.parametrize(("samples", "batch_size"), [(101, 4), (7, 4), (10, 1), (12, 4)])
 def test_evaluation_sees_every_sample_once(samples: int, batch_size: int, balance: Any) -> None:

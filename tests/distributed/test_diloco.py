@@ -68,6 +68,7 @@ def test_against_a_loop_by_hand() -> None:
         assert (wrong[1] - by_hand(NESTEROV, 5)[1]).abs().max() > 1e-4
 
 
+@pytest.mark.long
 def test_a_plain_outer_step_is_periodic_averaging() -> None:
     model = {"momentum": 0.9}
     diloco = {"tau": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "model": model}

@@ -130,6 +130,7 @@ def test_one_worker_is_a_loop_by_hand_whatever_the_strategy(order_: str) -> None
     assert not torch.equal(by_hand(2, order_)[1], center)
 
 
+@pytest.mark.long
 def test_overlap_changes_no_bit() -> None:
     settings = [
         {"tau": 1},
@@ -144,6 +145,7 @@ def test_overlap_changes_no_bit() -> None:
         assert not same(results[0], results[2])  # a control
 
 
+@pytest.mark.long
 def test_two_launches_are_alike_and_so_are_the_centers_of_all_ranks() -> None:
     fits = [*SYNC, ("round_robin", {"tau": 3, **PULL}), ("round_robin", {"tau": 2, **PULL, "wire": "bf16"})]
     fits = [(name, {**options, "epochs": 1}) for name, options in fits]

@@ -93,6 +93,7 @@ def _stop(name: str, rank: int, folder: str, limit: float, **options: Any) -> li
     return stops.seen
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
     ("name", "options"), [("async", {"center": "shared_memory"}), ("async", {"center": "thread"}), ("hogwild", {})]
@@ -131,6 +132,7 @@ def _explode(name: str, rank: int, **options: Any) -> None:
 HOMES = [("async", {"center": "shared_memory"}), ("async", {"center": "thread"}), ("round_robin", {})]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "options"), HOMES)
 def test_a_client_that_is_not_finite_says_so_and_the_others_end(name: str, rank: int, options: dict[str, Any]) -> None:
@@ -153,6 +155,7 @@ def _skip(name: str, rank: int, **options: Any) -> Any:
     return {**result, "said": [str(w.message) for w in caught if "was left out" in str(w.message)]}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("name", "options"), HOMES)
 def test_with_skip_it_takes_over_the_center_and_goes_on(name: str, rank: int, options: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ class Nesterov(Net):
 BIAS = torch.cat([torch.full((p.numel(),), name.endswith("bias")) for name, p in Net().named_parameters()])
 
 
+@pytest.mark.long
 def test_what_is_excluded_stays_apart_and_its_mean_is_left() -> None:
     for name, results in zip(WITH_CENTER, zip(*run(_excluding, 3, nodes=APART), strict=True), strict=True):
         paths = [apart["path"] for _, apart in results]

@@ -93,6 +93,7 @@ def check(truths: list[Course], results: list[list[dict[str, Any]]]) -> None:
 SETTINGS = [(tau, order) for tau in (1, 3) for order in ("jacobi", "gauss_seidel")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_easgd_and_with_a_heavy_ball_measgd(momentum: float) -> None:
     pull = {"moving_rate": 0.2, "beta": 0.7}
@@ -103,6 +104,7 @@ def test_easgd_and_with_a_heavy_ball_measgd(momentum: float) -> None:
     check(truths, run(lines, 3, *fits, nodes=APART))
 
 
+@pytest.mark.long
 def test_eamsgd_as_the_paper_writes_it() -> None:
     model = {"momentum": 0.8, "nesterov": True}
     fits = [("eamsgd", {"tau": t, "order": o, "moving_rate": 0.2, "beta": 0.7, "model": model}) for t, o in SETTINGS]

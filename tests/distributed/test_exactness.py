@@ -20,6 +20,7 @@ CASES = {
 }
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_any_split_is_one_process(optimizer: str) -> None:
     # 101 samples in batches of 12: the last one has 5, which leaves ranks with few or none.
@@ -32,6 +33,7 @@ def test_any_split_is_one_process(optimizer: str) -> None:
             assert result["steps"] == 3 * math.ceil(101 / 12), case
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("samples", [101, 98])  # a last window that is short, and a last batch of 2 for 3 ranks
 def test_accumulation_and_clipping(samples: int) -> None:
     truths, calls, common = {}, {}, {"make": Net, "batch_size": 12, "samples": samples}

@@ -72,6 +72,7 @@ def _ends(kind: str) -> None:
         ctypes.PyDLL(None).Py_Exit(STATUS)  # as at the end of a script; forked processes leave it out otherwise
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_ends_with_its_own_status_whatever_is_under_way(kind: str) -> None:
     outcomes = attempt(_ends, 2, kind, nodes=[1, 1], timeout=80)

@@ -7,6 +7,7 @@ import pytest
 from faults import DIED, FAILED, STRATEGIES, Strike, strike, went_on
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_killed_rank(tmp_path: Path, name: str, rank: int) -> None:
@@ -15,6 +16,7 @@ def test_a_killed_rank(tmp_path: Path, name: str, rank: int) -> None:
     went_on(outcomes, {rank: DIED})
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_error_of_one_rank(tmp_path: Path, name: str) -> None:
     rank = (len(name) + 1) % 3

@@ -14,12 +14,14 @@ from lightning_hetero.errors import MembershipLostError, NotFiniteError
 FEW = ["ddp", "node", "easgd", "gossip"]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", FEW)
 def test_two_ranks_that_are_killed_at_once(tmp_path: Path, name: str) -> None:
     strikes = [Strike(0, 5, "killed"), Strike(3, 5, "killed")]
     went_on(strike(tmp_path, name, strikes, world=5, settings={"max_steps": 8}), {0: DIED, 3: DIED}, steps=8)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["ddp", "daso", "easgd_async", "gossip_push_sum"])
 def test_one_after_another_until_one_is_left(tmp_path: Path, name: str) -> None:
     strikes = [Strike(0, 2, "killed"), Strike(1, 5, "raises"), Strike(3, 10, "killed")]
@@ -49,6 +51,7 @@ def test_no_majority_is_left(tmp_path: Path) -> None:
     assert f"Missing: rank 0 {DIED}; rank 1 {DIED}" in str(outcomes[2].error)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("name", "rank"), [("node", 4), ("daso", 0), ("diloco", 1), ("easgd", 2), ("gossip", 3)])
 def test_a_replica_that_loses_one_of_its_ranks_leaves(tmp_path: Path, name: str, rank: int) -> None:
     nodes, other = [2, 2, 2], rank ^ 1
@@ -79,6 +82,7 @@ def test_a_value_that_is_not_finite_is_left_out_and_nobody_is_lost(tmp_path: Pat
     went_on(outcomes, {2: DIED})
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", [*FEW, "easgd_async", "gossip_async"])
 def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path, name: str) -> None:
     callbacks = [ModelCheckpoint(tmp_path / "saved", save_top_k=0, save_last=True)]

@@ -11,6 +11,7 @@ from faults import DIED, GRACE, SILENT, Strike, noted, strike, went_on
 from lightning_hetero.errors import MembershipLostError
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["ddp", "node", "easgd_async", "gossip_async"])
 def test_a_rank_that_freezes_for_ever(tmp_path: Path, name: str) -> None:
     rank = len(name) % 3
@@ -30,6 +31,7 @@ def test_the_others_say_so_in_time(tmp_path: Path, name: str, how: str) -> None:
         assert seen.told[0][0] - struck < limit
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["ddp", "daso", "easgd", "gossip"])
 def test_a_rank_that_thaws_finds_that_the_others_went_on(tmp_path: Path, name: str) -> None:
     rank = len(name) % 2

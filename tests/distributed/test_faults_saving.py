@@ -38,6 +38,7 @@ def _validates(folder: str, name: str, strikes: list[Strike], options: dict[str,
     return fit(folder, name, strikes, options, **settings)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", FEW)
 def test_a_rank_that_is_killed_while_it_validates(tmp_path: Path, name: str) -> None:
     rank = len(name) % 3

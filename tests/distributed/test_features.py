@@ -71,6 +71,7 @@ def _compiled(balance: Any) -> dict[str, Any]:
     return {"parameters": parameters(module)}
 
 
+@pytest.mark.long
 def test_torch_compile() -> None:
     single = run(fit, 1, Net, 12, max_epochs=2)[0]
     for result in run(_compiled, WORLD, UNEVEN):
@@ -174,6 +175,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["hetero_ddp"], ["hetero_ddp_fork", "hetero_ddp_spawn"]], ids=lambda names: names[0])
 def test_lightning_starts_the_ranks(tmp_path: Path, names: list[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("STRATEGIES", repr(names)))
@@ -182,6 +184,7 @@ def test_lightning_starts_the_ranks(tmp_path: Path, names: list[str]) -> None:
     assert output.count("ranks 2") == len(names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [0, 1])
 def test_when_a_rank_that_lightning_started_fails_its_name_is_said(tmp_path: Path, failing: int) -> None:
     script = SCRIPT.replace("STRATEGIES", "[lightning_hetero.HeteroDDPStrategy()]").replace(

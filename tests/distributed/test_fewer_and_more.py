@@ -81,6 +81,7 @@ def _moved(folder: str, before: int, after: int, kind: Any, **options: Any) -> t
     return first, run(_train, after, folder, kind, nodes=[1] * after, **options)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("data", ["list", "stream", "batch sampler"])
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_no_sample_comes_twice_and_none_is_lost(tmp_path: Path, before: int, after: int, data: str) -> None:
@@ -102,6 +103,7 @@ def test_another_batch_size_of_the_users_counts(tmp_path: Path) -> None:
         assert run(_train, 2, str(tmp_path), (HeteroDDPStrategy, options), size=size, max_epochs=2)[0][-1] == kept
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", APART, ids=lambda kind: kind[0].__name__)
 def test_every_replica_has_its_own_or_the_nearest_optimizer(tmp_path: Path, kind: Any) -> None:
     for before, after in ((3, 2), (2, 3)) if kind[0] is DiLoCoStrategy else ((2, 3),):

@@ -64,12 +64,14 @@ def said(name: str, rank: int, how: str) -> list[str]:
     return [str(outcome.error) for outcome in outcomes]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", KILL)
 def test_a_rank_that_is_killed_is_named_by_all_others(name: str) -> None:
     for text in said(name, KILL[name], "killed"):
         assert f"rank {KILL[name]} has ended without a word" in text
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", KILL)
 def test_a_rank_that_fails_is_named_by_all_others(name: str) -> None:
     rank = (KILL[name] + 1) % 3

@@ -85,6 +85,7 @@ def still() -> Line:
 # -- consensus -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_replicas_come_to_the_mean_of_where_they_began() -> None:
     assert abs(weighted(STARTS, SHARES) - weighted(STARTS, EQUAL)) > 1
     cases = [*((kind, {"balance": SHARES, **options}) for kind, options in WEIGHTED), PLAIN[0]]
@@ -128,6 +129,7 @@ def by_weight(rule: Rule, n: int, turn: int, shares: list[float]) -> np.ndarray:
     return mixing
 
 
+@pytest.mark.long
 def test_the_matrices_that_are_executed() -> None:
     shares, forms = SHARES, [*PAIRS, *SUMS, *PLAIN]
     cases = [(kind, {**options, "balance": shares}) for kind, options in forms]
@@ -161,6 +163,7 @@ MOVING: list[Case] = [
 ]
 
 
+@pytest.mark.long
 def test_the_weighted_mean_moves_as_steps_say() -> None:
     rate, steps = 0.01, 40
     results = run(each, WORLD, MOVING, Drift, balance=SHARES, epochs=2, nodes=APART)
@@ -204,6 +207,7 @@ class NoCollectives(pl.Callback):
                 patch.stop()
 
 
+@pytest.mark.long
 def test_no_collective_within_an_epoch() -> None:
     cases = [PAIRS[0], PLAIN[0], SUMS[0], ASYNC]
     for results in run(

@@ -72,6 +72,7 @@ class Gap(GossipAsyncStrategy):
         return averager
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -131,6 +132,7 @@ def _validated(cases: list[Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.long
 def test_validating_changes_nothing() -> None:
     cases: list[Any] = [
         (GossipStrategy, {}),

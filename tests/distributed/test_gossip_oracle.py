@@ -148,6 +148,7 @@ PAIRS = [
 SUMS = [("one_peer_exponential", 1), ("exponential", 3)]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("nodes", [[1, 1, 1], [2, 1]])
 def test_pairs_and_push_sum(nodes: list[int]) -> None:
     more = {"replica": "node"} if len(nodes) == 2 else {}

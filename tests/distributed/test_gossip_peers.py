@@ -81,6 +81,7 @@ def _nodes() -> Any:
     return results
 
 
+@pytest.mark.long
 def test_nodes_gossip_as_one() -> None:
     # Nodes of two ranks and of one, with 8 and 4 of 12 samples.
     results = run(_nodes, 3, nodes=[2, 1])
@@ -119,6 +120,7 @@ def _skipping() -> Any:
     return [_exploding(kind, {**options, "on_nan": "skip"}) for kind, options in FORMS]
 
 
+@pytest.mark.long
 def test_a_replica_that_is_not_finite_begins_again() -> None:
     results = run(_skipping, 3, nodes=APART)
     for rank, of_rank in enumerate(results):

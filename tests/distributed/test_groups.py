@@ -19,6 +19,7 @@ def count_files(kind: str, options: dict[str, Any]) -> list[int]:
     return counts
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("node", {"every_n_steps": 2}), ("async", {"moving_rate": 0.3, "tau": 1, "center": "thread"})],

@@ -69,6 +69,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_wrong_weights_are_caught(mutant: str) -> None:
     truth = parameters(oracle(Net, 12))

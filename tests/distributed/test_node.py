@@ -58,6 +58,7 @@ def by_hand(
 # -- the algorithm -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("every", "moments"), [(1, False), (3, False), (3, True), (None, False), (5, True)])
 def test_against_a_loop_by_hand(every: int | None, moments: bool) -> None:
     _, path = by_hand(every, 3, moments)
@@ -196,6 +197,7 @@ def test_validation_is_on_the_consensus_and_changes_nothing(tmp_path: Path) -> N
         assert torch.equal(parameters(model), results[0]["validated"][i])
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("mixing", ["daso", "delta"])
 def test_validation_changes_nothing_while_exchanges_are_under_way(mixing: str) -> None:
     results = run(_watch, 3, None, True, mixing, nodes=NODES)

@@ -162,6 +162,7 @@ def _harmless() -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.long
 def test_padding_and_mended_gradients_are_no_error() -> None:
     truth = oracle(Net, 12)
     for results in run(_harmless, 3):

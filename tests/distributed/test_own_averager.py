@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from center_tasks import lines
 from oracles import START, data, order, split
 from ranks import run
@@ -74,6 +75,7 @@ def _example(folder: str, *arguments: str) -> str:
     return output.getvalue()
 
 
+@pytest.mark.long
 def test_the_example_learns_and_ends_with_equal_replicas(tmp_path: Path) -> None:
     printed, _ = run(_example, 2, str(tmp_path), "--epochs", "3")
     assert float(re.search(r"test accuracy: ([\d.]+)%", printed).group(1)) > 85

@@ -102,6 +102,7 @@ class Normed(Net):
         self.net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("balance", ["auto", [1.0, 0.0, 1.0], [20.0, 1.0, 1.0]])
 def test_batchnorm_never_gets_a_single_sample(balance: Any) -> None:
     # 101 samples in batches of 12: the last one has 5.

@@ -142,6 +142,7 @@ def test_off_keeps_shares_even() -> None:
     assert all(len(batch) == BATCH for taken, _ in results for batch in taken)
 
 
+@pytest.mark.long
 def test_validation_in_mid_epoch_sees_every_sample_once() -> None:
     results = run(_train_and_evaluate, 4)
     check_each_sample_once([taken for taken, _ in results])
@@ -151,6 +152,7 @@ def test_validation_in_mid_epoch_sees_every_sample_once() -> None:
         assert sorted(i for part in look for i in part) == list(range(200))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_that_dies_while_shares_are_agreed_on_holds_nobody_up(rank: int) -> None:
     outcomes = attempt(_train_until_one_is_killed, 4, rank, timeout=90)

@@ -230,6 +230,7 @@ def _try_all(folder: str, job: str, ports: list[int]) -> list[tuple[str, str, li
     return found
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("job", JOBS)
 def test_every_rank_refuses_with_the_same_words_and_saves_nothing(tmp_path: Path, job: str) -> None:
     rows, nodes = JOBS[job]

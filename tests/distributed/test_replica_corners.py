@@ -69,6 +69,7 @@ def _resumed(folder: str, module: Any, saves: dict[str, Any], name: str, options
     return weights
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("module", "saves", "name", "options"),
     [
@@ -159,6 +160,7 @@ def _sparse(every: int | None) -> list[int]:
     return module.rates
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [None, 3])
 def test_a_metric_counts_once_each_time_it_is_logged(every: int | None) -> None:
     for rates in run(_sparse, 3, every, nodes=NODES):
@@ -261,6 +263,7 @@ def _looked(folder: str) -> list[list[torch.Tensor]]:
     return results
 
 
+@pytest.mark.long
 def test_looking_for_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
     for found in zip(*run(_looked, 2, str(tmp_path)), strict=True):
         plain = found[0][0]
@@ -275,6 +278,7 @@ def _short(options: dict[str, Any]) -> torch.Tensor:
     return parameters(module)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     "options",
     [

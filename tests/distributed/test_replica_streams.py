@@ -100,6 +100,7 @@ def _stream(kind: Any, options: dict[str, Any], data: Any, module: Any = Net, **
 # -- every sample once, and all end together ---------------------------------------------------------------------
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("data", [Shard, SizedShard])
 @pytest.mark.parametrize(("kind", "options"), ALL, ids=NAMES)
 def test_all_run_as_many_steps_as_the_longest_stream(kind: Any, options: Any, data: Any) -> None:
@@ -132,6 +133,7 @@ def test_a_replica_that_has_ended_stays_where_it_is_between_meetings() -> None:
 # -- against one process -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("data", [Shard, SizedShard])
 @pytest.mark.parametrize("lengths", [(3, 7), (7, 3), (4, 4)])
 def test_averaging_at_every_step_is_one_process(lengths: tuple[int, int], data: Any) -> None:

@@ -74,6 +74,7 @@ def test_a_replica_that_is_not_finite_is_found_before_it_spreads(name: str, opti
     assert not results[2]["parameters"].isfinite().all()
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

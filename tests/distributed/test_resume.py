@@ -252,6 +252,7 @@ JOBS: dict[str, tuple[list[Row], list[int], Any]] = {  # rows, ranks of each nod
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", JOBS)
 def test_resuming_is_as_if_never_stopped(tmp_path: Path, job: str) -> None:
     rows, nodes, balance = JOBS[job]
@@ -272,6 +273,7 @@ def test_resuming_is_as_if_never_stopped(tmp_path: Path, job: str) -> None:
             row.saved(place(tmp_path, number, stop), stop)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("home", ["shared_memory", "thread"])
 def test_a_center_and_its_counts_come_back(tmp_path: Path, home: str) -> None:
     row = Row(STRATEGIES["async"], {**PULL, "center": home})

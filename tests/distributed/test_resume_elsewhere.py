@@ -56,6 +56,7 @@ def _load(folder: str, job: str) -> list[Any]:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", JOBS)
 def test_all_start_from_the_weights_of_the_checkpoint(tmp_path: Path, job: str) -> None:
     before, _, after, _, moves = JOBS[job]

@@ -85,6 +85,7 @@ def _fit(kind: Any, options: Any, data: Any, workers: int = 0, path: Any = None,
     return {"seen": module.seen, "parameters": parameters(module), "steps": trainer.global_step}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("data", [Plain, Jumping, Sized])
 def test_the_global_batches_are_those_of_one_process(data: Any, workers: int) -> None:
@@ -101,6 +102,7 @@ def test_the_global_batches_are_those_of_one_process(data: Any, workers: int) ->
         assert error(result["parameters"], parameters(module)) <= 1e-10
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=NAMES)
 def test_each_sample_once_under_every_strategy(kind: Any, options: Any) -> None:
     results = run(_fit, 2, kind, {**options, "balance": "off"}, Plain())
@@ -157,6 +159,7 @@ def _resumed(
     return whole, _fit(kind, options, data(), workers, path=path)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=NAMES)
 def test_a_run_that_stops_within_an_epoch_goes_on_at_its_sample(kind: Any, options: Any, tmp_path: Any) -> None:
     for whole, rest in run(_resumed, 2, kind, options, tmp_path, Plain, 0):
@@ -165,6 +168,7 @@ def test_a_run_that_stops_within_an_epoch_goes_on_at_its_sample(kind: Any, optio
             assert torch.equal(rest["parameters"], whole["parameters"])
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("data", [Plain, Sized])
 @pytest.mark.parametrize(("kind", "options"), KINDS[:2], ids=NAMES[:2])
 def test_a_run_that_stops_with_the_last_batch_of_an_epoch_goes_on_with_the_next_epoch(

@@ -111,6 +111,7 @@ def _stopped(folder: str, kind: Any, options: dict[str, Any], cases: list[Any]) 
     return results
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("kind", "options", "cases"),
     [

@@ -59,6 +59,7 @@ def train(folder: str, kind: Any, *callbacks: pl.Callback, every: int = 2, **opt
     }
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", [DDP, DILOCO], ids=["ddp", "diloco"])
 def test_killed_again_and_again_it_ends_as_if_never_stopped(tmp_path: Path, kind: Any) -> None:
     whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])
@@ -100,6 +101,7 @@ def _lose_a_shard(folder: Path) -> None:
     next((folder / "step=16-complete.ckpt.shards").glob("replica-1-*")).unlink()
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("kind", "change", "said"),
     [(DDP, _keep, None), (DDP, _cut_off, "it was cut off"), (DILOCO, _lose_a_shard, "replica(s) 1 is missing")],
@@ -144,6 +146,7 @@ def _twice(folder: str, kind: Any) -> Any:
     return whole, epochs.begun, results
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", [DDP, DILOCO], ids=["ddp", "diloco"])
 def test_from_the_end_of_an_epoch_and_then_from_within_the_next(tmp_path: Path, kind: Any) -> None:
     for whole, begun, results in run(_twice, 2, str(tmp_path), kind, nodes=[1, 1]):

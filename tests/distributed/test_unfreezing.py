@@ -93,6 +93,7 @@ def _all_ways(kind: Any, options: dict[str, Any]) -> list[torch.Tensor]:
     return results
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_with_every_algorithm_all_parameters_train(kind: Any, options: dict[str, Any]) -> None:
     first, *others = run(_all_ways, 3, kind, options, nodes=[1, 1, 1])
@@ -129,6 +130,7 @@ def _flat(kind: Any) -> list[torch.Tensor]:
     return results
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("nodes", [[1, 1, 1], [2, 1]])
 def test_replicas_that_meet_at_every_step_are_one_process(nodes: list[int]) -> None:
     truths = []

@@ -29,6 +29,7 @@ def _resumed(folder: str, kind: Any, options: dict[str, Any]) -> list[tuple[torc
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "options"),
     [KINDS[0], KINDS[1], KINDS[2], KINDS[5], (GossipStrategy, {"every_n_steps": 2, "overlap": False}), KINDS[12]],
@@ -70,6 +71,7 @@ def _goes_on(path: str, kind: Any, options: dict[str, Any]) -> Any:
     return results
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -205,6 +205,7 @@ def _loops() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_loops_and_their_hooks() -> None:
     for theirs, ours in zip(*both(_loops), strict=True):
         for name in LOOPS:

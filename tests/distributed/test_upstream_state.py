@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
@@ -68,6 +69,7 @@ def _checkpoints(folder: str) -> dict[str, Any]:
     return {**found, "numbers": [*numbers, parameters(module), trainer.global_step]}
 
 
+@pytest.mark.long
 def test_checkpoints_are_as_many_and_restore_as_much(tmp_path: Path) -> None:
     for theirs, ours in zip(*both(_checkpoints, str(tmp_path)), strict=True):
         torch.testing.assert_close(ours.pop("numbers"), theirs.pop("numbers"), **TOLERANCE)
@@ -97,6 +99,7 @@ def _sharded(folder: str) -> list[Any]:
     return [first, parameters(module), len(torch.load(path, weights_only=True)["optimizer_states"][0]["state"])]
 
 
+@pytest.mark.long
 def test_an_optimizer_that_is_sharded(tmp_path: Path) -> None:
     for theirs, ours in zip(*both(_sharded, str(tmp_path)), strict=True):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
@@ -158,6 +161,7 @@ def _hooked() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_hooks_with_a_state() -> None:
     # What these hooks do is linear in the gradients, so that uneven shares come to the same.
     for theirs, ours in zip(*both(_hooked), strict=True):

@@ -35,6 +35,7 @@ def _both(kind: Any, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
     return _fits(kind, options, False), _fits(kind, options, True)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

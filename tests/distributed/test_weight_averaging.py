@@ -25,6 +25,7 @@ def _flat(kind: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: parameters(fit_averaged(kind(**options), Net(), make())) for name, make in CALLBACKS.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -76,6 +77,7 @@ def _watched(folder: str, mutant: bool) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("mutant", [False, True])
 def test_averages_of_nodes_against_a_loop_by_hand(mutant: bool, tmp_path: Path) -> None:
     _, path = by_hand(3, 4, False, Watched)

@@ -81,6 +81,7 @@ def _resumed(folder: str, kind: Any, options: dict[str, Any]) -> tuple[list[Any]
     return results, records.seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "options"), LOCKSTEP)
 def test_an_average_of_consensuses_that_a_resumed_fit_goes_on_with(
     kind: Any, options: dict[str, Any], tmp_path: Path
@@ -108,6 +109,7 @@ def _asynchronous(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {**found, "told": len(asks), "seen": records.seen}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "options"), [(EASGDAsyncStrategy, {"moving_rate": "auto", "tau": 2}), (GossipAsyncStrategy, {})]
 )
@@ -189,6 +191,7 @@ def _normed(kind: Any, options: dict[str, Any], validates: bool) -> dict[str, to
     }
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("kind", "options", "nodes"),
     [

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from ranks import run
 
@@ -53,6 +54,7 @@ def train_all(folder: str) -> dict[str, dict]:
     return results
 
 
+@pytest.mark.long
 def test_every_file_trains(tmp_path: Path) -> None:
     first, second = run(train_all, 2, str(tmp_path))
     for entry in ENTRIES:
@@ -85,6 +87,7 @@ def evaluate(folder: str) -> list[float]:
     return [*(float(trainer.callback_metrics["accuracy"]) for trainer in trainers[:2]), predicted]
 
 
+@pytest.mark.long
 def test_the_other_commands_see_each_sample_once(tmp_path: Path) -> None:
     first, second = run(evaluate, 2, str(tmp_path))
     assert first[0] == first[1] == second[0] == second[1] > 0

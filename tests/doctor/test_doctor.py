@@ -16,6 +16,7 @@ MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shut
 no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 
 
+@pytest.mark.long
 def test_on_one_machine_with_a_model_of_the_user() -> None:
     text = said([*DOCTOR, "--devices", "2", "-c", "daso.yaml"])
     assert "2 ranks on 1 node; DigitReader, 0.01 MB of parameters" in " ".join(text.split())
@@ -27,6 +28,7 @@ def test_on_one_machine_with_a_model_of_the_user() -> None:
     assert re.search(r"Trainer\(strategy=.*, \.\.\.\)", text)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(no_mpi, reason="needs mpi4py and mpiexec: pip install mpi4py mpich")
 def test_under_mpiexec() -> None:
     text = said([str(MPIEXEC), "-n", "2", *DOCTOR, "--ranks-per-node", "1", "--batch-size", "8"])

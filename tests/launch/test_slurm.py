@@ -26,6 +26,7 @@ SCONTROL = """#!/usr/bin/env bash
 """
 
 
+@pytest.mark.long
 def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)

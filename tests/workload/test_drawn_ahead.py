@@ -146,6 +146,7 @@ def run_epoch(ranks, epoch, speeds):
     return steps
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize(
     ("sizes", "workers", "persistent"),

@@ -11,6 +11,7 @@ TINY = Cost(0.0004, 0.0001)  # 3.6 ms for 32 samples, as in the recorded steps
 SLOW = Cost(0.010, 0.002)  # 74 ms
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["quiet", "one_busy", "two_busy", "bursts"])
 @pytest.mark.parametrize("first", [0.0, 12.5])
 def test_alike_ranks_of_a_busy_machine_keep_even_shares(name, first):
@@ -33,6 +34,7 @@ def test_independent_noise_moves_nothing(world):
     assert near_even(cluster.shares) >= 0.99
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["quiet", "one_busy", "two_busy", "bursts"])
 def test_ranks_that_differ_four_times_get_most_of_what_there_is_to_gain(name):
     costs = [Cost(0.010, k) for k in (0.001, 0.002, 0.004)]

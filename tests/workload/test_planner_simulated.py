@@ -89,6 +89,7 @@ def test_with_prefetching_workers_it_only_takes_that_much_longer():
     assert max(cluster.run(60, CHANGES[0][0])[24:]) <= 1.05 * 0.074
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("seed", range(4))
 def test_under_noise_the_shares_neither_oscillate_nor_wander(seed):
     cluster = Cluster(EXAMPLE, noise=0.10, seed=seed)
