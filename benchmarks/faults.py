@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="that the fit takes without faults")
     parser.add_argument("--mean", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--step", type=float, default=0.05, help="seconds that a step takes while all ranks are there")
+    parser.add_argument("--save", type=float, default=5.0, help="seconds between checkpoints; all ranks meet")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--restart", type=float, help="seconds after which a lost rank is started again, and joins")

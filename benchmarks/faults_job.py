@@ -43,6 +43,7 @@ class Place:
         seed: of weights and data.
         steps: of the fit.
         step: seconds that a step takes while all ranks are there.
+        save: seconds between two checkpoints.
         joins: whether processes that are started again join the running fit.
         variables: of its environment.
         space: network namespace, if it has one of its own.
@@ -54,6 +55,7 @@ class Place:
     seed: int
     steps: int
     step: float
+    save: float
     joins: bool
     variables: dict[str, str] = field(default_factory=dict)
     space: str | None = None
@@ -142,7 +144,7 @@ def _fit(place: Place) -> dict[str, Any]:
     options: dict[str, Any] = {"on_peer_loss": "continue", "grace": GRACE, "timeout": TIMEOUT, **entry.options}
     if place.joins:
         options["join_file"] = str(Path(place.folder, "job"))
-    saves = ResumableCheckpoint(Path(place.folder, "checkpoints"), every_n_seconds=5.0)
+    saves = ResumableCheckpoint(Path(place.folder, "checkpoints"), every_n_seconds=place.save)
     off: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(
         accelerator="cpu",

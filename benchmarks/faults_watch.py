@@ -132,6 +132,7 @@ class Fit:
             seed=self.seed,
             steps=int(options.seconds / options.step),
             step=options.step,
+            save=options.save,
             joins=options.restart is not None,
             variables=variables,
             space=links.space(slot) if links else None,
