@@ -51,6 +51,13 @@ def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> N
     with deadline("join the job"):
         try:
             Background(connect).result(seconds)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise CommunicationError(
+                f"rank {address.rank} of {address.world} could not join the job: another program of this machine, or "
+                f"another job, holds port {address.port}. Set MASTER_PORT to a free one, the same for all ranks."
+            ) from error
         except TimeoutError as error:
             if address.rank == 0:
                 why = (

@@ -150,7 +150,8 @@ def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> in
     if rank == 0:
         come = True
         try:
-            store.wait([f"here/{other}" for other in range(entry.admission.before, world)], _HERE)
+            for other in range(entry.admission.before, world):
+                store.wait([f"here/{other}"], _HERE)
         except dist.DistError:
             come = False
         store.set("world", str(world if come else entry.admission.before))
@@ -174,4 +175,6 @@ def entered(strategy: "HeteroStrategy") -> Loss | None:
     strategy.checkpoint_io, strategy.entry = entry.files.usual, None
     view, seconds = strategy.job.view, time.monotonic() - entry.since
     joined = tuple(range(entry.admission.before, view.world))
+    if not joined:
+        return None
     return Loss(view.number, {}, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)

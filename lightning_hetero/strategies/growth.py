@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import _lightning
 from lightning_hetero.comm.agreement import of_rank, raise_on_all
+from lightning_hetero.comm.deadline import of_communication
 from lightning_hetero.comm.groups import default_store
 from lightning_hetero.engine.job import open_store, store_at
 from lightning_hetero.engine.join_requests import Admission, JoinRequests, answers
@@ -155,12 +156,31 @@ class Growth:
 
 def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of the Trainer, and begin a fit again where ranks join it."""
+    again: BeginAgainError | None = None
     while True:
         try:
+            if again is not None:
+                strategy.entry = again.entry
+                enter(strategy, again.entry, again.store)
             return function(*args, **kwargs)
-        except BeginAgainError as again:
-            _leave_fit(strategy)
-            enter(strategy, again.entry, again.store)
+        except BeginAgainError as grows:
+            again = grows
+        except Exception as error:
+            if again is None or (again := _without_newcomers(strategy.entry, again.store, error)) is None:
+                raise
+        _leave_fit(strategy)
+
+
+def _without_newcomers(entry: Entry | None, store: dist.Store, error: Exception) -> BeginAgainError | None:
+    """How those that were there go on if the fit cannot begin with the newcomers; ``None``: for another reason."""
+    if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or of_communication(error)):
+        return None  # training has begun, or this is a newcomer
+    view, rank, world, before, address = entry.admission
+    if world == before:
+        return None
+    if rank == 0:
+        warnings.warn(f"{world - before} rank(s) could not join, and the fit goes on without: {error}", stacklevel=2)
+    return BeginAgainError(entry._replace(admission=Admission(view + 1, rank, before, before, address)), store)
 
 
 def _leave_fit(strategy: "HeteroStrategy") -> None:

@@ -75,10 +75,14 @@ def check_trainer(
     if problem := precision_problem(rows, replicas):
         raise problem
     by_device = {("cpu", "bf16-mixed"), ("cuda", "16-mixed")} == set(rows)  # as Lightning sets it for 16-mixed
-    settings = ("accumulate_grad_batches", "gradient_clip_val", "max_epochs", "max_steps")
+    check_equal("the Trainer's settings", settings(trainer) | {"precision": None if by_device else trainer.precision})
+
+
+def settings(trainer: "pl.Trainer") -> dict[str, Any]:
+    """Settings of a Trainer that must be the same on every rank."""
+    lengths = ("accumulate_grad_batches", "gradient_clip_val", "max_epochs", "max_steps")
     limits = ("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch")
-    values = {name: getattr(trainer, name, None) for name in (*settings, *limits)}
-    check_equal("the Trainer's settings", values | {"precision": None if by_device else trainer.precision})
+    return {name: getattr(trainer, name, None) for name in (*lengths, *limits)}
 
 
 def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> HeteroError | None:

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hetero.comm.topology import consecutive
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.strategies.guards import settings
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -24,7 +25,12 @@ def card(strategy: "HeteroStrategy") -> dict[str, Any]:
     model = [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()] if known else None
     return json.loads(
         json.dumps(
-            {"version": __version__, "options": {name: repr(value) for name, value in options.items()}, "model": model}
+            {
+                "version": __version__,
+                "options": {name: repr(value) for name, value in options.items()},
+                "settings": {name: repr(value) for name, value in settings(module.trainer).items()},
+                "model": model,
+            }
         )
     )
 
@@ -33,11 +39,12 @@ def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """In words, why a process with another card cannot take part; ``None`` if it can."""
     if other.get("version") != ours["version"]:
         return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
-    theirs = other.get("options", {})
-    differing = [name for name in {**ours["options"], **theirs} if ours["options"].get(name) != theirs.get(name)]
-    if differing:
-        values = [f"{name}: {theirs.get(name)}, in the job {ours['options'].get(name)}" for name in differing[:8]]
-        return f"its options differ ({'; '.join(values)}). Give it the same ones."
+    for part, words in (("options", "options"), ("settings", "Trainer's settings")):
+        own, theirs = ours[part], other.get(part, {})
+        differing = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+        if differing:
+            values = [f"{name}: {theirs.get(name)}, in the job {own.get(name)}" for name in differing[:8]]
+            return f"its {words} differ ({'; '.join(values)}). Give it the same ones."
     model = other.get("model")
     if ours["model"] is not None and model is not None and model != ours["model"]:
         lacks = next((one for one in ours["model"] if one not in model), None)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import growing
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hetero
 from lightning_hetero import ConfigurationError, HeteroDDPStrategy, HeteroError
-from lightning_hetero.errors import JoinRefusedError, UnsupportedError
+from lightning_hetero.errors import DisagreementError, JoinRefusedError, UnsupportedError
 from lightning_hetero.strategies import entering
 
 
@@ -60,7 +61,8 @@ def _refused(folder: str, how: str) -> Any:
         module = Other if how == "model" else Module
         changed = {"options": {"rebalance_every_n_steps": 9}, "strategy": {}}.get(how, {})
         name = "NodeAverageStrategy" if how == "strategy" else "HeteroDDPStrategy"
-        return fit(name, {"balance": "off"}, file, 0, module=module, late_options=changed)
+        epochs = 7 if how == "settings" else 3
+        return fit(name, {"balance": "off"}, file, 0, module=module, late_options=changed, epochs=epochs)
     finally:
         done.write_text("")
 
@@ -71,6 +73,7 @@ def _refused(folder: str, how: str) -> Any:
         ("model", JoinRefusedError, "it trains another model: the job lacks its more.weight [5, 3] torch.float64"),
         ("options", JoinRefusedError, "its options differ (rebalance_every_n_steps: 9, in the job 4)"),
         ("strategy", JoinRefusedError, "strategy: 'NodeAverageStrategy', in the job 'HeteroDDPStrategy'"),
+        ("settings", JoinRefusedError, "its Trainer's settings differ (max_epochs: 7, in the job 3)"),
         ("version", JoinRefusedError, "it runs lightning_hetero 0.0.9"),
         ("validate", UnsupportedError, "it does not call fit() first"),
     ],
@@ -81,6 +84,43 @@ def test_who_does_not_fit_is_refused(how: str, error: type[HeteroError], words: 
     assert words in str(outcomes[2].error)
     seen = values(outcomes[:2])  # exactly as if nobody had come
     assert [one.starts for one in seen] == [[(0, 0, 2)], [(0, 1, 2)]]
+    assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
+
+
+class Fails(Module):
+    """Cannot be set up."""
+
+    def configure_optimizers(self) -> Any:
+        raise ValueError("no optimizer today")
+
+
+def _does_not_fit_after_all(folder: str, how: str) -> Any:
+    """A job, and a process that fails, or is found not to fit, when it sets up its fit together with the others."""
+    late = bool(os.environ.get(LATE))
+    if late and how == "loader":
+        growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20))
+    return fit(
+        "HeteroDDPStrategy", {"balance": "off"}, f"{folder}/job", 1, module=Fails if late and how == "model" else Module
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("loader", DisagreementError, "the ranks differ in the training dataloader"),
+        ("model", ValueError, "no optimizer today"),
+    ],
+)
+def test_the_job_goes_on_without_who_does_not_fit_after_all(
+    how: str, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    outcomes = grow(2, 1, _does_not_fit_after_all, str(tmp_path), how)
+    assert isinstance(outcomes[2].error, error), outcomes[2].trace
+    assert words in str(outcomes[2].error)
+    seen = values(outcomes[:2])
+    assert any("1 rank(s) could not join, and the fit goes on without: " in one for one in seen[0].said)
+    assert [len(one.starts) for one in seen] == [2, 2]
+    assert [one.starts[-1][1:] for one in seen] == [(0, 2), (1, 2)]
     assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
 
 
