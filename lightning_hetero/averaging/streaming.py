@@ -1,11 +1,12 @@
 """Exchanges of fragments: one after another, in the background if wanted, each mixed in some steps later."""
 
+import logging
 import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,48 +17,16 @@ from lightning_hetero.averaging.center import CenteredAverager, check_patterns
 from lightning_hetero.averaging.fragments import Cut, Fragments
 from lightning_hetero.averaging.low_bit import LowBitAverager
 from lightning_hetero.averaging.pace import Pace
+from lightning_hetero.averaging.pieces import Fragment, Pending
 from lightning_hetero.averaging.rhythm import Rhythm
 from lightning_hetero.checks import at_least_one, is_number
+from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.all_reduce import Average, Contribution
-from lightning_hetero.comm.encodings import Feedback
 from lightning_hetero.comm.links import Exchange
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import ConfigurationError
 
-
-@dataclass
-class Fragment:
-    """A part of the model in the midst of a fit.
-
-    Attributes:
-        replica: this rank's values of it.
-        center: its part of the center, in the center's own memory.
-        snapshot: memory for what is sent.
-        mean: memory for what arrives.
-        feedback: what low-bit messages of it have left out, if there are any.
-        lasted: how long its latest exchange lasted, in steps of this replica; NaN before.
-        distance: of the replicas from the center, at its latest exchange; NaN before.
-    """
-
-    replica: Replica
-    center: list[Tensor]
-    snapshot: list[Tensor]
-    mean: list[Tensor]
-    feedback: Feedback | None
-    lasted: float = math.nan
-    distance: float = math.nan
-
-
-class Pending(NamedTuple):
-    """An exchange that has begun, and has not been mixed in yet.
-
-    Attributes:
-        step: optimizer step after which it began.
-        average: what the exchange brings, or has brought.
-    """
-
-    step: int
-    average: Exchange | Average
+log = logging.getLogger("lightning_hetero")
 
 
 class StreamingAverager(LowBitAverager, CenteredAverager):
@@ -113,10 +82,11 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     def prepare(self) -> Outcome | None:
         super().prepare()
         self._since = 0  # steps since a fragment has last moved
-        self._arrived: list[int] = []  # fragments that have moved after the latest step
+        self._quiet = 0  # step up to which no exchange begins, since a replica was lost
         self._sent: dict[int, Pending] = {}  # by fragment, in the order of their beginning
         self.feedback = self.residuals(self.center)
         self._parts = [self._part(vectors) for vectors in self.replica.fragments]
+        self._moves = [0] * len(self._parts)  # of each fragment, how often it has moved
         self._rhythm = Rhythm(self.tau, self.delay, self.tau_max, len(self._parts))
         self._pace = Pace()
         if self.delay:
@@ -144,7 +114,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def beginning(self, step: int) -> list[int]:
         """The fragments with an exchange that begins after a step."""
-        return self._rhythm.beginning(step)
+        return self._rhythm.beginning(step) if step > self._quiet else []
 
     def _arriving(self, step: int) -> list[int]:
         return [p for p, pending in self._sent.items() if step - pending.step >= self.delay]
@@ -158,17 +128,14 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         self._pace.pause()
         self._since += 1
         arriving = self._arriving(context.step)
-        for p in arriving:
-            self._arrive(p)
+        self._arrive(arriving)
         told = self._rhythm.settle(context.step)
-        for p in self.beginning(context.step):
-            if p in self._sent:  # tau has become shorter
-                self._arrive(p)
+        beginning = self.beginning(context.step)
+        self._arrive([p for p in beginning if p in self._sent])  # tau has become shorter
+        for p in beginning:
             self._begin(p, context)
-            if not self.delay:
-                self._arrive(p)
-                arriving.append(p)
-        self._arrived = arriving
+        if not self.delay:
+            self._arrive(arriving := beginning)
         self._pace.resume()
         return Outcome(exchanged=bool(arriving), info=told) if arriving or told else None
 
@@ -197,7 +164,14 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         assert isinstance(pending.average, Average)
         return pending.average
 
-    def _arrive(self, p: int) -> None:
+    def _arrive(self, fragments: Sequence[int]) -> None:
+        """Let fragments move: all of them, or none if a replica is lost."""
+        for p in fragments:
+            self._result(p)
+        for p in fragments:
+            self._move(p)
+
+    def _move(self, p: int) -> None:
         """Let a fragment's center move, and its values follow."""
         average, part = self._result(p), self._parts[p]
         del self._sent[p]
@@ -208,6 +182,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         self._follow(part)
         if not average.healthy[self.links.index]:
             self.begin_again(self.center)
+        self._moves[p] += 1
         self._moved, self._since = True, 0
 
     def _follow(self, part: Fragment) -> None:
@@ -229,8 +204,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def complete(self, context: StepContext) -> None:
-        for p in list(self._sent):
-            self._arrive(p)
+        self._arrive(list(self._sent))
 
     @override
     def finish(self, context: StepContext) -> Outcome | None:
@@ -247,14 +221,13 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         for p in list(self._sent):
             average = self._result(p)._asdict()
             pending.append({"fragment": p, "step": self._sent[p].step, "average": average})
-        course = {"rhythm": self._rhythm.state_dict(), "arrived": self._arrived}
-        return {**super().state_dict(), "since": self._since, "pending": pending, **course}
+        rhythm = self._rhythm.state_dict()
+        return {**super().state_dict(), "since": self._since, "pending": pending, "rhythm": rhythm}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._since = state["since"]
-        self._arrived = list(state.get("arrived", []))
         if "rhythm" in state:
             self._rhythm.load_state_dict(state["rhythm"])
         saved = state.get("pending", [])
@@ -264,10 +237,37 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def remains(self, kept: Sequence[int]) -> dict[str, Any]:
-        self._sent = {}  # dropped by all; these fragments exchange tau steps later
-        return super().remains(kept)
+        self._before, dropped = self._moves, list(self._sent)
+        self._sent = {}
+        return {**super().remains(kept), "moves": self._moves, "dropped": dropped}
+
+    @override
+    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+        super().go_on(state, context)
+        self._catch_up(state["moves"])
+        everyone = self.links.gather((sum(self._moves), context.step, state["dropped"]))
+        ahead = everyone.index(max(everyone, key=lambda one: one[:2]))
+        if len({moves for moves, *_ in everyone}) > 1 or self._rhythm.auto:
+            state = of_rank(state, ahead)
+            self.load_state_dict(state)
+            self._catch_up(state["moves"])
+        self._since = max(self._since, 1)  # replicas may be steps apart
+        if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
+            self._quiet = max(step for _, step, _ in everyone)
+        dropped = sorted({p for *_, theirs in everyone for p in theirs})
+        if dropped and self.links.index == 0 and self.links.leads:
+            log.warning(
+                f"Replicas were lost while exchanges of fragments {dropped} were under way. These are dropped; their "
+                "next exchanges take in what replicas have done since."
+            )
+
+    def _catch_up(self, moves: Sequence[int]) -> None:
+        """Let this replica's values follow what has moved without them; the centers are loaded."""
+        for part, now, before in zip(self._parts, moves, self._before, strict=True):
+            if now > before:
+                self._follow(part)
+        self._moves = self._before = list(moves)
 
     @override
     def missed_exchange(self, context: StepContext) -> None:
-        for p in self._arrived:  # the others' centers have moved, and are loaded
-            self._follow(self._parts[p])
+        """Nothing: :meth:`go_on` lets replicas follow what has moved without them."""

@@ -221,6 +221,7 @@ CENTER = [
     Row(STRATEGIES["diloco"], {"tau": 4}, BOTH, saved=outer_optimizer),
     # An exchange is under way at every step.
     Row(STRATEGIES["diloco"], {"tau": 4, "fragments": 2, "delay": 2, "blend": 0.5}, BOTH, saved=under_way),
+    Row(STRATEGIES["diloco"], {"tau": 4, "fragments": 2, "delay": 3, "wire": "int4"}, interrupted=True),
     Row(STRATEGIES["round_robin"], PULL, saved=three_apart),
     # Where the wire takes the client to be (the center at its last exchange) is not saved.
     Row(STRATEGIES["round_robin"], {**PULL, "wire": "bf16"}, limit=2.0**-8),

@@ -1,6 +1,7 @@
 """`hetero_diloco` in fragments, against a loop in NumPy of Streaming DiLoCo's algorithm 2."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +10,7 @@ import torch
 from center_tasks import fit
 from oracles import SPEEDS, START, data, order, split
 from ranks import run
+from test_low_bit import rounded
 from torch import nn
 
 TAU, LR, MOMENTUM, PIECES = 6, 0.01, 0.9, [slice(0, 3), slice(3, 6), slice(6, 8)]
@@ -36,13 +38,28 @@ class Pieces(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LR, momentum=MOMENTUM)
 
 
-def by_hand(fragments: int, delay: int, blend: float, mutant: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """The four replicas after each of 60 steps, and what is left."""
+def by_hand(
+    fragments: int, delay: int, blend: float, mutant: str = "", speeds: Sequence[float] = SPEEDS, wire: str = "fp32"
+) -> tuple[np.ndarray, np.ndarray]:
+    """The replicas after each of 60 steps, and what is left; two of them if on a wire of 4 bits."""
     x, y = data()
-    w = np.stack([START] * 4)
+    w = np.stack([START] * len(speeds))
     velocity, center, momentum = np.zeros_like(w), START.copy(), np.zeros_like(START)
     sent: dict[int, tuple[int, np.ndarray]] = {}
-    parts, path, weights = ([slice(0, 8)] if fragments == 1 else PIECES), [], np.array(SPEEDS) / sum(SPEEDS)
+    parts, path, weights = ([slice(0, 8)] if fragments == 1 else PIECES), [], np.array(speeds) / sum(speeds)
+    residuals = np.zeros_like(w, np.float32)
+
+    def mean(part: slice) -> np.ndarray:
+        away = w[:, part] - center[part]
+        if wire == "fp32":
+            return np.asarray(weights @ away)
+        total = np.zeros(away.shape[1], np.float32)
+        for i, weight in enumerate(weights):
+            arrived, left = rounded(weight * away[i], residuals[i, part])
+            total += arrived
+            if mutant != "no feedback":
+                residuals[i, part] = left
+        return total
 
     def outer_step(p: int) -> None:
         _, gradient = sent.pop(p)
@@ -54,7 +71,7 @@ def by_hand(fragments: int, delay: int, blend: float, mutant: str = "") -> tuple
     for t in range(1, 61):
         epoch, batch = divmod(t - 1, 20)
         rows, first = order(epoch, 235)[12 * batch : 12 * batch + 12], 0
-        for i, part in enumerate(split(len(rows), SPEEDS)):
+        for i, part in enumerate(split(len(rows), speeds)):
             mine, first = rows[first : first + part], first + part
             if part:
                 velocity[i] = MOMENTUM * velocity[i] + 2 * x[mine].T @ (x[mine] @ w[i] - y[mine]) / part
@@ -63,7 +80,7 @@ def by_hand(fragments: int, delay: int, blend: float, mutant: str = "") -> tuple
             outer_step(p)
         for p, part in enumerate(parts):
             if t % TAU == (0 if mutant == "all at once" else p * TAU // len(parts)):
-                sent[p] = t, -(weights @ (w[:, part] - center[part]))
+                sent[p] = t, -mean(part)
                 if delay == 0:
                     outer_step(p)
         path.append(w.copy())
@@ -90,6 +107,18 @@ def test_against_a_loop_by_hand() -> None:
         assert torch.equal(whole["path"], by_setting[1, 0, 1.0]["path"])  # the defaults
     wrong = by_hand(3, 2, 0.5, "all at once")[0]
     assert np.abs(wrong - by_hand(3, 2, 0.5)[0]).max() > 1e-4
+
+
+def _in_4_bits() -> Any:
+    return fit("diloco", Pieces(), tau=TAU, fragments=3, delay=2, blend=0.5, wire="int4")["path"].numpy()
+
+
+def test_in_4_bits_each_fragment_has_its_own_feedback() -> None:
+    setting: Any = {"fragments": 3, "delay": 2, "blend": 0.5, "speeds": [2.0, 1.0], "wire": "int4"}
+    truth = by_hand(**setting)[0]
+    for rank, path in enumerate(run(_in_4_bits, 2, nodes=[1, 1])):
+        assert np.abs(path - truth[:, rank]).max() <= 1e-5
+    assert np.abs(by_hand(**setting, mutant="no feedback")[0] - truth).max() > 1e-4
 
 
 class Bytes(pl.Callback):
