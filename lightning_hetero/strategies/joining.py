@@ -198,8 +198,8 @@ def make_parts(
         planner = plan_among(former.share.planner, regrouping.kept, planner)
 
     def begin_pass() -> Position:
-        strategy.survival.again(lambda: strategy.share.begin_pass())  # another share, once ranks were lost
-        return position(strategy.trainer, strategy.share.step)
+        share.begin_pass()
+        return position(strategy.trainer, share.step)
 
     def samples_of(batch: Any) -> float:
         if callable(getattr(strategy.lightning_module, "batch_weight", None)):
