@@ -40,7 +40,7 @@ class NoLoCoAverager(PairAverager):
 
     The mean of all replicas is validated, saved and left at the end.
 
-    Source: NoLoCo, Kolehmainen et al. 2025 (arXiv:2506.10911), eq. 2 and 3, with groups of two. The authors' code
+    Source: NoLoCo, Kolehmainen et al. 2025 (arXiv:2506.10911), with groups of two. The authors' code
     (github.com/jkolehm/noloco) takes ``gamma = beta``.
 
     Args:
