@@ -44,7 +44,7 @@ def options(doc: str, repeats: int, **numbers: int) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def launch(ranks: int, *numbers: float) -> Any:
+def launch(ranks: int, *numbers: float | str) -> Any:
     """Run the calling script's worker with some numbers on every rank; returns what that of rank 0 has found."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
@@ -88,7 +88,8 @@ def spread(values: list[float]) -> str:
 def quiet_trainer(**options: Any) -> pl.Trainer:
     """A Trainer that only trains."""
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), **off, **options)
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    return pl.Trainer(**{"accelerator": "cpu", "devices": ranks, **off, **options})
 
 
 def machine() -> str:
