@@ -1,6 +1,20 @@
 """`hetero_ddp`: data-parallel training on ranks of unequal speed, exact against one process."""
 
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_hetero.comm.agreement import raise_on_all
+from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.docstrings import documented
+from lightning_hetero.strategies.gradient_wire import WiredGradients
+from lightning_hetero.strategies.options import Options
 
 
 class HeteroDDPStrategy(HeteroStrategy):
@@ -12,7 +26,11 @@ class HeteroDDPStrategy(HeteroStrategy):
 
     Source: HetGrad, Moreno-Alvarez et al. 2022: ``g = sum_i (n_i / N) g_i``.
 
-    Takes the options of :class:`~lightning_hetero.strategies.base.HeteroStrategy`.
+    Args:
+        accelerator: set by the Trainer.
+        wire: how gradients travel: ``"fp32"``, exact; ``"bf16"`` or ``"fp16"``; with error feedback in few bits,
+            ``"int8"``, ``"int4"`` or ``"topk:0.02"`` (any density), or as matrices of low rank, ``"powersgd:4"`` (any
+            rank). Not together with ``ddp_comm_hook``.
 
     Example::
 
@@ -22,3 +40,58 @@ class HeteroDDPStrategy(HeteroStrategy):
 
         trainer = Trainer(strategy=HeteroDDPStrategy(balance=[3.0, 1.0]), accelerator="cpu", devices=2)
     """
+
+    def __init__(self, accelerator: Accelerator | None = None, *args: Any, wire: str = "fp32", **kwargs: Any) -> None:
+        self._gradients = WiredGradients(wire)
+        self._gradients.check(kwargs)
+        super().__init__(accelerator, *args, **kwargs)
+
+    @property
+    def wire(self) -> str:
+        """How gradients travel."""
+        return self._gradients.wire
+
+    @override
+    def algorithm_options(self) -> dict[str, Any]:
+        return {**super().algorithm_options(), "wire": self.wire}
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            raise_on_all(self._gradients.problem(self), "the Trainer's precision")
+        super().setup(trainer)
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self._gradients.register(self)
+
+    @override
+    def teardown(self) -> None:
+        self._gradients.forget()
+        super().teardown()
+
+    @override
+    @saving.whole
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if not self.collectives.alone():
+            self._gradients.add_to(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
+        super()._restore_replicas(checkpoint)
+        self._gradients.load(checkpoint)
+
+
+def _with_all_options() -> None:
+    """Give the class, which takes the shared options by name, their signature and their explanations."""
+    init: Any = HeteroDDPStrategy.__init__
+    own = signature(init).parameters
+    shared = [p for p in signature(HeteroStrategy.__init__).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
+    *first, last = own.values()
+    init.__signature__ = signature(init).replace(parameters=[*first, *shared, last])
+    HeteroDDPStrategy.__doc__ = documented(HeteroDDPStrategy.__doc__, [*own, *(p.name for p in shared)], [Options])
+
+
+_with_all_options()
