@@ -76,7 +76,7 @@ class WiredGradients:
         group = strategy.job.groups.get("gradients on a wire", strategy.job.view.replica.ranks)
         assert group is not None
         self._running = GradientWire(self.wire, model.module, group)
-        model.register_comm_hook(None, self._running.hook)  # type: ignore[arg-type]
+        model.register_comm_hook(None, self._running.hook)
         if former is not None and former.used:
             self._running.say_dropped("the ranks or the trainable parameters have changed")
 
@@ -99,8 +99,8 @@ class WiredGradients:
         """Go on from what a checkpoint holds of this rank; if that does not fit, say that it is dropped."""
         if self._running is None:
             return
-        everyone = part_of(checkpoint).get(_NAME)
-        fits = everyone is not None and len(everyone) == dist.get_world_size()
+        everyone: list[Any] = part_of(checkpoint).get(_NAME) or []
+        fits = len(everyone) == dist.get_world_size()
         self._running.load_state_dict(everyone[dist.get_rank()] if fits else None)
 
 

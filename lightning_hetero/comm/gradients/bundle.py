@@ -61,4 +61,4 @@ def bundles_of(named: Iterable[tuple[str, nn.Parameter]], full: int = FULL) -> l
         if sum(p.numel() for _, p in open_) >= full:
             bundles.append(open_)
             open_ = []
-    return [Bundle(*zip(*pairs, strict=True)) for pairs in (*bundles, open_) if pairs]  # type: ignore[arg-type]
+    return [Bundle(*zip(*pairs, strict=True)) for pairs in (*bundles, open_) if pairs]

@@ -30,7 +30,7 @@ class _Waiting:
 
     def __init__(self, bucket: dist.GradBucket) -> None:
         self.buffer, self.parameters, self.gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
-        devices = [] if self.buffer.device.type == "cpu" else [self.buffer.device]
+        devices: list[int | str | torch.device] = [] if self.buffer.device.type == "cpu" else [self.buffer.device]
         self._future: Future[Any] = Future(devices=devices)
         self.future: Future[Tensor] = self._future.then(self._outcome)
         self.missing: set[int] = set()  # bundles
