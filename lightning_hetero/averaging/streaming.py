@@ -121,7 +121,8 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def due(self, context: StepContext) -> bool:
-        return bool(self._arriving(context.step) if self.delay else self.beginning(context.step))
+        # By the step alone: what is under way differs between replicas that lose another one while they are steps apart.
+        return context.step > self.delay and bool(self._rhythm.beginning(context.step - self.delay))
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
