@@ -121,7 +121,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def due(self, context: StepContext) -> bool:
-        # By the step alone: what is under way differs between replicas that lose another one while they are steps apart.
+        # By the step alone: what is under way differs between replicas that are steps apart when another one is lost.
         return context.step > self.delay and bool(self._rhythm.beginning(context.step - self.delay))
 
     @override
