@@ -47,9 +47,10 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
     return strategy._ddp_kwargs
 
 
-def register_comm_hook(strategy: DDPStrategy, model: DistributedDataParallel) -> None:
-    """Give DDP the user's communication hook, on CPUs too."""
+def register_comm_hook(strategy: DDPStrategy, model: DistributedDataParallel) -> bool:
+    """Give DDP the user's communication hook, on CPUs too; returns whether there is one."""
     _register_ddp_comm_hook(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
+    return strategy._ddp_comm_hook is not None
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":

@@ -30,7 +30,7 @@ class HeteroDDPStrategy(HeteroStrategy):
         accelerator: set by the Trainer.
         wire: how gradients travel: ``"fp32"``, exact; ``"bf16"`` or ``"fp16"``; with error feedback in few bits,
             ``"int8"``, ``"int4"`` or ``"topk:0.02"`` (any density), or as matrices of low rank, ``"powersgd:4"`` (any
-            rank). Not together with ``ddp_comm_hook``.
+            rank). Not together with ``ddp_comm_hook``, nor with shared memory (``within``).
 
     Example::
 
@@ -44,6 +44,8 @@ class HeteroDDPStrategy(HeteroStrategy):
     def __init__(self, accelerator: Accelerator | None = None, *args: Any, wire: str = "fp32", **kwargs: Any) -> None:
         self._gradients = WiredGradients(wire)
         self._gradients.check(kwargs)
+        if wire != "fp32":
+            kwargs["within"] = "gloo"
         super().__init__(accelerator, *args, **kwargs)
 
     @property

@@ -52,6 +52,10 @@ class WiredGradients:
                 raise ConfigurationError(
                     f"wire={self.wire!r} together with {name}: both say how gradients travel. Give one of them."
                 )
+        if self.wire != "fp32" and options.get("within") == "shm":
+            raise ConfigurationError(
+                f"wire={self.wire!r} together with within='shm': nothing travels in shared memory. Give one of them."
+            )
 
     def problem(self, strategy: "HeteroStrategy") -> HeteroError | None:
         """Why the Trainer's settings do not go with the wire, if so."""

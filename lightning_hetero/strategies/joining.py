@@ -30,6 +30,7 @@ from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
 from lightning_hetero.strategies.training import TrainingStep
+from lightning_hetero.strategies.within import average_within
 from lightning_hetero.workload.regrouping import Regrouping, plan_among
 from lightning_hetero.workload.sampler import Position
 
@@ -161,7 +162,8 @@ class Parts:
         options["process_group"] = self.data_group()  # a LightningCLI passes every option, the group too
         options = self.buckets.options(options, model, strategy.root_device)
         ddp = ReplicaDDP(self.share.timer, module=model, **options)
-        _lightning.register_comm_hook(strategy, ddp)
+        hooked = _lightning.register_comm_hook(strategy, ddp)
+        average_within(strategy, ddp, self.share.replica, options["process_group"], hooked)
         return ddp
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any) -> Any:

@@ -44,6 +44,8 @@ class Options:
             (exactly: the others weigh more), and the whole step if only a gradient is; ``"ignore"`` looks at nothing.
         ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
             launcher; to try one machine as several nodes.
+        within: how CPU ranks of one node average gradients: ``"shm"``, in shared memory; ``"gloo"``, over sockets;
+            ``"auto"``, in shared memory where that is possible, with a warning if there is no room.
         timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
         on_peer_loss: what to do when a rank dies, freezes or cannot be reached during a fit: ``"error"`` ends all
             ranks, with an error that names it; ``"continue"`` goes on among the others: without its replica, or under
@@ -73,6 +75,7 @@ class Options:
     rebalance_every_n_steps: int = 4
     on_nan: OnNaN = "error"
     ranks_per_node: int | list[int] | None = None
+    within: Literal["auto", "shm", "gloo"] = "auto"
     timeout: timedelta | float = 1800.0
     on_peer_loss: Literal["error", "continue"] = "error"
     min_replicas: int = 1
@@ -119,6 +122,7 @@ class Options:
                 f"timeout={self.limit.total_seconds():g} s: the longest wait must be above 0 seconds."
             )
         one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
+        one_of("within", self.within, ("auto", "shm", "gloo"))
         one_of("on_nan", self.on_nan, ("error", "skip", "ignore"))
         if self.process_group_backend is not None:
             raise ConfigurationError(

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm import buckets
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.shared_mean import SharedMean
 from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ class ReplicaDDP(DistributedDataParallel):
         super().__init__(**kwargs)
         self._step_timer = timer
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
+
+    def average_in(self, shared: SharedMean, group: dist.ProcessGroup) -> None:
+        """Average gradients in shared memory.
+
+        Args:
+            shared: of the ranks of this replica.
+            group: of the same ranks, for what cannot go through shared memory.
+        """
+        self.register_comm_hook(group, shared.hook)
 
     def outgrown(self) -> bool:
         """Whether a parameter has been unfrozen since: DDP does not know of its gradients."""

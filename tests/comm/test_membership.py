@@ -179,6 +179,7 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_nobody_else_is() -> None:
         until(lambda: sorted(threads.all[0]._member.inbound) == [1, 2])
 
 
+@pytest.mark.clock
 def test_a_partition_in_halves_goes_on_once() -> None:
     """Connections end, and new ones lead to where nobody answers."""
     with in_threads([[0], [1], [2], [3]], TERMS._replace(grace=1.0)) as threads, socket.socket() as nowhere:

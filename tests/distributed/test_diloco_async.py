@@ -104,6 +104,7 @@ def _paced(**options: Any) -> Any:
     return [step for step, _ in visits.seen]
 
 
+@pytest.mark.clock
 def test_local_steps_follow_the_speed() -> None:
     for rank, seen in enumerate(run(_paced, 3, nodes=APART)):
         lengths = np.diff(seen)

@@ -97,6 +97,8 @@ def test_sums_are_kept_through_a_checkpoint(tmp_path: Path, kind: Any, options: 
             total += state["x"][0] / 3
             weight += state["weight"]
             for *_, part, vectors in state["arrived"]:
+                if part == 0:  # it says only which round its sender has reached
+                    continue
                 total += (vectors[0].double() + (part * torch.tensor(START) if "wire" in options else 0.0)) / 3
                 weight += part
         else:

@@ -70,6 +70,8 @@ ROWS: list[tuple[Any, dict[str, Any], str]] = [
     *((HeteroDDPStrategy, {"wire": f"powersgd{rank}"}, "the rank of the matrices") for rank in ("", ":", ":0", ":1.5")),
     (HeteroDDPStrategy, {"wire": "powersgd:-1"}, "wire='powersgd:-1'"),
     (HeteroDDPStrategy, {"wire": "int8", "ddp_comm_hook": print}, "wire='int8' together with ddp_comm_hook"),
+    (HeteroDDPStrategy, {"wire": "int8", "within": "shm"}, "wire='int8' together with within='shm'"),
+    (HeteroDDPStrategy, {"within": "memory"}, "within='memory'"),
     (HeteroDDPStrategy, {"process_group_backend": "nccl"}, "All ranks meet over gloo"),
     (HeteroDDPStrategy, {"balance": [1.0, 1.0], "min_batch_size": 9, "max_batch_size": 3}, "min_batch_size=[9, 9]"),
     (HeteroDDPStrategy, {"balance": [1.0, 1.0], "min_batch_size": [1, 2, 3]}, "3 limits for 2 ranks"),

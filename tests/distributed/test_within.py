@@ -1,0 +1,75 @@
+"""Ranks of one node average gradients in shared memory, and get what they get over sockets."""
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from ranks import run
+from tasks import FAST, Net, dataset, error, parameters
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.comm import same_host
+from lightning_hetero.comm.shared_mean import SharedMean
+from lightning_hetero.errors import UnsupportedError
+
+
+def _fit(within: str, room: bool = True, **options: Any) -> tuple[torch.Tensor, int, list[str]]:
+    """The weights after a fit, how many buckets were averaged in shared memory, and warnings."""
+    calls, mean = [], SharedMean.mean
+
+    def counted(self: SharedMean, *args: Any) -> torch.Tensor:
+        calls.append(args)
+        return mean(self, *args)
+
+    def no_room(*_: Any) -> None:
+        raise OSError("no room")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr(SharedMean, "mean", counted)
+        if not room:
+            patch.setattr(same_host, "Mapped", no_room)
+        module = Net()
+        strategy = HeteroDDPStrategy(within=within, balance=[3.0, 1.0, 2.0], timeout=120, **options)
+        trainer = pl.Trainer(strategy=strategy, max_epochs=2, **FAST)
+        trainer.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
+    return parameters(module), len(calls), [str(one.message) for one in said]
+
+
+def _all() -> list[Any]:
+    auto, sockets, no_room = _fit("auto"), _fit("gloo"), _fit("auto", room=False)
+    hooked = _fit("auto", ddp_comm_hook=allreduce_hook)
+    with pytest.raises(UnsupportedError, match="within='shm', but ddp_comm_hook averages the gradients"):
+        _fit("shm", ddp_comm_hook=allreduce_hook)
+    with pytest.raises(UnsupportedError, match=r"within='shm', but the memory cannot be shared \(rank 0 .*: no room\)"):
+        _fit("shm", room=False)
+    return [auto, sockets, no_room, hooked]
+
+
+def test_shared_memory_is_used_where_it_can_be() -> None:
+    results = run(_all, 3)
+    for auto, sockets, no_room, hooked in results:
+        assert auto[1] == 18  # a bucket for each step
+        assert sockets[1] == no_room[1] == hooked[1] == 0
+        for other in (sockets, no_room, hooked):
+            assert error(auto[0], other[0]) < 1e-12
+    for number in range(4):
+        assert all(torch.equal(one[number][0], results[0][number][0]) for one in results)
+    *_, said = results[0][2]
+    assert sum("Gradients are averaged over sockets: the memory cannot be shared" in text for text in said) == 1
+
+
+def _apart() -> tuple[int, str]:
+    with pytest.raises(UnsupportedError) as refused:
+        _fit("shm")
+    return _fit("auto")[1], str(refused.value)
+
+
+def test_ranks_of_several_nodes_use_sockets() -> None:
+    for calls, refused in run(_apart, 3, nodes=[2, 1]):
+        assert calls == 0
+        assert "ranks [0, 1, 2], which average gradients, are on several nodes" in refused
