@@ -222,4 +222,4 @@ class ReplicaAllReduce:
 
 def _dtype(own: Contribution, old: Tensor) -> torch.dtype:
     """Of the differences from a reference that are summed."""
-    return torch.float32 if own.feedback is not None else DTYPES[own.wire] or old.dtype
+    return torch.float32 if own.feedback is not None else DTYPES.get(own.wire) or old.dtype  # low bits: of one replica

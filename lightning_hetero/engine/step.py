@@ -74,13 +74,12 @@ class Workshare:
     ) -> None:
         self.planner, self.timer, self.loaders = planner, timer, loaders
         self.replica, self._group, self._gathering = replica, group, gathering
-        self._defers = defers_reports
+        self._defers, self._owes = defers_reports, False  # a report of the step that has ended
         self.cost, self.evidence = CostModel(), Evidence()
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, the latest ones
-        self.launched = 0  # reports that this rank has sent
-        self._row: Sequence[float] = ()  # the latest one
-        self._reported_at = 0  # the step of the reports that are on their way
+        self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
+        self._row: Sequence[float] = ()  # of it
         self._told = False  # that a rank's times bend down
         self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
         self._fresh_pass = False  # an epoch's first batch has just been drawn
@@ -98,8 +97,7 @@ class Workshare:
             regrouping: in the midst of a fit: which ranks remain (collective over them then).
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
-        self._told = former._told
-        self.launched = former.launched
+        self._told, self._owes, self.launched = former._told, former._owes, former.launched
         if regrouping is not None:  # in the midst of a step, perhaps
             kept = regrouping.kept
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
@@ -185,12 +183,16 @@ class Workshare:
         self.step += 1
         if self.agreement is not None:
             self.agreement.after_batch()
-        if report:
+        self._owes = report
+        self.tell()
+
+    def tell(self) -> None:
+        """Send the report of the step that has ended, if it is due and a loss has kept this rank from that."""
+        if self._owes:
             self.listen()
-            row = self.report(taken=self.agreement is None).row
-            self._row, self._reported_at = row, self.step
-            self.launched += 1
-            self._gathering.launch(row)
+            self._row, self._reported_at = self.report(taken=self.agreement is None).row, self.step
+            self._gathering.launch(self._row)
+            self.launched, self._owes = self.launched + 1, False
 
     def listen(self) -> None:
         """Act on the reports that are on their way, if any; on all ranks at the same step."""

@@ -128,6 +128,8 @@ class TrainingStep:
         if self._share.drawn is not None:
             ends = window and not _lightning.accumulates(trainer)
             self._share.end(report=self._engine.due(self._share.step + 1, ends, _lightning.epoch_ends(trainer)))
+        else:
+            self._share.tell()
 
     def window_ended(self) -> None:
         """An optimizer has stepped (with manual optimization, however often); after :meth:`batch_ended`."""
