@@ -46,12 +46,15 @@ def main() -> None:
         f"{machine()}; {options.ranks} ranks, {options.seconds:.0f} s, a fault every {options.mean:.0f} s", flush=True
     )
     with Links(options.ranks) if options.cluster else contextlib.nullcontext() as links:
-        rows = [_strategy(name, options, faults, links) for name in options.strategies]
-    print("\n".join([_HEAD, *rows]))
+        rows = [run_strategy(name, options, faults, links) for name in options.strategies]
+    print("\n".join([HEAD, *rows]))
     print(f"load average at the end {os.getloadavg()[0]:.2f}")
 
 
-def _strategy(name: str, options: argparse.Namespace, faults: tuple[str, ...], links: Links | None) -> str:
+def run_strategy(
+    name: str, options: argparse.Namespace, faults: tuple[str, ...], links: Links | None, fit: type[Fit] = Fit
+) -> str:
+    """Run a strategy for all seeds, and print what came of it; its row of the table."""
     plain, struck = list[Result](), list[Result]()
     for seed in range(options.seeds):
         for results, some in ((plain, ()), (struck, faults)):
@@ -61,21 +64,21 @@ def _strategy(name: str, options: argparse.Namespace, faults: tuple[str, ...], l
                 print(f"    {time.monotonic() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
             tell(f"{name}, seed {seed}, {'with' if some else 'without'} faults")
-            results.append(Fit(options, name, seed, some, links, tell).run())
+            results.append(fit(options, name, seed, some, links, tell).run())
             tell(f"samples {results[-1].samples:.0f}, loss {results[-1].loss}")
-    row = _row(name, plain, struck)
-    print(f"{_HEAD}\n{row}", flush=True)
+    line = row(name, plain, struck)
+    print(f"{HEAD}\n{line}", flush=True)
     for result in struck:
         for text in result.said:
             print(f"    not clean: {text}", flush=True)
         for fault, outcomes in result.outcomes.items():
             stall = f"; longest stall {result.stalls[fault]:.1f} s" if fault in result.stalls else ""
             print(f"    {fault}: {', '.join(f'{how} {times}' for how, times in outcomes.items())}{stall}", flush=True)
-    return row
+    return line
 
 
 _COLUMNS = ("tried", "survived", "ended cleanly", "hung", "lost", "joined", "longest stall, s", "without faults, s")
-_HEAD = "\n".join(
+HEAD = "\n".join(
     [
         f"| strategy | {' | '.join(_COLUMNS)} | throughput, of what the living could do | loss without | loss with |",
         "|---" * (len(_COLUMNS) + 4) + "|",
@@ -83,7 +86,8 @@ _HEAD = "\n".join(
 )
 
 
-def _row(name: str, plain: list[Result], struck: list[Result]) -> str:
+def row(name: str, plain: list[Result], struck: list[Result]) -> str:
+    """A row of the table."""
     counts = {
         how: sum(outcomes[how] for result in struck for outcomes in result.outcomes.values())
         for how in ("survived", "ended", "hung", "lost")

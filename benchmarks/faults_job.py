@@ -1,64 +1,41 @@
 """What each rank of `faults.py` runs: a small fit that takes a given time per sample, and writes down how far it is."""
 
-import contextlib
 import ctypes
-import json
 import logging
 import os
 import resource
 import signal
 import time
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
+from faults_files import (
+    BATCH,
+    FIRST,
+    GRACE,
+    LATEST,
+    PAUSE,
+    RANK,
+    SAMPLES,
+    STEPS,
+    TIMEOUT,
+    Place,
+    progress,
+    regressor,
+    samples,
+    write_ending,
+)
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies.registry import ENTRIES
 
-#: Samples per rank and step at the beginning; the global batch stays what it is then.
-BATCH = 8
-GRACE, TIMEOUT = 5.0, 60.0
-#: Positions in the file of a process: samples trained on, optimizer steps, when the latest one ended, the longest time
-#: from one to the next, the current rank, when the first one ended.
-SAMPLES, STEPS, LATEST, PAUSE, RANK, FIRST = range(6)
 _NEW_NET, _DIE_WITH_PARENT = 0x40000000, 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process runs, and what it does.
-
-    Attributes:
-        folder: to write to.
-        number: of this process: those that are started again have new ones.
-        strategy: its string.
-        seed: of weights and data.
-        steps: of the fit.
-        step: seconds that a step takes while all ranks are there.
-        save: seconds between two checkpoints.
-        joins: whether processes that are started again join the running fit.
-        variables: of its environment.
-        space: network namespace, if it has one of its own.
-    """
-
-    folder: str
-    number: int
-    strategy: str
-    seed: int
-    steps: int
-    step: float
-    save: float
-    joins: bool
-    variables: dict[str, str] = field(default_factory=dict)
-    space: str | None = None
 
 
 class Task(pl.LightningModule):
@@ -67,7 +44,7 @@ class Task(pl.LightningModule):
     def __init__(self, place: Place) -> None:
         super().__init__()
         torch.manual_seed(place.seed)
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.net = regressor()
         self.cost = place.step / BATCH
         self.fault = ""
         self.progress = progress(place.folder, place.number)
@@ -94,18 +71,6 @@ class Task(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def progress(folder: str, number: int) -> Any:
-    """How far a process is: numbers in a file, which stay when it is killed."""
-    path = Path(folder, f"progress{number}")
-    return np.memmap(path, dtype="d", mode="r+" if path.exists() else "w+", shape=(6,))
-
-
-def ending(folder: str, number: int) -> Any:
-    """How a process has ended by itself; ``None`` if it has not."""
-    path = Path(folder, f"end{number}")
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def worker(place: Place) -> None:
     """One process: trains, and writes down how it has ended."""
     ctypes.CDLL("libc.so.6").prctl(_DIE_WITH_PARENT, signal.SIGKILL)
@@ -129,10 +94,7 @@ def worker(place: Place) -> None:
     finally:
         if not result["error"] and "loss" not in result:
             result["ours"] = False
-        path = Path(place.folder, f"end{place.number}")
-        with contextlib.suppress(OSError):  # the folder may be gone
-            path.with_suffix(".new").write_text(json.dumps(result))
-            path.with_suffix(".new").rename(path)
+        write_ending(place, result)
 
 
 def _fit(place: Place) -> dict[str, Any]:
@@ -141,7 +103,12 @@ def _fit(place: Place) -> dict[str, Any]:
     signal.signal(signal.SIGUSR2, lambda *_: setattr(task, "fault", "nan"))
     signal.signal(signal.SIGURG, lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)))
     [entry] = [entry for entry in ENTRIES if entry.name == place.strategy]
-    options: dict[str, Any] = {"on_peer_loss": "continue", "grace": GRACE, "timeout": TIMEOUT, **entry.options}
+    options: dict[str, Any] = {
+        "on_peer_loss": "continue",
+        "grace": GRACE,
+        "timeout": TIMEOUT,
+        **entry.options,
+    } | place.options
     if place.joins:
         options["join_file"] = str(Path(place.folder, "job"))
     saves = ResumableCheckpoint(Path(place.folder, "checkpoints"), every_n_seconds=place.save)
@@ -154,14 +121,9 @@ def _fit(place: Place) -> dict[str, Any]:
         callbacks=[saves],
         **off,
     )
-    trainer.fit(task, DataLoader(_data(20_000, place.seed), batch_size=BATCH, shuffle=True))
+    trainer.fit(task, DataLoader(samples(20_000, place.seed), batch_size=BATCH, shuffle=True))
     with torch.no_grad():
-        return {"loss": task.loss(_data(2000, -1).tensors).item()}
-
-
-def _data(samples: int, seed: int) -> TensorDataset:
-    x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
+        return {"loss": task.loss(samples(2000, -1).tensors).item()}
 
 
 def _enter(space: str | None) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults_job import FIRST, GRACE, LATEST, PAUSE, RANK, SAMPLES, TIMEOUT, Place, ending, progress, worker
+from faults_files import FIRST, GRACE, LATEST, PAUSE, RANK, SAMPLES, TIMEOUT, Place, ending, progress
+from faults_job import worker
 from faults_links import LINK_FAULTS, Links
 from faults_result import Result
 
@@ -67,6 +68,9 @@ class Fit:
         links: the cluster, if there is one.
         tell: is told what happens.
     """
+
+    #: Options of strategies, beside those that all have.
+    given: dict[str, dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -136,10 +140,15 @@ class Fit:
             joins=options.restart is not None,
             variables=variables,
             space=links.space(slot) if links else None,
+            options=self.given.get(self.strategy, {}),
         )
+        self.ranks.append(Rank(number, slot, self._process(place), seen, begins, time.monotonic()))
+
+    def _process(self, place: Place) -> Any:
+        """Start a process of the fit."""
         process = _context.Process(target=worker, args=(place,), daemon=True)
         process.start()
-        self.ranks.append(Rank(number, slot, process, seen, begins, time.monotonic()))
+        return process
 
     def _end(self, rank: Rank) -> dict[str, Any]:
         return ending(self.folder, rank.number) or {"error": f"exit code {rank.process.exitcode}", "ours": False}

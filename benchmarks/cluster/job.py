@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import network
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
+from digits import Digits, cnn, handwritten
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_hetero import EmulatedSpeed
 from lightning_hetero.strategies.replica import ReplicaStrategy
@@ -22,41 +22,6 @@ from lightning_hetero.workload.shares import Cost
 
 SLOW = "slow "  # before a contender's name: the last rank has half of its quota
 SKIP = 12  # steps before the measured ones: connections open, memory is allocated, a rate is found
-
-
-class Digits(Dataset):
-    """Handwritten digits, each time with other noise, for as many samples as it takes."""
-
-    def __init__(self, samples: int) -> None:
-        images, self.labels = _digits(training=True)
-        self.images, self.samples = images, samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        image = self.images[index % len(self.images)]
-        return image + 0.2 * torch.randn(image.shape, generator=generator), self.labels[index % len(self.images)]
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        first = torch.tensor(indices) % len(self.images)
-        noise = torch.randn(len(indices), 1, 8, 8, generator=torch.Generator().manual_seed(indices[0]))
-        return list(zip(self.images[first] + 0.2 * noise, self.labels[first], strict=True))
-
-
-def cnn() -> nn.Module:
-    """2.15 million parameters: 8.6 MB for every exchange."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(64 * 4 * 4, 2060),
-        nn.ReLU(),
-        nn.Linear(2060, 10),
-    )
 
 
 def deep() -> nn.Module:
@@ -100,14 +65,6 @@ class Watched(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
 
 
-def _digits(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    chosen = torch.arange(len(images)) % 5 != 0
-    chosen = chosen if training else ~chosen
-    return images[chosen], torch.tensor(data.target)[chosen]
-
-
 def fit(contender: str, model: str, steps: int, batch: int, delay: float) -> dict[str, Any]:
     """Train, and measure this rank's steps after the first few."""
     pl.seed_everything(1, verbose=False)
@@ -119,7 +76,7 @@ def fit(contender: str, model: str, steps: int, batch: int, delay: float) -> dic
     loader = DataLoader(Digits(samples), batch_size=batch, shuffle=True)
     trainer.fit(module, loader)
     elapsed = module.starts[-1] - module.starts[SKIP]
-    images, labels = _digits(training=False)
+    images, labels = handwritten(training=False)
     with torch.no_grad():
         accuracy = (module.net(images).argmax(1) == labels).float().mean().item()
     count = len(module.starts) - 1 - SKIP

@@ -139,6 +139,7 @@ class Cluster:
                     "OMP_NUM_THREADS": "1",
                     "MASTER_ADDR": self.address(0),
                     "MASTER_PORT": "29400",
+                    "OWN_ADDR": self.address(node),
                     "RANK": str(rank),
                     "LOCAL_RANK": str(local),
                     "WORLD_SIZE": str(world),

@@ -42,16 +42,22 @@ def measure(options: argparse.Namespace, contenders: list[str], model: str, cons
 
 
 def run_script(
-    script: str, arguments: Sequence[object], options: argparse.Namespace, quota: float | None, console: Console
+    script: str | Path,
+    arguments: Sequence[object],
+    options: argparse.Namespace,
+    quota: float | None,
+    console: Console,
+    python: str = sys.executable,
 ) -> Any:
-    """Run a script of this folder as every rank of a cluster.
+    """Run a script as every rank of a cluster.
 
     Args:
-        script: its name; it is given a path to write JSON to, and the arguments.
+        script: its name in this folder, or its path; it is given a path to write JSON to, and the arguments.
         arguments: further ones.
         options: what `nodes`, `ranks` and `rate` the cluster has, and for how many seconds it runs at most (`timeout`).
         quota: the part of a core for each rank; `None`: all.
         console: to say what went wrong, and how busy the machine was.
+        python: the interpreter.
 
     Returns:
         What the script has written.
@@ -63,7 +69,7 @@ def run_script(
         network.Cluster(options.nodes, network.Link(options.rate), name) as cluster,
     ):
         output, log = Path(folder) / "figures.json", Path(folder) / "log"
-        command = [sys.executable, str(Path(__file__).with_name(script)), str(output), *map(str, arguments)]
+        command = [python, str(Path(__file__).parent / script), str(output), *map(str, arguments)]
         began, used = time.monotonic(), cluster.cpu_seconds()
         status = cluster.run(command, [options.ranks] * options.nodes, quota, options.timeout, log)
         own, everyone = (b - a for a, b in zip(used, cluster.cpu_seconds(), strict=True))

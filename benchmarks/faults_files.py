@@ -1,0 +1,81 @@
+"""What the ranks of `faults.py` train, and what they write down. Nothing of Lightning in here."""
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+#: Samples per rank and step at the beginning; the global batch stays what it is then.
+BATCH = 8
+GRACE, TIMEOUT = 5.0, 60.0
+#: Positions in the file of a process: samples trained on, optimizer steps, when the latest one ended, the longest time
+#: from one to the next, the current rank, when the first one ended.
+SAMPLES, STEPS, LATEST, PAUSE, RANK, FIRST = range(6)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs, and what it does.
+
+    Attributes:
+        folder: to write to.
+        number: of this process: those that are started again have new ones.
+        strategy: its string.
+        seed: of weights and data.
+        steps: of the fit.
+        step: seconds that a step takes while all ranks are there.
+        save: seconds between two checkpoints.
+        joins: whether processes that are started again join the running fit.
+        variables: of its environment.
+        space: network namespace, if it has one of its own.
+        options: of the strategy, beside those that all have.
+    """
+
+    folder: str
+    number: int
+    strategy: str
+    seed: int
+    steps: int
+    step: float
+    save: float
+    joins: bool
+    variables: dict[str, str] = field(default_factory=dict)
+    space: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def progress(folder: str, number: int) -> Any:
+    """How far a process is: numbers in a file, which stay when it is killed."""
+    path = Path(folder, f"progress{number}")
+    return np.memmap(path, dtype="d", mode="r+" if path.exists() else "w+", shape=(6,))
+
+
+def ending(folder: str, number: int) -> Any:
+    """How a process has ended by itself; ``None`` if it has not."""
+    path = Path(folder, f"end{number}")
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write_ending(place: Place, result: dict[str, Any]) -> None:
+    """Write down how a process has ended."""
+    path = Path(place.folder, f"end{place.number}")
+    with contextlib.suppress(OSError):  # the folder may be gone
+        path.with_suffix(".new").write_text(json.dumps(result))
+        path.with_suffix(".new").rename(path)
+
+
+def regressor() -> nn.Module:
+    """What is trained."""
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def samples(count: int, seed: int) -> TensorDataset:
+    """So many samples of a regression."""
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
