@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from runner import spread
 
+INTERVAL = 16  # steps between two exchanges of most contenders
 WINDOW = 8  # steps over which the loss is averaged
 PEERS = ("torchft_diloco:every=16", "torchft_diloco:every=16,delay=8", "torchft_diloco:every=16,replica=node")
 OURS = (
@@ -86,7 +87,7 @@ def table(runs: list[dict[str, Any]], names: list[str], goal: float) -> Table:
     for name in names:
         of = [run["ranks"] for run in runs if run["contender"] == name]
         times = [max((r["times"][-1] - r["times"][0]) / (len(r["times"]) - 1) for r in ranks) for ranks in of]
-        sent = [max((r["sent"][-1] - r["sent"][0]) / (len(r["sent"]) - 1) for r in ranks) / 1e6 for ranks in of]
+        sent = [max(bytes_per_step(rank["sent"]) for rank in ranks) / 1e6 for ranks in of]
         ratios = [base / own for base, own in zip(seconds[names[0]], seconds[name], strict=True)]
         steps = [reached(ranks, goal)[1] for ranks in of]
         ends = [losses(ranks)[-1] for ranks in of]
@@ -100,6 +101,12 @@ def table(runs: list[dict[str, Any]], names: list[str], goal: float) -> Table:
             spread(ends),
         )
     return result
+
+
+def bytes_per_step(sent: list[int]) -> float:
+    """What a node sends in a step, over whole intervals, so that no contender's last exchange is left out."""
+    last = max((len(sent) - 1) // INTERVAL * INTERVAL, 1)
+    return (sent[last] - sent[0]) / last
 
 
 def losses(ranks: list[dict[str, Any]]) -> list[float]:
