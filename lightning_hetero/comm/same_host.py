@@ -17,10 +17,11 @@ from lightning_hetero.comm.mapped import Mapped
 from lightning_hetero.comm.shared_mean import ALIGNED, SharedMean
 
 T = TypeVar("T")
+SHARED = "/dev/shm"
 _CONNECTED = 60.0  # seconds in which all others must have connected, unless the user's limit is shorter
 
 
-def shared_mean(group: dist.ProcessGroup, size: int, limit: timedelta) -> SharedMean:
+def shared_mean(group: dist.ProcessGroup, size: int, limit: timedelta, part: float = 1.0) -> SharedMean:
     """Share memory among ranks, to average their gradients in it (collective over the group).
 
     The memory and the sockets lose their names before this returns, so that the kernel removes them with the processes.
@@ -29,9 +30,10 @@ def shared_mean(group: dist.ProcessGroup, size: int, limit: timedelta) -> Shared
         group: ranks of one host.
         size: bytes of the gradients of a rank.
         limit: longest wait for another rank.
+        part: of the memory that is free for sharing, the most to take.
 
     Raises:
-        OSError: on every rank: one of them cannot take part.
+        OSError: on every rank: one of them cannot take part, or there is not enough memory.
         CommunicationError: another rank did not take part in time.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -40,7 +42,7 @@ def shared_mean(group: dist.ProcessGroup, size: int, limit: timedelta) -> Shared
     links: dict[int, socket.socket] = {}
     try:
         _meet(rank, ranks, links, group, min(_CONNECTED, limit.total_seconds()))
-        made = _on_all(lambda: Mapped(like) if rank == 0 else None, group)
+        made = _on_all(lambda: _made(like, part) if rank == 0 else None, group)
         path = gather(made and made.path, "the shared memory", group)[0]
         try:
             memory = _on_all(lambda: made or Mapped(like, path), group)
@@ -53,6 +55,13 @@ def shared_mean(group: dist.ProcessGroup, size: int, limit: timedelta) -> Shared
         raise
     values, result = memory.vectors
     return SharedMean(links, values.view(ranks, row), result, rank, limit)
+
+
+def _made(like: Sequence[torch.Tensor], part: float) -> Mapped:
+    needed, free = sum(vector.nbytes for vector in like), shutil.disk_usage(SHARED).free
+    if needed > part * free:
+        raise OSError(f"{needed} bytes are more than {part:.0%} of the {free} that are free in {SHARED}")
+    return Mapped(like)
 
 
 def _meet(rank: int, ranks: int, links: dict[int, socket.socket], group: dist.ProcessGroup, seconds: float) -> None:

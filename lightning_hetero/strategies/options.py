@@ -45,7 +45,7 @@ class Options:
         ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
             launcher; to try one machine as several nodes.
         within: how CPU ranks of one node average gradients: ``"shm"``, in shared memory; ``"gloo"``, over sockets;
-            ``"auto"``, in shared memory where that is possible, with a warning if there is no room.
+            ``"auto"``, in shared memory unless it takes more than half of what is free, which a warning says.
         timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
         on_peer_loss: what to do when a rank dies, freezes or cannot be reached during a fit: ``"error"`` ends all
             ranks, with an error that names it; ``"continue"`` goes on among the others: without its replica, or under

@@ -1,18 +1,22 @@
 """Chooses how the ranks of a replica average their gradients: through shared memory, or over sockets."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hetero.comm.same_host import shared_mean
+from lightning_hetero.comm.same_host import SHARED, shared_mean
 from lightning_hetero.comm.shared_mean import ALIGNED
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
+
+
+_PART = 0.5  # of the memory that is free for sharing: the most that is taken unasked
 
 
 def average_within(
@@ -39,7 +43,8 @@ def average_within(
         trained = [p for p in ddp.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() + ALIGNED for p in trained)
         try:
-            ddp.average_in(shared_mean(group, size, strategy.options.limit), group)
+            part = _PART if way == "auto" else 1.0
+            ddp.average_in(shared_mean(group, size, strategy.options.limit, part), group)
         except OSError as error:
             reason = f"the memory cannot be shared ({error})"
             if way == "auto":
@@ -58,6 +63,8 @@ def _unsuitable(strategy: "HeteroStrategy", ranks: Sequence[int]) -> str | None:
     places = [strategy.job.view.topology.places[rank] for rank in ranks]
     if devices := sorted({place.device for place in places} - {"cpu"}):
         return f"gradients are on {', '.join(devices)}, not on CPUs"
+    if not os.path.isdir(SHARED):
+        return f"this system has no {SHARED}"
     if len({(place.host, place.node) for place in places}) > 1:
         return f"ranks {list(ranks)}, which average gradients, are on several nodes"
     return None

@@ -1,6 +1,7 @@
 """Ranks of one node average gradients in shared memory, and get what they get over sockets."""
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,11 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.comm import same_host
-from lightning_hetero.comm.shared_mean import SharedMean
+from lightning_hetero.comm.shared_mean import ALIGNED, SharedMean
 from lightning_hetero.errors import UnsupportedError
 
 
-def _fit(within: str, room: bool = True, **options: Any) -> tuple[torch.Tensor, int, list[str]]:
+def _fit(within: str, room: float = 1e12, **options: Any) -> tuple[torch.Tensor, int, list[str]]:
     """The weights after a fit, how many buckets were averaged in shared memory, and warnings."""
     calls, mean = [], SharedMean.mean
 
@@ -25,14 +26,10 @@ def _fit(within: str, room: bool = True, **options: Any) -> tuple[torch.Tensor, 
         calls.append(args)
         return mean(self, *args)
 
-    def no_room(*_: Any) -> None:
-        raise OSError("no room")
-
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         patch.setattr(SharedMean, "mean", counted)
-        if not room:
-            patch.setattr(same_host, "Mapped", no_room)
+        patch.setattr(same_host.shutil, "disk_usage", lambda _: SimpleNamespace(free=room))  # type: ignore[attr-defined]
         module = Net()
         strategy = HeteroDDPStrategy(within=within, balance=[3.0, 1.0, 2.0], timeout=120, **options)
         trainer = pl.Trainer(strategy=strategy, max_epochs=2, **FAST)
@@ -41,12 +38,15 @@ def _fit(within: str, room: bool = True, **options: Any) -> tuple[torch.Tensor, 
 
 
 def _all() -> list[Any]:
-    auto, sockets, no_room = _fit("auto"), _fit("gloo"), _fit("auto", room=False)
+    row = 8 * sum(p.numel() for p in Net().parameters()) + 4 * ALIGNED
+    needed = 4 * -(-row // ALIGNED) * ALIGNED  # for three rows and the result
+    auto, sockets, no_room = _fit("auto", 2 * needed + 2), _fit("gloo"), _fit("auto", 2 * needed - 2)
+    assert _fit("shm", needed)[1] == 18
     hooked = _fit("auto", ddp_comm_hook=allreduce_hook)
     with pytest.raises(UnsupportedError, match="within='shm', but ddp_comm_hook averages the gradients"):
         _fit("shm", ddp_comm_hook=allreduce_hook)
-    with pytest.raises(UnsupportedError, match=r"within='shm', but the memory cannot be shared \(rank 0 .*: no room\)"):
-        _fit("shm", room=False)
+    with pytest.raises(UnsupportedError, match=r"within='shm', but .* \(rank 0 .* are free in"):
+        _fit("shm", needed - 2)
     return [auto, sockets, no_room, hooked]
 
 
