@@ -71,7 +71,7 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
     (EASGDOverlapStrategy, {"moving_rate": "auto", "tau": 3}),
     (EAMSGDStrategy, {"moving_rate": "auto", "tau": 3}),
     (DiLoCoStrategy, {"tau": 5}),
-    (DiLoCoStrategy, {"tau": 5, "fragments": 2, "delay": 3, "blend": 0.5}),
+    (DiLoCoStrategy, {"tau": 5, "delay": 3, "blend": 0.5}),
     (EASGDAsyncStrategy, {"moving_rate": "auto", "tau": 2}),
     (EASGDAsyncStrategy, {"moving_rate": "auto", "tau": 2, "center": "thread"}),
     (EASGDHogwildStrategy, {"moving_rate": "auto", "tau": 2}),
