@@ -106,6 +106,8 @@ class DASOAverager(LowBitAverager):
         self.feedback = self.residuals(self.reference)
         self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
         self._pending: Pending | None = None
+        self._done = 0  # the latest step of which all that follows it is done
+        self._broken = False  # within what follows a step
         self._member = self._since = 0  # steps of the cycling phase since the last exchange began
         self._pace = Pace()
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
@@ -146,6 +148,7 @@ class DASOAverager(LowBitAverager):
     @override
     def after_step(self, context: StepContext) -> None:
         self._pace.pause()
+        self._broken = True
         cycling = self.phase(context.step) == "cycling"
         if self._pending is not None and (not cycling or context.step - self._pending.step >= self._pending.wait):
             self._mix(context.step)
@@ -157,6 +160,7 @@ class DASOAverager(LowBitAverager):
             if self._since >= self.schedule.every and self._pending is None:
                 self._begin(context)
         self._pace.resume()
+        self._done, self._broken = context.step, False
         self._epoch_ended, steps = context.epoch_ends, self.schedule_every_n_steps
         by_epoch = context.epoch_ends and self.monitor is None
         if by_epoch if steps is None else context.step % steps == 0:
@@ -239,13 +243,24 @@ class DASOAverager(LowBitAverager):
 
     @override
     def remains(self, kept: Sequence[int]) -> dict[str, Any]:
-        self._pending = None
+        self._pending, self._before = None, (self._done, self._broken)
         return {**super().remains(kept), "epoch_ended": self._epoch_ended}
+
+    @override
+    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+        super().go_on(state, context)
+        # Replicas may be steps apart: all begin their next exchange at the step at which the furthest one does.
+        own, _ = self._before
+        done, since, member = max(self.links.gather((own, self._since, self._member)))
+        behind = sum(self.phase(step) == "cycling" for step in range(own + 1, done + 1))
+        self._since, self._member = since - behind, member
 
     @override
     def missed_exchange(self, context: StepContext) -> None:
         if self.phase(context.step) != "cycling":  # else replicas differ after an exchange as well
             super().missed_exchange(context)
+        elif self._before[1]:  # what follows this step is not repeated
+            self._since += 1
 
     @override
     def load_common(self, state: dict[str, Any]) -> None:

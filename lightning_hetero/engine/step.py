@@ -79,7 +79,7 @@ class Workshare:
         self.step = 0  # batches done, the same on every rank
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
-        self._row: Sequence[float] = ()  # of it
+        self._row, self._quiet = list[float](), 0  # that report; the step up to which there is none, after a loss
         self._told = False  # that a rank's times bend down
         self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
         self._fresh_pass = False  # an epoch's first batch has just been drawn
@@ -101,10 +101,11 @@ class Workshare:
         if regrouping is not None:  # in the midst of a step, perhaps
             kept = regrouping.kept
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
-            self.ended = [former.ended[rank] for rank in kept]
-            self.drawn = None if former.drawn is None else former.drawn.among(kept)
-            self._fresh_pass, self._laps = former._fresh_pass, former._laps
-            if former.launched > regrouping.reports:  # the others will send theirs, or do so now
+            self.ended, self._laps = [former.ended[rank] for rank in kept], former._laps
+            self.drawn, self._fresh_pass = former.drawn and former.drawn.among(kept), former._fresh_pass
+            if self._defers:  # replicas may be steps apart: the next reports are of a step that none has done
+                self.launched, self._owes, self._quiet = regrouping.reports, False, regrouping.start
+            elif former.launched > regrouping.reports:  # the others will send theirs, or do so now
                 self._row, self._reported_at = former._row, former._reported_at
                 self._gathering.launch(self._row)
 
@@ -183,7 +184,7 @@ class Workshare:
         self.step += 1
         if self.agreement is not None:
             self.agreement.after_batch()
-        self._owes = report
+        self._owes = report and self.step > self._quiet
         self.tell()
 
     def tell(self) -> None:
@@ -200,8 +201,7 @@ class Workshare:
             return
         with self.timer.waiting():
             self.reports = [Report.of_row(row) for row in self._gathering.collect()]
-        ended = [bool(report.ended) for report in self.reports]
-        if not all(ended):
+        if not all(ended := [bool(report.ended) for report in self.reports]):
             self.ended = ended
         self._say_where_times_bend_down()
         if self.agreement is not None:
