@@ -1,13 +1,15 @@
-"""Gradients averaged in shared memory against sockets, on the ranks of one machine; ratios of alternating runs.
+"""Averages in shared memory against sockets, on the ranks of one machine; ratios of alternating runs.
 
-First the average alone, of as many bytes as a small CNN has gradients. Then whole fits: Lightning's `ddp`, and
-`hetero_ddp` over sockets and in shared memory, with fixed even shares.
+First gradients alone, as many bytes as a small CNN has. Then what replicas exchange: an average of parameters where
+each rank is a replica, and what an exchange has brought told to the other ranks of a replica. Then whole fits:
+Lightning's `ddp`, and `hetero_ddp` over sockets and in shared memory, with fixed even shares.
 
     python benchmarks/within.py [--repeats 7] [--ranks 2]
 """
 
 import statistics
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -36,22 +38,25 @@ class Wide(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+def seconds(action: Callable[[], Any]) -> float:
+    """That something takes, median."""
+    times = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
 def alone(repeats: int) -> dict[str, list[float]]:
-    """Seconds that an average takes."""
-    from lightning_hetero.comm.same_host import shared_mean
+    """Seconds that an average of gradients takes."""
+    from lightning_hetero.comm.same_host import share_memory
+    from lightning_hetero.comm.shared_mean import SharedMean
 
     group: Any = dist.group.WORLD
-    shared = shared_mean(group, BYTES, timedelta(seconds=120))
+    shared = SharedMean(*share_memory(group, BYTES, timedelta(seconds=120)))
     values = torch.randn(BYTES // 4)
-
-    def seconds(average: Any) -> float:
-        times = []
-        for _ in range(ROUNDS):
-            dist.barrier()
-            began = time.perf_counter()
-            average()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
 
     def sockets() -> None:
         dist.all_reduce(values.div_(dist.get_world_size()))
@@ -61,6 +66,26 @@ def alone(repeats: int) -> dict[str, list[float]]:
     )
     shared.close()
     return results
+
+
+def exchanges(repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of what replicas do: an average over them, and a message to the other ranks of a replica."""
+    from lightning_hetero.comm.groups import Groups
+    from lightning_hetero.comm.links import ReplicaLinks
+    from lightning_hetero.comm.sharing import Sharing, Within
+
+    world, limit = dist.get_world_size(), timedelta(seconds=120)
+    values, reference = torch.randn(BYTES // 4), torch.zeros(BYTES // 4)
+    averages: dict[str, Callable[[], float]] = {}
+    messages: dict[str, Callable[[], float]] = {}
+    ways: tuple[Within, ...] = "gloo", "shm"
+    for way in ways:
+        groups = Groups.open(limit, Sharing(["here"] * world, limit, way))
+        apart = ReplicaLinks(dist.get_rank(), [[rank] for rank in range(world)], groups)
+        told = ReplicaLinks(dist.get_rank(), [list(range(world))], groups)
+        averages[way] = lambda apart=apart: seconds(lambda: apart.average([values], [1.0] * world, [reference]))
+        messages[way] = lambda told=told: seconds(lambda: told.broadcast(values))
+    return {"average": jobs.alternate(repeats, averages), "message": jobs.alternate(repeats, messages)}
 
 
 def fit(strategy: Any) -> float:
@@ -82,7 +107,7 @@ def worker(repeats: int) -> dict[str, Any]:
         "gloo": lambda: fit(HeteroDDPStrategy(balance="off", within="gloo")),
         "shm": lambda: fit(HeteroDDPStrategy(balance="off", within="shm")),
     }
-    return {"alone": alone(repeats), "fits": jobs.alternate(repeats, kinds)}
+    return {"alone": alone(repeats), **exchanges(repeats), "fits": jobs.alternate(repeats, kinds)}
 
 
 def main() -> None:
@@ -90,7 +115,12 @@ def main() -> None:
     options = jobs.options(__doc__, 7, ranks=2)
     results = jobs.launch(options.ranks, options.repeats)
     print(f"\n{options.ranks} ranks, {options.repeats} alternating runs; {jobs.machine()}")
-    rows = [(f"average of {BYTES / 1e6:.1f} MB: gloo / shm", results["alone"], "gloo")]
+    size = f"{BYTES / 1e6:.1f} MB"
+    rows = [
+        (f"gradients, {size}: gloo / shm", results["alone"], "gloo"),
+        (f"average of replicas, {size}: gloo / shm", results["average"], "gloo"),
+        (f"message to a replica, {size}: gloo / shm", results["message"], "gloo"),
+    ]
     rows += [(f"step: {name} / hetero_ddp, shm", results["fits"], name) for name in ("ddp", "gloo")]
     for what, times, name in rows:
         ratios = sorted(a / b for a, b in zip(times[name], times["shm"], strict=True))

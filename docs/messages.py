@@ -10,7 +10,8 @@ DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "lightning_hetero"
 HEAD = """# What errors say
 
-Every message of the package, as it stands in the code, with `{...}` for what is filled in; for finding one again.
+Every message of the package, as it stands in the code, with `{...}` for what is filled in. Search it
+for the message that you see.
 What leads to them, and when: [mistakes and their messages](mistakes.md). Made by `python docs/messages.py`.
 """
 

@@ -1,6 +1,6 @@
 """Every touch of a private name of Lightning.
 
-Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. The rest of the package uses public names only.
+Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. Other files use public names and ``INHERITED``.
 """
 
 import copy
@@ -30,11 +30,13 @@ from lightning.pytorch.utilities.exceptions import _augment_message as augment_m
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_hetero.workload.order import shuffles_by_itself
+from lightning_hetero.workload.order import has_own_batches, is_sharded, shuffles_by_itself
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+#: Private names of ``DDPStrategy`` that ``strategies/base.py`` sets, reads on itself, or overrides.
+INHERITED = ("_checkpoint_io", "_configure_launcher", "_launcher", "_layer_sync", "_model")
 __all__ = ["DataFetcherWrapper", "IndexBatchSamplerWrapper", "SubprocessScriptLauncher", "WrappingCheckpointIO"]
 __all__ += ["add_worker_init_fn", "augment_message", "init_dist_connection", "set_num_threads_if_needed"]
 
@@ -118,6 +120,16 @@ def step_arguments(trainer: "pl.Trainer", batch: Any) -> list[Any]:
     return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
 
 
+def validation_interval(trainer: "pl.Trainer") -> float | None:
+    """The ``val_check_interval`` in seconds, if the user has given it as a time."""
+    return getattr(trainer, "_val_check_time_interval", None)  # 2.5.2 has none
+
+
+def saves_by_time(callback: Any) -> bool:
+    """Whether a callback saves at certain times (``ModelCheckpoint(train_time_interval=...)``)."""
+    return getattr(callback, "_train_time_interval", None) is not None
+
+
 def before_transfer(module: "pl.LightningModule", batch: Any) -> Any:
     """A batch after the user's ``on_before_batch_transfer``."""
     return module._on_before_batch_transfer(batch)
@@ -182,18 +194,6 @@ def keep_batch_samplers(trainer: "pl.Trainer") -> None:
     """Let a Trainer pass the user's batch samplers on to the strategy, instead of constructing them anew."""
     if type(trainer._data_connector) is _DataConnector:
         trainer._data_connector.__class__ = _Connector  # a class, and no bound function: copies of it work
-
-
-def has_own_batches(loader: DataLoader) -> bool:
-    """Whether a loader was given a ``batch_sampler`` and no ``batch_size``; a DataLoader then has no batch size."""
-    return loader.batch_sampler is not None and loader.batch_size is None
-
-
-def is_sharded(loader: Any) -> bool:
-    """Whether one of a loader's samplers says that it yields this rank's part of the data."""
-    batches = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    return any(isinstance(n := getattr(sampler, "num_replicas", None), int) and n > 1 for sampler in samplers)
 
 
 class _Connector(_DataConnector):

@@ -8,8 +8,8 @@ import pytest
 
 # Before torch is imported anywhere: ranks share this machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# `ranks` and `tasks`, which run functions on several ranks, and `scripts`.
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+# `ranks` and `tasks`, which run functions on several ranks, and `scripts`; and `fake_device`.
+sys.path[:0] = [str(Path(__file__).parent / "distributed"), str(Path(__file__).parent / "accelerator")]
 
 
 @pytest.fixture(autouse=True)

@@ -122,9 +122,17 @@ def is_record(node: ast.ClassDef) -> bool:
     return bool(of & {"NamedTuple", "dataclass"})
 
 
-@pytest.mark.parametrize("name", [name for name in lightning_hetero.__all__ if not name.startswith("__")])
+EXPORTED = {
+    name: getattr(module, name)
+    for module in (lightning_hetero.callbacks, lightning_hetero)
+    for name in module.__all__
+    if not name.startswith("__")
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
 def test_the_example_of_every_exported_name_runs(name: str, capsys: pytest.CaptureFixture) -> None:
-    text = inspect.getdoc(getattr(lightning_hetero, name)) or ""
+    text = inspect.getdoc(EXPORTED[name]) or ""
     found = re.search(r"^Example.*::\n\n((?:(?: {4}.*)?\n?)+)", text, re.MULTILINE)
     assert found, f"{name} has no example"
     code = textwrap.dedent(found.group(1))

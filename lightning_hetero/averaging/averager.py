@@ -15,6 +15,7 @@ from lightning_hetero.averaging.moments import clear_broken
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.objects import beside
 from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica, wide
 from lightning_hetero.comm.topology import Topology
@@ -250,7 +251,7 @@ class Averager(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         for name in ("reference", *self.state):
-            setattr(self, name, state[name])
+            setattr(self, name, beside(state[name], getattr(self, name, None)))
 
     def load_common(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have any
         """Go on with what is alike on all replicas, from a :meth:`state_dict` of other ones; here nothing."""

@@ -123,7 +123,7 @@ class GossipAverager(Averager, Generic[T]):
         log.log(level, "Replica %d missed replica %d: late, frozen, dead or unreachable.", self.links.index, peer)
 
     def pack(self) -> list[Tensor]:
-        """This replica's values; if they are not finite, it begins again, and exchanges so: nobody waits in vain.
+        """This replica's values. If they are not finite, it begins again, and exchanges: others wait for it.
 
         Raises:
             NotFiniteError: it may not begin again (``on_nan="error"``).
@@ -172,7 +172,7 @@ class GossipAverager(Averager, Generic[T]):
         return None
 
     def report(self) -> None:
-        """Tell all who has met whom (collective)."""
+        """Let all know which replicas have met, and how often (collective)."""
         mine = [self.met[peer] for peer in range(self.links.count)] if self.links.leads else None
         self.pairings = [row for row in self.links.gather(mine) if row is not None]
 

@@ -1,4 +1,4 @@
-"""Who exchanges with whom in a round of gossip: pure functions of (members, round, seed), the same on every member."""
+"""Which members exchange in a round of gossip: pure functions of (members, round, seed), the same on every member."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +28,7 @@ def ring_matching(n: int, round_number: int, seed: int) -> Sends:
 def hypercube(n: int, round_number: int, seed: int) -> Sends:
     """Partners across one dimension after the other, and others in each such cycle (GossipGraD's rotation).
 
-    Where ``n`` is no power of 2, who has no partner in a dimension is idle.
+    Where ``n`` is no power of 2, a member without a partner in a dimension is idle.
     """
     dimensions = _dimensions(n)
     cycle, dimension = divmod(round_number, dimensions)
@@ -70,7 +70,7 @@ DIRECTED: dict[str, Rule] = {
 
 
 def sends(rule: Rule, members: Sequence[int], round_number: int, seed: int) -> dict[int, tuple[int, ...]]:
-    """To whom each member sends in a round.
+    """The members that each member sends to in a round.
 
     Args:
         rule: a topology.

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.centers.center import Rule
+from lightning_hetero.comm.replica import finite
 
 #: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
 Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -21,11 +22,12 @@ class DelayedNesterov(Rule):
         c <- c - lr g;  s <- s + g
         every N arrivals:  m <- mu m + s;  c <- c - lr mu m;  s <- 0
 
-    So N arrivals come to one step of Nesterov's momentum with their mean gradient. Buffers take what arrives as it is.
+    So N arrivals come to one step of Nesterov's momentum with their mean gradient. Buffers move towards those of the
+    arrival by its weight: so a variance stays above 0, which sums of differences from old centers would not promise.
 
     The vectors of the center are those of ``c``; a table of the replicas' speeds; those of ``m``; those of ``s``; and
-    the arrivals since the latest momentum. A client sends ``-g`` and a table that is 0 but for its own speed, and gets
-    ``c`` and the table of all.
+    the arrivals since the latest momentum. A client sends ``-g`` before its weight, its buffers, and a table that is 0
+    but for its own speed, and gets ``c`` and the table of all.
 
     Args:
         arrivals: N.
@@ -43,7 +45,9 @@ class DelayedNesterov(Rule):
 
     @override
     def measure(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
-        return sum(float(value.dot(value)) for value in values[:-1])
+        arriving, statistics = self._views(values[:-1])
+        square = sum(float(step.square().sum()) for step in arriving)
+        return square if finite(statistics) else math.nan
 
     @override
     def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
@@ -52,11 +56,11 @@ class DelayedNesterov(Rule):
         m, s = state[:count], state[count:]
         torch.where(values[-1] > 0, values[-1], speeds, out=speeds)
         if push and math.isfinite(square):
-            for value in values[:-1]:
-                value.mul_(push)
             (arriving, statistics), (means, own) = self._views(values[:-1]), self._views(c)
-            for part, step in zip(own, statistics, strict=True):
-                part.add_(step)
+            for part, arrived in zip(own, statistics, strict=True):
+                part.lerp_(arrived, push)
+            for step in arriving:
+                step.mul_(push)
             (sums, _), (momenta, _) = self._views(s), self._views(m)
             for mean, step, total in zip(means, arriving, sums, strict=True):
                 mean.add_(step, alpha=self._lr)

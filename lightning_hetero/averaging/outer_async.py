@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Outcome, StepContext
 from lightning_hetero.averaging.nesterov import DelayedNesterov
-from lightning_hetero.averaging.outer import OuterAverager
 from lightning_hetero.averaging.visiting import VisitingAverager
 from lightning_hetero.checks import is_number, one_of
 from lightning_hetero.comm.centers import CenterOptions
@@ -38,7 +37,9 @@ class OuterAsyncAverager(VisitingAverager):
     ``tau`` steps, another one ``tau`` times its steps per second over those of the fastest. All take ``tau`` in their
     first round, before speeds are known.
 
-    The mean of all replicas is validated, saved and left at the end.
+    The center, moved by what replicas have done since they came to it, is validated, saved and left at the end:
+    ``c + sum_i w_i (x_i - c_i)``. The replicas' mean would take back what others have brought since the slow ones
+    began. Buffers, which have no gradients, take the mean.
 
     Source: Liu et al. 2024 (arXiv:2401.09135), algorithms 3 (delayed Nesterov, with c = 0) and 4 (DyLU).
 
@@ -55,7 +56,10 @@ class OuterAsyncAverager(VisitingAverager):
         UnsupportedError: when the ranks have met: the center cannot live there.
     """
 
-    facts = replace(VisitingAverager.facts, between=OuterAverager.facts.between)
+    facts = replace(
+        VisitingAverager.facts,
+        between="the center moved by what replicas have done since, and each such look costs as much as an exchange",
+    )
     of_center = (*VisitingAverager.of_center, "outer", "came", "speeds")
 
     tau: int = 50
@@ -100,7 +104,16 @@ class OuterAsyncAverager(VisitingAverager):
     @property
     @override
     def leads(self) -> bool:
-        return False  # the mean of the replicas knows what they have learned since they came to the center
+        return False  # replicas have learned something since they came to the center
+
+    @override
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        self._client.read(self.kept)
+        values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
+        own, begun, now = (self.replica.views(flats)[0] for flats in (values, self._start, self.known))
+        for value, start, center in zip(own, begun, now, strict=False):  # the last ones may be excluded
+            value.add_(center - start)
+        return self.links.average(values, context.samples_per_replica, self.reference).mean
 
     @override
     def before_step(self, context: StepContext) -> None:
@@ -124,6 +137,8 @@ class OuterAsyncAverager(VisitingAverager):
         self._packed = self.replica.pack(self._packed)
         for out, value, start in zip(moved, self._packed, self._start, strict=False):
             torch.sub(value.to("cpu", start.dtype), start, out=out)
+        for part, start in zip(self.replica.views(moved)[1], self.replica.views(self._start)[1], strict=True):
+            part.add_(start)  # buffers travel as they are
         push = context.samples_per_replica[self.links.index] / sum(context.samples_per_replica)
         healthy = finite(moved)
         if not healthy:

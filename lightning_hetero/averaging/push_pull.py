@@ -109,7 +109,7 @@ class PushPullAverager(VisitingAverager, Elastic):
             share = 0.0
             for difference in self._difference:
                 difference.zero_()  # of which the exchange will make 0 - c
-        # Past the center it would swing: a replica that comes very rarely cannot make up for all of it at once.
+        # A replica that comes very rarely must not make up for all of it at once: it would pull the center past itself.
         push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
         self._exchange = self._client.push_pull(self._difference, push)
         if not self.overlap:
@@ -182,7 +182,7 @@ class AsyncMomentumAverager(AsyncAverager):
 
 @dataclass
 class HogwildAverager(PushPullAverager):
-    """Asynchronous EASGD without a lock, in the shared memory of one node: replicas read and add as they come.
+    """Asynchronous EASGD without a lock, in the shared memory of one node: replicas do not wait for each other.
 
     Source: Hogwild EASGD, You, Buluc and Demmel 2017.
 

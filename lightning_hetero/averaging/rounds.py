@@ -1,4 +1,4 @@
-"""Gossip in rounds: all replicas know alike who exchanges with whom in each."""
+"""Gossip in rounds: in each round all replicas know which of them exchange with each other."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -44,7 +44,7 @@ class Rounds(GossipAverager):
 
 @dataclass
 class MatchedAverager(Rounds, PairAverager):
-    """Pairs meet in rounds, and halfway. Who meets whom in a round, all derive from the same list of members.
+    """In each round replicas meet in pairs, and both move to their mean. All compute the pairs from the same list.
 
     Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
     """
@@ -74,9 +74,9 @@ class MatchedAverager(Rounds, PairAverager):
 class DirectedAverager(Rounds, PushAverager):
     """One way: ``x_i += sum_j (x_j - x_i) / (d + 1)`` over the ``d`` peers from which something has come in a round.
 
-    With ``exchange="pull"`` the other way round: to whom would be sent, sends. The sum of all is kept if nothing is
-    lost, since everyone sends as much as it gets; unlike push-sum it knows no weights and does not make good what was
-    lost.
+    With ``exchange="pull"`` messages go the other way: those that would receive send. If no message is lost, the sum
+    of all values is kept, because each replica sends as much as it gets. Unlike push-sum, this has no weights, and does
+    not correct for messages that were lost.
 
     Source: GossipGraD, Daily et al. 2018.
     """

@@ -1,5 +1,6 @@
 """What the split of the batches gains, and what to do next: the report's advice."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -17,7 +18,8 @@ class Gain(NamedTuple):
 
     Attributes:
         times: how many times as fast as with an even split the slowest rank is done with a step; None if not known.
-        possible: if batches are not split by speed: at most how many times as fast it would be if they were.
+        possible: if batches are not split by speed: about how many times as fast it would be if they were, where no
+            batch has a fixed cost; infinite if nobody can tell.
         sentences: the same in words.
     """
 
@@ -36,7 +38,7 @@ def gain_of(ranks: Sequence[Totals], automatic: bool) -> Gain:
     if len(ranks) < 2:
         return Gain(None, 1.0, ())
     now = max(rank.work / rank.steps for rank in ranks)
-    # If no rank had a fixed cost, the ranks would be done together at their speeds: it cannot be faster.
+    # All would be done together at their speeds, as long as these do not depend on the samples per step.
     possible = 1.0 if automatic else now * sum(rank.speed for rank in ranks) / sum(rank.share for rank in ranks)
     works = even_work(ranks)
     uneven = max(rank.share for rank in ranks) > (1 + ALIKE) * even_share(ranks)
@@ -45,9 +47,10 @@ def gain_of(ranks: Sequence[Totals], automatic: bool) -> Gain:
             "How long an even split would take is not known, because some rank has never had a share of about "
             f"{even_share(ranks):.3g} samples."
         )
-        return Gain(None, possible, (unknown,) if automatic else (unknown, _could(possible)))
+        return Gain(None, 1.0 if automatic else math.inf, (unknown,))
     even = max(works)
     times = even / max(now, 1e-12)
+    possible = 1.0 if automatic else max(possible, 1 / max(times, 1e-12))  # an even split is one by speed, too
     if not uneven:
         could = "" if automatic else f" {_could(possible)}"
         return Gain(times, possible, (f"The batches are split evenly.{could}",))
@@ -62,7 +65,10 @@ def gain_of(ranks: Sequence[Totals], automatic: bool) -> Gain:
 def _could(possible: float) -> str:
     if possible < 1 + ALIKE:
         return "A split by speed would gain nothing, because on average all ranks are equally fast."
-    return f"A split by speed could make steps up to {possible:.1f} times as fast."
+    return (
+        f"By the ranks' speeds now, a split by speed would make steps about {possible:.1f} times as fast. What a batch "
+        "costs whatever its size makes this more or less."
+    )
 
 
 def next_steps(

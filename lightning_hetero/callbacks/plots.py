@@ -274,5 +274,5 @@ def _held(samples: FloatArray, work: FloatArray) -> FloatArray:
 
 
 def _typical(values: Sequence[float]) -> float:
-    """The greatest value but for outliers."""
+    """The greatest value, without outliers."""
     return sorted(values)[math.ceil(0.97 * len(values)) - 1]

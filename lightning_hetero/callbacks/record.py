@@ -23,6 +23,13 @@ class Record(NamedTuple):
         compute: seconds of each rank's own work.
         wait: seconds that each rank waited for others.
         ranks: which ranks these are, by the numbers that they had when they joined the job; empty: 0, 1, and so on.
+
+    Example::
+
+        from lightning_hetero.callbacks import Record
+
+        record = Record(step=8, shares=(24, 8), samples=(24.0, 8.0), compute=(0.03, 0.03), wait=(0.0, 0.01))
+        print(record.samples_per_s, record.waiting)
     """
 
     step: int
@@ -59,6 +66,14 @@ class Exchanged(NamedTuple):
         exposed: seconds for which this rank waited for one.
         distance: RMS distance of the replicas from their mean at the latest exchange (Euclidean, over all values).
         status: the algorithm's own numbers and words, such as its phase.
+
+    Example::
+
+        from lightning_hetero import HeteroMonitor
+        from lightning_hetero.callbacks import Exchanged
+
+        monitor = HeteroMonitor()  # give it to the Trainer, and fit
+        latest: Exchanged | None = monitor.exchanges[-1] if monitor.exchanges else None
     """
 
     step: int
@@ -186,7 +201,7 @@ class StepRecord:
 
 
 def thin(records: list[Any], most: int = 2048) -> None:
-    """Once there are ``most`` records, drop every second one, but for the first and the last."""
+    """Once there are ``most`` records, drop every second one, but keep the first and the last."""
     if len(records) >= most:
         del records[1:-1:2]
 

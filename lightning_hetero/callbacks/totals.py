@@ -181,10 +181,10 @@ def _seen(view: View) -> tuple[float, float]:
 
 
 def own_exchanges(work: Sequence[float], exchange: Sequence[float]) -> list[float]:
-    """What exchanges one by one cost each rank of itself, waiting for a slower partner's work not counted.
+    """What exchanges one by one cost each rank, without what it may have waited for a slower partner.
 
-    While the slowest rank still works, a partner may wait for it; so much of its exchanges does not count, but for what
-    even the rank spends on them that waits least: that is the network's.
+    While the slowest rank still works, a partner may wait for it. So much of the partner's exchanges does not count.
+    But as much as the rank with the shortest exchanges spends always counts: that is the network's.
 
     Args:
         work: seconds of each rank's own work.

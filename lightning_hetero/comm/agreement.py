@@ -4,8 +4,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm import objects
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import DisagreementError, HeteroError
@@ -14,7 +16,7 @@ _MISSING = "(missing)"
 
 
 def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """One value per rank, in the order of ranks (collective).
+    """One value per rank, in the order of ranks (collective). Tensors arrive on the CPU.
 
     Args:
         value: this rank's; anything that can be pickled.
@@ -26,9 +28,7 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
     """
 
     def everyone() -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        return objects.all_gather(value, group)
 
     if group is None:
         return collective(f"gather {what}", everyone)
@@ -36,20 +36,24 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
         return everyone()
 
 
-def of_rank(value: Any, rank: int) -> Any:
+def of_rank(value: Any, rank: int, home: torch.device = objects.CPU) -> Any:
     """The value of one rank, on every rank (collective).
 
     Args:
         value: this rank's; anything that can be pickled.
         rank: which one counts.
+        home: the device on which this rank computes. Tensors of the source that were on its own such device arrive on
+            this one; all others on the CPU. Default: all on the CPU.
     """
+    mine = False
 
-    def received() -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, rank)
-        return box[0]
+    def received() -> bytes:
+        nonlocal mine
+        mine = dist.get_rank() == rank
+        return objects.broadcast(objects.packed(value, home) if mine else b"", rank)
 
-    return collective(f"receive an object from rank {rank}", received)
+    message = collective(f"receive an object from rank {rank}", received)
+    return value if mine else objects.unpacked(message, home)
 
 
 def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:

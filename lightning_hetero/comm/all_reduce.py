@@ -111,8 +111,8 @@ class ReplicaAllReduce:
         members = [ranks[member % len(ranks)] for ranks in self._replicas]
         active, across = members[self._index], None
         if self._rank == active:
-            across = self._groups.get(f"{self._purpose}, across replicas, member {member}", members)
-        inner = self._groups.get(f"{self._purpose}, within a replica", self._replicas[self._index])
+            across = self._groups.bulk(f"{self._purpose}, across replicas, member {member}", members)
+        inner = self._groups.bulk(f"{self._purpose}, within a replica", self._replicas[self._index])
         return Route(across, inner, active)
 
     def average(self, own: Contribution, out: Sequence[Tensor], want: Want, route: Route) -> Average:

@@ -5,6 +5,7 @@ import warnings
 
 import torch.distributed as dist
 
+from lightning_hetero.comm import objects
 from lightning_hetero.comm.failure_watch import Failure, Failures, Kind
 
 _failures: Failures | None = None
@@ -40,16 +41,15 @@ def watch(interface: str, seconds: float) -> None:
 def _connected(interface: str, seconds: float) -> Failures:
     """A connection between rank 0 and every other rank (collective over all ranks)."""
     failures = Failures(dist.get_rank(), dist.get_world_size(), interface)
-    where = [failures.where if failures.rank == 0 else None]
-    dist.broadcast_object_list(where, 0)
+    where = objects.unpacked(objects.broadcast(objects.packed(failures.where if failures.rank == 0 else None), 0))
     if failures.rank == 0:
         failures.listen()
-    elif where[0] is not None:
+    elif where is not None:
         try:
-            failures.connect(where[0], seconds)
+            failures.connect(where, seconds)
         except OSError as error:
             warnings.warn(
-                f"rank {failures.rank} cannot reach rank 0 at {where[0][0]}: {error}. Errors will not be able to "
+                f"rank {failures.rank} cannot reach rank 0 at {where[0]}: {error}. Errors will not be able to "
                 "name a rank that has ended.",
                 stacklevel=3,
             )

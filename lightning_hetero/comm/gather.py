@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_hetero.comm import objects
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import DataError
 
@@ -36,8 +37,7 @@ def gather_samples(
         DataError: on every rank, if dtypes differ, or more than the first dimension.
     """
     with waiting(), deadline("gather a tensor"):
-        kinds: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(kinds, (tuple(tensor.shape), str(tensor.dtype)), group=group)
+        kinds = objects.all_gather((tuple(tensor.shape), str(tensor.dtype)), group)
     shapes = [shape for shape, _ in kinds]
     _check(shapes, [dtype.removeprefix("torch.") for _, dtype in kinds])
     even = len(set(shapes)) == 1

@@ -1,8 +1,10 @@
 """Process groups that are made when they are first asked for, and end with the object that hands them out."""
 
+import atexit
 import gc
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,12 +14,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather, hash_of
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.leaving import THREADS, noting_sockets
+from lightning_hetero.comm.own_group import default_store
+from lightning_hetero.comm.shared_group import SharedGroup
+from lightning_hetero.comm.sharing import Sharing
 from lightning_hetero.errors import UnsupportedError
 
+_POLL = 0.05  # longest pause between two looks at who has asked for a group, seconds
+
 _ended: list[dist.ProcessGroup] = []  # groups that nobody can ask for any more
+_on_devices: list[dist.ProcessGroup] = []  # groups that hold memory and threads of devices
 
 
 class Groups:
@@ -32,6 +41,7 @@ class Groups:
     Args:
         timeout: longest wait for another rank, while a group is made and in its collectives.
         name: the same on every rank, and different for each object of this class.
+        sharing: says which ranks exchange long vectors through shared memory. Default: none.
 
     Example: the group of a replica's ranks, for the sizes of batches::
 
@@ -41,18 +51,20 @@ class Groups:
             dist.all_reduce(sizes, group=group)
     """
 
-    def __init__(self, timeout: timedelta, name: str) -> None:
-        self.timeout, self._name = timeout, name
+    def __init__(self, timeout: timedelta, name: str, sharing: Sharing | None = None) -> None:
+        self.timeout, self._name, self._sharing = timeout, name, sharing
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._shared: dict[tuple[str, tuple[int, ...]], SharedGroup | None] = {}
 
     @classmethod
-    def open(cls, timeout: timedelta) -> "Groups":
+    def open(cls, timeout: timedelta, sharing: Sharing | None = None) -> "Groups":
         """Begin, without a group yet (collective over all ranks).
 
         Args:
             timeout: longest wait for another rank.
+            sharing: says which ranks exchange long vectors through shared memory. Default: none.
         """
-        return cls(timeout, gather(secrets.token_hex(8), "a name for the process groups")[0])
+        return cls(timeout, gather(secrets.token_hex(8), "a name for the process groups")[0], sharing)
 
     def get(self, purpose: str, ranks: Sequence[int], backend: str = "gloo") -> dist.ProcessGroup | None:
         """The process group of some ranks for one purpose (collective over these ranks when called first).
@@ -87,6 +99,28 @@ class Groups:
             self._groups[key] = group
         return self._groups[key]
 
+    def bulk(self, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A process group as of :meth:`get`, for long vectors on CPUs: in shared memory where the ranks can share it.
+
+        Args:
+            purpose: as for :meth:`get`.
+            ranks: as for :meth:`get`.
+
+        Raises:
+            CommunicationError: another member did not ask for the group in time.
+            UnsupportedError: a background thread is the first to ask; or ``within="shm"``, and memory cannot be shared.
+        """
+        key, group = (purpose, tuple(ranks)), self.get(purpose, ranks)
+        if group is None or self._sharing is None:
+            return group
+        if key not in self._shared:
+            with deadline(f"share memory among ranks {list(ranks)} for {purpose!r}"):
+                shared = self._sharing.group(group, ranks)
+            self._shared[key] = shared
+            if shared is not None:
+                weakref.finalize(self, shared.close).atexit = False
+        return self._shared[key] or group
+
     def store(self, purpose: str) -> dist.Store:
         """The store of the job, which all ranks can read and write, with keys of its own for a purpose.
 
@@ -103,11 +137,6 @@ def _store(name: str) -> dist.Store:
         return dist.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)  # PyTorch 2.4 cannot
 
 
-def default_store() -> dist.Store:
-    """The store with which all ranks have met; on the rank that hosts it, it ends with this object."""
-    return distributed_c10d._get_default_store()
-
-
 def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
     """Make a group under a name on which its members agree (collective over them).
 
@@ -116,6 +145,7 @@ def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
     between ranks, and members would wait for each other under different names. So this calls what ``new_group`` itself
     calls, which takes these arguments in PyTorch 2.4 to 2.13.
     """
+    _await_members(name, ranks, timeout)
     own_name: Any = name  # later versions have a type for it
     with noting_sockets():
         group, _ = distributed_c10d._new_process_group_helper(
@@ -128,7 +158,36 @@ def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
             timeout=timeout,
         )
     distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    if backend != "gloo":
+        _on_devices.append(group)
     return group
+
+
+def _await_members(name: str, ranks: Sequence[int], timeout: timedelta) -> None:
+    """Wait until all members ask for a group. PyTorch waits for them, too, but would not notice that one has died.
+
+    Raises:
+        DistNetworkError: one has not asked in time, or a rank has failed.
+    """
+    store, began, pause = default_store(), time.monotonic(), 0.001
+    keys = {f"{name}/{rank}": rank for rank in ranks}
+    store.set(f"{name}/{dist.get_rank()}", "1")
+    while not store.check([*keys]):
+        missing = [rank for key, rank in keys.items() if not store.check([key])]
+        if missing and failures.first(0.0) is not None:
+            raise dist.DistNetworkError(f"rank(s) {missing} did not ask for the group")
+        if missing and time.monotonic() - began > timeout.total_seconds():
+            raise dist.DistNetworkError(f"Timed out: rank(s) {missing} did not ask for the group")
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL)
+
+
+@atexit.register
+def end_on_devices() -> None:
+    """End NCCL's groups when the process ends: Lightning does so only where all ranks have met over NCCL."""
+    while _on_devices:
+        with suppress(ValueError, RuntimeError):  # it has ended since, or its other ranks have
+            dist.destroy_process_group(_on_devices.pop())
 
 
 def end_unused() -> None:

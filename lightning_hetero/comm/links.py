@@ -104,7 +104,7 @@ class ReplicaLinks:
         Args:
             purpose: broadcasts that run at the same time need different ones.
         """
-        group = self._groups.get(f"{purpose}, within a replica", self._ranks)
+        group = self._groups.bulk(f"{purpose}, within a replica", self._ranks)
 
         def broadcast(tensor: Tensor) -> None:
             if group is not None:

@@ -289,7 +289,7 @@ def share(tensors: Iterable[Tensor]) -> None:
 
 def _of_rank_zero(tensors: Sequence[Tensor]) -> Tensor:
     flat = flatten(tensors).cpu()
-    dist.broadcast(flat, 0)
+    dist.broadcast(flat.view(torch.uint8), 0)  # bytes: gloo does not know every dtype
     return flat
 
 

@@ -7,28 +7,45 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.local_links import LocalLinks
 from lightning_hetero.comm.mapped import Mapped
-from lightning_hetero.comm.shared_mean import ALIGNED, SharedMean
 
 T = TypeVar("T")
 SHARED = "/dev/shm"
+ALIGNED = 64  # bytes; rows begin at a cache line
+PART = 0.5  # of the memory that is free for sharing: the most that is taken unasked
 _CONNECTED = 60.0  # seconds in which all others must have connected, unless the user's limit is shorter
 
 
-def shared_mean(group: dist.ProcessGroup, size: int, limit: timedelta, part: float = 1.0) -> SharedMean:
-    """Share memory among ranks, to average their gradients in it (collective over the group).
+class Shared(NamedTuple):
+    """Memory that the ranks of a group share.
+
+    Attributes:
+        links: to the other ranks.
+        rows: of bytes, one for each rank.
+        result: one more row.
+    """
+
+    links: LocalLinks
+    rows: Tensor
+    result: Tensor
+
+
+def share_memory(group: dist.ProcessGroup, size: int, limit: timedelta, part: float = 1.0) -> Shared:
+    """Share memory among ranks (collective over the group).
 
     The memory and the sockets lose their names before this returns, so that the kernel removes them with the processes.
 
     Args:
         group: ranks of one host.
-        size: bytes of the gradients of a rank.
+        size: bytes of a row.
         limit: longest wait for another rank.
         part: of the memory that is free for sharing, the most to take.
 
@@ -54,7 +71,15 @@ def shared_mean(group: dist.ProcessGroup, size: int, limit: timedelta, part: flo
             link.close()
         raise
     values, result = memory.vectors
-    return SharedMean(links, values.view(ranks, row), result, rank, limit)
+    members = dist.get_process_group_ranks(group)
+    sockets = {members[number]: link for number, link in links.items()}
+    return Shared(LocalLinks(sockets, rank, limit), values.view(ranks, row), result)
+
+
+def slice_of(length: int, rank: int, ranks: int, step: int) -> slice:
+    """What a rank reduces: slices of nearly equal length that begin at multiples of a step."""
+    steps = -(-length // step)
+    return slice(min(rank * steps // ranks * step, length), min((rank + 1) * steps // ranks * step, length))
 
 
 def _made(like: Sequence[torch.Tensor], part: float) -> Mapped:
@@ -111,5 +136,5 @@ def _on_all(action: Callable[[], T], group: dist.ProcessGroup) -> T:
         problem = str(error) or type(error).__name__
     for rank, other in enumerate(gather(problem, "shared memory", group)):
         if other is not None:
-            raise OSError(f"rank {rank} of this replica: {other}")
+            raise OSError(f"rank {dist.get_process_group_ranks(group)[rank]}: {other}")
     return value  # type: ignore[return-value]

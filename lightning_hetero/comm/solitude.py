@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 def alone() -> Iterator[None]:
     """In this block, on this thread, PyTorch says that there is no process group.
 
-    SyncBatchNorm, metrics, and whoever else asks, then go by this rank's own samples. Who does not ask gets PyTorch's
+    SyncBatchNorm, metrics, and whoever else asks, then go by this rank's own samples. What does not ask gets PyTorch's
     error that there is no group, instead of a wait for ranks that do something else. Other threads see no difference.
     """
     thread, initialized = threading.get_ident(), dist.is_initialized

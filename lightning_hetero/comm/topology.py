@@ -1,5 +1,6 @@
 """Which ranks live on which node, and on which device."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -20,13 +21,16 @@ class Place(NamedTuple):
         host: hostname.
         node: number of the node: the launcher's, or by ``ranks_per_node``.
         local_rank: rank within the node, as launched.
-        device: device type and, for an accelerator, the card's identity: two ranks may share one.
+        device: kind of device and, for an accelerator, the card's identity: two ranks may share one.
+        library: what connects devices of this kind directly, with its version: ranks with different ones cannot meet
+            there. Empty: nothing does, or not known.
     """
 
     host: str
     node: int
     local_rank: int
     device: str
+    library: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,20 @@ class Topology:
         """The ranks of each replica, if each rank is a replica, or each node."""
         return self.nodes if kind == "node" else tuple((rank,) for rank in range(self.world))
 
-    def backend(self, ranks: Sequence[int]) -> str:
-        """``"nccl"`` if each of ``ranks`` has a CUDA device of its own, else ``"gloo"``, which serves all."""
-        devices = [self.places[rank].device for rank in ranks]
-        on_gpus = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
-        return "nccl" if on_gpus and dist.is_nccl_available() else "gloo"
+    def islands(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The parts of ``ranks`` that NCCL can connect: at least two GPUs of one kind, each with one rank alone."""
+        devices = Counter(self.places[rank].device for rank in ranks)
+        kinds: dict[str, list[int]] = {}
+        for rank in ranks:
+            if self.places[rank].library and devices[self.places[rank].device] == 1:
+                kinds.setdefault(self.places[rank].library, []).append(rank)
+        return tuple(tuple(island) for island in kinds.values() if len(island) > 1)
+
+    def backend(self, ranks: Sequence[int]) -> str | None:
+        """What connects the devices of ``ranks``: ``"gloo"`` for CPUs, ``"nccl"``, or ``None`` if no library does."""
+        if all(self.places[rank].device == "cpu" for rank in ranks):
+            return "gloo"
+        return "nccl" if self.islands(ranks) == (tuple(ranks),) else None
 
 
 def discover(place: Place, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
@@ -119,8 +132,21 @@ def group_of(rank: int, groups: Sequence[Sequence[int]]) -> int:
     return next(i for i, ranks in enumerate(groups) if rank in ranks)
 
 
-def device_identity(device: torch.device, host: str) -> str:
-    """A name of the physical device, by which two ranks on one card are recognised."""
+def place_of(device: torch.device, host: str, node: int, local_rank: int) -> Place:
+    """Where a rank lives that computes on a device.
+
+    Args:
+        device: with its index, if there are several.
+        host: hostname.
+        node: number of the node.
+        local_rank: rank within the node.
+    """
     if device.type != "cuda":
-        return device.type
-    return f"cuda:{host}:{torch.cuda.get_device_properties(device).uuid}"
+        return Place(host, node, local_rank, "cpu" if device.type == "cpu" else f"{device.type}:{host}:{device.index}")
+    card = torch.cuda.get_device_properties(device)
+    vendor = "rocm" if torch.version.hip else "cuda"
+    identity = f"{vendor}:{host}:{getattr(card, 'uuid', device.index)}"
+    if not dist.is_nccl_available():
+        return Place(host, node, local_rank, identity)
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return Place(host, node, local_rank, identity, f"{vendor}, NCCL {version}")

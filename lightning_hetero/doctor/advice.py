@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_hetero.doctor.links import Link
+from lightning_hetero.forecast.changes import PRICE
+from lightning_hetero.forecast.cluster import HIDDEN
 from lightning_hetero.workload.shares import Cost, makespan, split
 
-#: An exchange of at most this part of a step hides behind DDP's backward pass, which is about two thirds of a step.
-HIDDEN = 0.5
 #: Steps from one background exchange of DASO to the next: by default, and at most.
 EVERY, MOST = 4, 8
 #: Measurements further apart than this, as a fraction, come from a machine that does other things as well.
 BUSY = 0.1
-#: What exchanges between rare outer steps may take of the time.
-PRICE = 0.05
 
 
 class Advice(NamedTuple):

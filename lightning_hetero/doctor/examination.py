@@ -1,5 +1,6 @@
 """The examination: ranks meet as for a training, measure, and the first one reports."""
 
+import json
 import logging
 import subprocess
 import warnings
@@ -17,10 +18,16 @@ from lightning_hetero.doctor.advice import Slowest, advise
 from lightning_hetero.doctor.availability import available, extras
 from lightning_hetero.errors import ConfigurationError, HeteroError
 from lightning_hetero.strategies import HeteroDDPStrategy
+from lightning_hetero.workload.shares import Cost
 
 
 def examine(
-    ranks_per_node: int | None, config: Path | None, batch_size: int, timeout: float, **trainer_options: Any
+    ranks_per_node: int | None,
+    config: Path | None,
+    batch_size: int,
+    timeout: float,
+    save: Path | None = None,
+    **trainer_options: Any,
 ) -> None:
     """Measure ranks and links, and print a suggestion on the first rank.
 
@@ -29,6 +36,7 @@ def examine(
         config: a YAML file with the model and the data to measure. Default: a built-in model.
         batch_size: samples of each rank, for the built-in model.
         timeout: longest wait for another rank, in seconds.
+        save: write what was measured to this file, as JSON.
         **trainer_options: ``devices`` and the like. The ranks are those that such a Trainer would have: a launcher's,
             such as those of torchrun or mpiexec, or new ones.
 
@@ -58,12 +66,12 @@ def examine(
     launcher = trainer.strategy.launcher
     assert launcher is not None
     try:
-        launcher.launch(_take_part, strategy, config, batch_size)
+        launcher.launch(_take_part, strategy, config, batch_size, save)
     finally:
         _end(getattr(launcher, "procs", ()), timeout)
 
 
-def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int) -> None:
+def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int, save: Path | None) -> None:
     strategy.setup_environment()
     topology = strategy.topology
     assert topology is not None
@@ -83,8 +91,21 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
         advice = advise(costs, topology.nodes, work.samples, work.size, Slowest(inside, outside), spread)
         rows = [*available(topology), *extras(topology.world)]
         report.show(topology, work, speeds, (within, between), rows, advice)
+        if save is not None:
+            ways = [None if link is None else link[1:] for link in (inside, outside)]
+            _save(save, [[costs[rank] for rank in ranks] for ranks in topology.nodes], work.samples, work.size, ways)
     gather(None, "who is done")
     dist.destroy_process_group()
+
+
+def _save(
+    path: Path, nodes: Sequence[Sequence[Cost]], samples: int, size: int, ways: Sequence[Sequence[float] | None]
+) -> None:
+    """Write what ``lightning-hetero plan --from`` reads."""
+    memory = 2e-5, 5e9  # in place of a way that no two ranks have
+    within, between = (way or memory for way in ways)
+    found = {"nodes": nodes, "samples": samples, "size": size, "within": within, "between": between}
+    path.write_text(json.dumps(found, indent=1))
 
 
 def _end(children: Sequence[subprocess.Popen], patience: float) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.forecast.cluster import Way
 
 #: A message that takes this many seconds is long enough to tell the bandwidth.
 LONG = 0.1
@@ -34,8 +35,7 @@ class Link(NamedTuple):
 
     def all_reduce(self, size: int, members: int) -> float:
         """Seconds for a ring all-reduce of ``size`` bytes, if all links are like this one."""
-        rounds = 2 * (members - 1)
-        return rounds * (size / members / self.bandwidth + self.latency)
+        return Way(self.latency, self.bandwidth).all_reduce(size, members)
 
 
 def pairs(nodes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

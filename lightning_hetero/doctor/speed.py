@@ -113,7 +113,7 @@ def measure(work: Work, device: torch.device, seconds: float = 2.0, least: int =
     """Fit ``a + k n`` to steps on batches of the given size, half and a quarter of it.
 
     Args:
-        work: a copy of the model is not taken: its weights stay, but for buffers that each forward pass changes.
+        work: a copy of the model is not taken: its weights stay, except for buffers that each forward pass changes.
         device: to measure on.
         seconds: for about how long.
         least: steps to take of each size, however long they take.

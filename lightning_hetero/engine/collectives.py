@@ -12,7 +12,9 @@ from torch.distributed import ReduceOp
 
 from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.collective import collective
+from lightning_hetero.comm.devices import widest
 from lightning_hetero.comm.gather import gather_samples
+from lightning_hetero.comm.objects import CPU
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.workload.timer import StepTimer
 
@@ -83,12 +85,19 @@ class Collectives:
             with self._timer.waiting():
                 collective("pass a barrier", dist.barrier)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank ``src``, on every rank."""
+    def broadcast(self, obj: Any, src: int = 0, home: torch.device = CPU) -> Any:
+        """The object of rank ``src``, on every rank.
+
+        Args:
+            obj: that of the source counts; anything that can be pickled.
+            src: the source.
+            home: the device on which this rank computes, for tensors that are on that of the source. All others, and
+                by default these too, arrive on the CPU.
+        """
         if self.alone():
             return obj
         with self._timer.waiting():
-            return of_rank(obj, src)
+            return of_rank(obj, src, home)
 
     def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
         """Reduce a tensor over all ranks.
@@ -104,7 +113,7 @@ class Collectives:
             reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``; ``None`` is a sum.
 
         Returns:
-            The result on every rank; float64 for a mean of integers, else of the same dtype.
+            The result on every rank, of the same dtype; a mean of integers in float64, or fp32 on devices without it.
 
         Raises:
             UnsupportedError: an unknown ``reduce_op``.
@@ -131,9 +140,8 @@ class Collectives:
         with self._timer.waiting():
             total = collective("reduce a tensor", reduced)
         value = self._mean(total) if mean else total
-        return value.reshape(tensor.shape).to(
-            tensor.device, tensor.dtype if tensor.is_floating_point() else value.dtype
-        )
+        whole = widest(tensor.device) if mean else value.dtype  # of integers
+        return value.reshape(tensor.shape).to(tensor.device, tensor.dtype if tensor.is_floating_point() else whole)
 
     def _with_weight(self, value: Tensor) -> Tensor:
         """What to sum over ranks for a mean: weighted and plain values, weights, ranks, and how many know no weight."""
@@ -164,7 +172,7 @@ class Collectives:
         order of ranks.
 
         Args:
-            tensor: of the same shape on every rank but for its first dimension.
+            tensor: of the same shape on every rank, except for its first dimension.
             group: a process group; default: all ranks.
             sync_grads: let gradients flow back to each rank's tensor.
 

@@ -1,6 +1,7 @@
 """How a process joins a job, and how it tells the others why it ends."""
 
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.groups import Groups, end_unused
 from lightning_hetero.comm.leaving import noting_sockets
+from lightning_hetero.comm.mixed_group import MixedGroup
+from lightning_hetero.comm.sharing import Sharing, Within
 from lightning_hetero.comm.topology import Place, Topology, discover
+from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CommunicationError
 
@@ -98,14 +102,17 @@ class Job:
     Args:
         view: who takes part.
         timeout: longest wait for another rank.
+        within: how ranks of one node exchange long vectors.
 
     Attributes:
         groups: makes process groups when they are first needed; they end with this object.
     """
 
-    def __init__(self, view: View, timeout: timedelta) -> None:
-        self.view, self.timeout = view, timeout
-        self.groups = Groups.open(timeout)
+    def __init__(self, view: View, timeout: timedelta, within: Within = "auto") -> None:
+        self.view, self.timeout, self.within = view, timeout, within
+        nodes = [(place.host, place.node) for place in view.places]
+        self.groups = Groups.open(timeout, Sharing(nodes, timeout, within))
+        self._mixed: MixedGroup | None = None  # of this rank's replica
 
     @classmethod
     def join(
@@ -123,7 +130,7 @@ class Job:
             place: where this rank lives.
             ranks_per_node: sizes of nodes, if not as launched.
             replicas: says which ranks make a replica.
-            options: must be the same on every rank.
+            options: must be the same on every rank; ``within`` among them.
             timeout: longest wait for another rank.
             follows: how this rank comes into a view with more ranks than the one before. Default: it is the first view.
 
@@ -142,7 +149,7 @@ class Job:
         view = View.first(topology, replicas(topology))
         if follows is not None:
             view = view.grown(follows.view, [other.replica for other in everyone])
-        return cls(view, timeout)
+        return cls(view, timeout, options["within"])
 
     def among(self, number: int, ids: Sequence[int], store: dist.Store) -> "Job":
         """Join the ranks that remain after others were lost; connections are broken already (collective over them).
@@ -167,7 +174,7 @@ class Job:
                     world_size=view.world,
                     timeout=self.timeout,
                 )
-            return Job(view, self.timeout)
+            return Job(view, self.timeout, self.within)
 
     def token(self) -> str:
         """A secret of the job (collective over all ranks)."""
@@ -175,8 +182,23 @@ class Job:
 
     def data_group(self) -> dist.ProcessGroup | None:
         """The group in which this rank's replica averages gradients; ``None`` for one rank (collective over it)."""
+        ranks, topology = self.view.replica.ranks, self.view.topology
+        if (backend := topology.backend(ranks)) is not None:
+            return self.groups.get("gradients", ranks, backend)
+        if self._mixed is None and len(ranks) > 1:
+            self._mixed = MixedGroup(self.groups, ranks, topology.islands(ranks), self.view.rank)
+            weakref.finalize(self, self._mixed.close).atexit = False
+        return self._mixed
+
+    def same_parameters(self) -> SameParameters | None:
+        """What compares parameters in this rank's replica; ``None`` if its devices are alike (collective over it)."""
         ranks = self.view.replica.ranks
-        return self.groups.get("gradients", ranks, self.view.topology.backend(ranks))
+        if len(ranks) == 1 or self.view.topology.backend(ranks) is not None:
+            return None
+        data, small = self.data_group(), self.small_group()
+        assert data is not None
+        assert small is not None
+        return SameParameters(ranks, data, small)
 
     def small_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's replica for small CPU tensors; ``None`` for one rank (collective over it)."""

@@ -62,6 +62,10 @@ class JobGoneError(CommunicationError):
     """Nobody answers at the address of a job: it has ended, or its first rank is another one now."""
 
 
+class OtherJobError(JobGoneError):
+    """A job runs at that address, and does not know the secret."""
+
+
 class JoinRequests:
     """Takes requests to join; on the first rank of a job.
 
@@ -200,6 +204,17 @@ def answers(address: Sequence[Any]) -> bool:
     return False
 
 
+def other_job(address: Sequence[Any]) -> bool:
+    """Whether a job runs at an address that does not know its secret."""
+    try:
+        _reached(address)
+    except OtherJobError:
+        return True
+    except (JobGoneError, dist.DistError):
+        return False
+    return False
+
+
 def _reached(address: Sequence[Any]) -> dist.Store:
     host, port, secret = address
     try:  # the store itself would try again and again
@@ -208,7 +223,7 @@ def _reached(address: Sequence[Any]) -> dist.Store:
         raise JobGoneError(f"nobody answers at {host}:{port}, where the job was: {error}") from error
     store = dist.PrefixStore(str(secret), store_at((host, port), timedelta(seconds=_CONNECTED)))
     if not store.check(["beat"]):
-        raise JobGoneError(f"another program answers at {host}:{port}, where the job was")
+        raise OtherJobError(f"another job answers at {host}:{port}, where the job was")
     return store
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.collective import collective
+from lightning_hetero.comm.devices import widest
 
 
 class Losses:
@@ -30,10 +31,10 @@ class Losses:
         """
         if not samples:
             return
-        value = loss.detach().double()
+        value = loss.detach().to(widest(loss.device))
         finite = value.isfinite()
         row = torch.stack([value * samples, value.new_full((), samples)])
-        self._sums = self._sums.to(value.device) + torch.where(finite, row, 0.0)
+        self._sums = self._sums.to(value.device, value.dtype) + torch.where(finite, row, 0.0)
         broken = self._broken.to(value.device)
         self._broken = torch.where((broken < 0) & ~finite, step + 1, broken)
 
@@ -45,7 +46,7 @@ class Losses:
 
     def mean_over_ranks(self) -> float:
         """The mean over the samples of all ranks since the last look (collective); NaN if there were none."""
-        sums, self._sums = self._sums.cpu(), torch.zeros(2, dtype=torch.float64)
+        sums, self._sums = self._sums.cpu().double(), torch.zeros(2, dtype=torch.float64)
 
         def total() -> list[float]:
             everyone = sums.clone()

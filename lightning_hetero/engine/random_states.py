@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
@@ -16,12 +15,16 @@ from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
 _NAME = "random"
 
 
-def gather_into(checkpoint: dict[str, Any]) -> None:
-    """Add the states of all ranks to rank 0's checkpoint, next to the plan (collective)."""
-    # As arrays: to pickle a tensor calls `torch.save`, which is for files, and slow.
-    everyone = gather(tree_map_only(torch.Tensor, torch.Tensor.numpy, current()), "random states to save")
+def gather_into(checkpoint: dict[str, Any], device: torch.device) -> None:
+    """Add the states of all ranks to rank 0's checkpoint, next to the plan (collective).
+
+    Args:
+        checkpoint: to add to.
+        device: on which this rank computes.
+    """
+    everyone = gather(current(device), "random states to save")
     if dist.get_rank() == 0:
-        checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = tree_map_only(np.ndarray, torch.from_numpy, everyone)
+        checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
 
 
 def find(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -30,27 +33,45 @@ def find(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if everyone is None or len(everyone) != dist.get_world_size() else everyone[dist.get_rank()]
 
 
-def current() -> dict[str, Any]:
-    """The global random states of this rank; tensors and builtins."""
+def current(device: torch.device) -> dict[str, Any]:
+    """The global random states of this rank; tensors and builtins.
+
+    Args:
+        device: on which it computes. No other kind of device is touched: to ask for the state of another one would
+            claim memory of it, or fail.
+    """
+    source = _source(device)
     name, keys, *rest = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        **({} if source is None else {device.type: source.get_rng_state()}),
         "numpy": [name, torch.tensor(np.asarray(keys), dtype=torch.int64), *rest],
         "python": [version, list(numbers), gauss],
     }
 
 
-def restore(states: Mapping[str, Any]) -> None:
-    """Set the global random states of this rank."""
+def restore(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set the global random states of this rank.
+
+    Args:
+        states: of :func:`current`, perhaps on another kind of device. A device whose state they lack keeps its own.
+        device: on which this rank computes.
+    """
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    source = _source(device)
+    if source is not None and states.get(device.type) is not None:
+        source.set_rng_state(states[device.type])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
+
+
+def _source(device: torch.device) -> Any:
+    """What draws the random numbers of a device beside those of the CPU; ``None``: nothing."""
+    module = None if device.type == "cpu" else getattr(torch, device.type, None)
+    return module if hasattr(module, "get_rng_state") else None
 
 
 class Moment:

@@ -11,6 +11,7 @@ from lightning_hetero.averaging.regrow import regrow
 from lightning_hetero.comm.agreement import check_equal, of_rank
 from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import Replica
+from lightning_hetero.engine import optimizer_states
 from lightning_hetero.engine.checkpoint import of_layout
 from lightning_hetero.engine.looks import Looks
 from lightning_hetero.engine.losses import Losses
@@ -293,7 +294,7 @@ class ReplicaEngine:
         self.averager.replica.unpack(of_layout(state["values"], self.averager.replica.layout))
         self.averager.replica.keep(state["kept"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            optimizer_states.restore(optimizer, saved)
         self.averager.load_state_dict(state["algorithm"])
         self.losses.load_state_dict(state["losses"])
         self.resume(int(state["windows"]))

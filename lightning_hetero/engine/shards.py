@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.collective import collective
+from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.objects import portable
 from lightning_hetero.engine.checkpoint import FORMAT
 from lightning_hetero.errors import CheckpointError
 
@@ -91,13 +90,7 @@ class Shards:
             A name for a save, the same on all ranks.
         """
         told, self._removed = self._removed, []  # a thread may remove more meanwhile
-
-        def agreed() -> tuple[str, list[str]]:
-            box = [(secrets.token_hex(6), told)]
-            dist.broadcast_object_list(box, 0)
-            return box[0]
-
-        save, removed = collective("agree on what to save", agreed)
+        save, removed = of_rank((secrets.token_hex(6), told), 0)
         for path in removed if leads else ():
             _prune(files, path, save.__eq__)  # another leader may already write to the same folder
         return save
@@ -118,7 +111,7 @@ def write(files: Files, path: str, state: dict[str, Any], storage_options: Any |
         state: the replica's own; tensors and builtins only.
         storage_options: for ``files``.
     """
-    files.save_checkpoint({"format": FORMAT, "state": state}, path, storage_options=storage_options)
+    files.save_checkpoint(portable({"format": FORMAT, "state": state}), path, storage_options=storage_options)
 
 
 def read(load: Callable[[str], dict[str, Any]], path: Any, replica: int, save: str) -> dict[str, Any] | None:
@@ -157,7 +150,7 @@ def agree(problem: str | None, error: Exception | None) -> str | None:
 
 
 def _prune(files: Files, path: Any, keeps: Callable[[str], bool]) -> None:
-    """Remove a checkpoint's shards, but for those of saves to keep. What cannot be removed stays, and does no harm."""
+    """Remove a checkpoint's shards, except those of saves to keep. What cannot be removed stays, and does no harm."""
     with suppress(OSError):
         file_system, folder = url_to_fs(folder_of(path))
         file_system.invalidate_cache()

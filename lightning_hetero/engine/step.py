@@ -47,7 +47,7 @@ class Draws(Protocol):
 
 
 class Workshare:
-    """Accompanies every training batch from its draw to its report.
+    """Counts and times every training batch, from the moment it is drawn until its report is sent.
 
     A batch goes through :meth:`begin`, perhaps :meth:`weigh`, then :meth:`weights`, and :meth:`end`.
 
@@ -236,7 +236,7 @@ class Workshare:
     def weigh(self, measure: Callable[[Any], Any], batch: Any) -> None:
         """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
         value = measure(batch) if self.current().samples else 0.0
-        own = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        own = torch.as_tensor(value).detach().cpu().double()  # on the CPU, since not every device has float64
         own = own.reshape(()) if own.numel() == 1 else torch.tensor(float("nan"), dtype=torch.float64)
         if not 0 <= own < math.inf:
             own = torch.tensor(float("nan"), dtype=torch.float64)  # reaches every rank through the sum

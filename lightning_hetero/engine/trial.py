@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from lightning_hetero.comm.solitude import alone
 from lightning_hetero.engine.footprint import Footprint
 from lightning_hetero.engine.untouched import untouched
 
-_OUT_OF_MEMORY = (getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError), MemoryError)
+_OUT_OF_MEMORY = (getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError, MemoryError)
 _SAYS_SO = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
@@ -35,12 +36,14 @@ class Trials:
     ) -> None:
         self._module, self._optimizers, self._device, self._limit = module, optimizers, device, limit
         self._ready = False
+        # Counts the memory of the device, if it has any of its own.
+        self._memory: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
 
     @contextmanager
     def begun(self) -> Iterator[None]:
         """Try batches in this block. After it, all is as it was before."""
         try:
-            with untouched(self._module, *self._optimizers), alone(), torch.enable_grad():
+            with untouched(self._module, *self._optimizers, device=self._device), alone(), torch.enable_grad():
                 self._ready = not self._runs_out(self._fill)
                 yield
         finally:
@@ -50,9 +53,9 @@ class Trials:
         """Whether a step fits: a forward and a backward pass."""
         if not self._ready:
             return False
-        cuda, footprint = self._device.type == "cuda", None
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        footprint = None
+        if hasattr(self._memory, "reset_peak_memory_stats"):
+            self._memory.reset_peak_memory_stats(self._device)
             ran_out = self._runs_out(step)
         else:
             footprint = Footprint(self._resident())
@@ -61,7 +64,7 @@ class Trials:
         if ran_out:
             self._free()
             return False
-        peak = torch.cuda.max_memory_allocated(self._device) if footprint is None else footprint.peak
+        peak = self._memory.max_memory_allocated(self._device) if footprint is None else footprint.peak
         return self._limit is None or peak <= self._limit
 
     def _fill(self) -> None:
@@ -87,8 +90,8 @@ class Trials:
         """Whether an action runs out of memory; other errors are raised."""
         try:
             action()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            if self._memory is not None:
+                self._memory.synchronize()
         except Exception as error:
             if isinstance(error, _OUT_OF_MEMORY) or any(words in str(error) for words in _SAYS_SO):
                 return True  # the error, which holds what the step had made, ends here
@@ -97,5 +100,5 @@ class Trials:
 
     def _free(self) -> None:
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._memory is not None:
+            self._memory.empty_cache()

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_hetero.comm.objects import CPU
 from lightning_hetero.engine import random_states
 
 Restore = Callable[[], Any]
 
 
 @contextmanager
-def untouched(*things: Any) -> Iterator[None]:
+def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
     """What happens in this block leaves modules, optimizers and random states as they are.
 
     That covers parameters, buffers, gradients, and what attributes hold: numbers, texts, tensors, generators of random
@@ -28,8 +29,9 @@ def untouched(*things: Any) -> Iterator[None]:
 
     Args:
         *things: modules and optimizers.
+        device: on which this rank computes.
     """
-    numbers = random_states.current()
+    numbers = random_states.current(device)
     kept = _Kept()
     for thing in things:
         kept.keep(thing)
@@ -37,7 +39,7 @@ def untouched(*things: Any) -> Iterator[None]:
         yield
     finally:
         kept.restore()
-        random_states.restore(numbers)
+        random_states.restore(numbers, device)
 
 
 class _Kept:

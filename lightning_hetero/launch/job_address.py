@@ -36,7 +36,7 @@ class AddressFile:
     """A file that all machines of a job see.
 
     Args:
-        path: of the file. Who can read it can take part in the job.
+        path: of the file. Anyone who can read it can take part in the job.
     """
 
     def __init__(self, path: str) -> None:

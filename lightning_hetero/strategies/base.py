@@ -27,7 +27,7 @@ from lightning_hetero.engine.shards import Shards
 from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies import entering, joining, one_step, saving
-from lightning_hetero.strategies.evaluation import evaluation_step
+from lightning_hetero.strategies.evaluation import evaluation_step, values_shared
 from lightning_hetero.strategies.going_on import GoingOn
 from lightning_hetero.strategies.guards import check_setup, running
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
@@ -146,7 +146,8 @@ class HeteroStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync)
         self.stop_request = handle_sigterm(self, trainer)
-        super().setup(trainer)
+        with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
+            super().setup(trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -163,8 +164,7 @@ class HeteroStrategy(DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Lightning's samplers yield the global order, which this strategy's samplers cut up.
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": 1, "rank": 0}  # the global order, which this strategy's samplers cut up
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -251,7 +251,7 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.collectives.broadcast(obj, src)
+        return self.collectives.broadcast(obj, src, self.root_device)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
@@ -275,8 +275,8 @@ class HeteroStrategy(DDPStrategy):
     @override
     @saving.whole
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        with self._rank_state.saving(checkpoint, self):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        with self._rank_state.saving(checkpoint, self) as portable:
+            super().save_checkpoint(portable, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

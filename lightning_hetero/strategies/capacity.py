@@ -196,7 +196,7 @@ def _fitting(strategy: "HeteroStrategy", batches: TrialBatches, memory: int | No
 
 
 def _step(strategy: "HeteroStrategy", batches: TrialBatches, samples: int) -> None:
-    """The forward and backward pass of a batch, as a step of the fit runs them, but for the other ranks."""
+    """The forward and backward pass of a batch, as a step of the fit runs them, but without the other ranks."""
     trainer, module, precision = strategy.trainer, strategy.trainer.lightning_module, strategy.precision_plugin
     batch = _lightning.before_transfer(module, precision.convert_input(batches.of(samples)))
     batch = DDPStrategy.batch_to_device(strategy, batch, strategy.root_device)

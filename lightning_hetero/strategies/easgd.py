@@ -28,7 +28,10 @@ class EASGDStrategy(ReplicaStrategy):
 
 @with_options_of(OverlappedElasticAverager, replica="rank")
 class EASGDOverlapStrategy(ReplicaStrategy):
-    """The same numbers as ``hetero_easgd``, bit for bit; exchanges pass in the background of steps.
+    """Replicas train apart, tied to a center by an elastic force; they exchange in the background of a step.
+
+    Every tau steps all exchange at once, while each computes its next step. The results are those of ``hetero_easgd``,
+    bit for bit.
 
     Source: Sync EASGD3, You, Buluc and Demmel 2017.
 
@@ -46,7 +49,8 @@ class EASGDOverlapStrategy(ReplicaStrategy):
 class EAMSGDStrategy(ReplicaStrategy):
     """EASGD with Nesterov's momentum: ``v <- delta v - eta g(x + delta v);  x <- x + v - alpha (x - c)``.
 
-    The model's optimizer must be ``SGD(momentum=delta, nesterov=True)``; the paper's delta is 0.99.
+    Replicas train apart, tied to a center ``c`` by an elastic force; every tau steps all exchange at once. The model's
+    optimizer must be ``SGD(momentum=delta, nesterov=True)``; the paper's delta is 0.99.
 
     Source: EAMSGD, Zhang et al. 2015.
 

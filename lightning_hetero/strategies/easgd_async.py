@@ -1,4 +1,4 @@
-"""`hetero_easgd_async` and its kin: replicas exchange with a center one by one."""
+"""`hetero_easgd_async` and its variants: replicas exchange with a center one by one."""
 
 from lightning_hetero.averaging.push_pull import (
     AsyncAverager,
@@ -31,7 +31,9 @@ class EASGDRoundRobinStrategy(ReplicaStrategy):
 
 @with_options_of(AsyncAverager, replica="rank")
 class EASGDAsyncStrategy(ReplicaStrategy):
-    """Asynchronous EASGD: whoever comes first is served first; nobody waits for a slow replica within an epoch.
+    """Replicas train apart, tied to a center by an elastic force; each exchanges with it every tau steps of its own.
+
+    Whoever comes first is served first, so no replica waits for a slow one within an epoch.
 
     Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; You, Buluc and Demmel 2017.
 
@@ -49,6 +51,7 @@ class EASGDAsyncStrategy(ReplicaStrategy):
 class MEASGDAsyncStrategy(ReplicaStrategy):
     """Asynchronous EASGD with heavy-ball momentum: ``v <- mu v - eta g;  x <- x + v - alpha (x - c)``.
 
+    Replicas train apart, tied to a center ``c`` by an elastic force. Each exchanges with it every tau steps of its own.
     The model's optimizer must be ``SGD(momentum=mu)``, not Nesterov's.
 
     Source: Momentum EASGD, You, Buluc and Demmel 2017, eq. 5 and 6.
@@ -65,7 +68,10 @@ class MEASGDAsyncStrategy(ReplicaStrategy):
 
 @with_options_of(HogwildAverager, replica="rank")
 class EASGDHogwildStrategy(ReplicaStrategy):
-    """Asynchronous EASGD without a lock, in the shared memory of one node: replicas read and add as they come.
+    """Asynchronous EASGD without a lock, in the shared memory of one node.
+
+    Replicas train apart, tied to a center by an elastic force. Every tau steps of its own, each one reads the center
+    and adds to it, without waiting for others that do so at the same moment.
 
     Source: Hogwild EASGD, You, Buluc and Demmel 2017.
 

@@ -15,8 +15,8 @@ from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.leaving import noting_sockets
 from lightning_hetero.engine.job import store_at
-from lightning_hetero.engine.join_requests import Admission, JobGoneError, answers, ask
-from lightning_hetero.errors import CommunicationError, UnsupportedError
+from lightning_hetero.engine.join_requests import Admission, JobGoneError, answers, ask, other_job
+from lightning_hetero.errors import CommunicationError, JoinRefusedError, UnsupportedError
 from lightning_hetero.launch.job_address import AddressFile, JobAddress, LauncherStore
 from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.join_card import card
@@ -94,6 +94,12 @@ def _living(place: JobAddress, limit: timedelta) -> Any:
         before, address = address, place.read(min(limit, timedelta(seconds=_SUCCESSION)))
         until = min(until, time.monotonic() + _SUCCESSION) if address == before else math.inf
         if time.monotonic() > until:
+            if address is not None and other_job(address):
+                raise JoinRefusedError(
+                    f"{place} names a job at {address[0]}:{address[1]}. A job runs there, but not with the secret that "
+                    "stands in the place: it was changed, or it is left from an earlier job. If that job is yours, let "
+                    "this process read what it has written; if not, delete what is left, and this process begins a job."
+                )
             rank_zero_info(f"{place} names a job that does not run any more.")
             return None
         time.sleep(0.2)

@@ -1,12 +1,18 @@
 """How a batch is validated, tested or predicted: by the bare module, and what it logs counts by its samples."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
+from torch import nn
 
 from lightning_hetero._lightning import DataFetcherWrapper, fetched_batch, results_of
+from lightning_hetero.comm.replica import share
 from lightning_hetero.strategies.logged import counting
+from lightning_hetero.strategies.metrics import sync_anywhere
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -32,6 +38,39 @@ def evaluation_step(name: str, context: str) -> Callable[..., Any]:
 
     step.__name__ = name
     return step
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # by which a module tells DDP, and Lightning, what not to share
+
+
+@contextmanager
+def values_shared(module: nn.Module, stage: str | None, device: torch.device) -> Iterator[None]:
+    """Set a strategy up in this block; outside of a fit all ranks then have rank 0's values (collective).
+
+    Lightning would share them on the model's device, of which gloo may know nothing. They go through the CPU instead,
+    and so do the states of the model's metrics.
+
+    Args:
+        module: to be evaluated, or trained.
+        stage: what the Trainer is to do. In a fit DDP, or the strategy, sees to the values.
+        device: on which this rank computes.
+    """
+    if device.type != "cpu":
+        sync_anywhere(module)
+    if stage == TrainerFn.FITTING:
+        yield
+        return
+    own, values = vars(module).get(_IGNORED), {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    setattr(module, _IGNORED, list(values))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(module, _IGNORED)
+        else:
+            setattr(module, _IGNORED, own)
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # on their device now
+    share(value.data for name, value in values.items() if name not in (own or ()))
 
 
 class _Fetched:

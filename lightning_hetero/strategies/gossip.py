@@ -41,9 +41,9 @@ class GossipStrategy(ReplicaStrategy):
 
 @with_options_of(PushSumAverager, replica="rank")
 class GossipPushSumStrategy(ReplicaStrategy):
-    """Stochastic gradient push: each gives parts of its values and of their weight away.
+    """Stochastic gradient push: each replica sends parts of its values, and of their weight, to others.
 
-    Exact on directed and irregular graphs, whatever is late: a message that comes late counts when it comes. Replicas
+    The mean is exact on directed and irregular graphs. A message that comes late counts when it comes. Replicas
     wait for each other at the ends of epochs only. An exact average of all precedes validation and checkpoints, and
     ends the run.
 
@@ -61,11 +61,11 @@ class GossipPushSumStrategy(ReplicaStrategy):
 
 @with_options_of(FirstComeAverager, replica="rank")
 class GossipAsyncStrategy(ReplicaStrategy):
-    """First come, first paired: nobody waits for anybody within an epoch.
+    """Replicas average in pairs, first come, first paired; no replica waits for another one within an epoch.
 
-    Every few steps a replica offers its values; whoever else does is its partner, in the background. A slow replica
-    meets others as often as it can, and slows nobody down. An exact average of all precedes validation and checkpoints,
-    and ends the run.
+    Every few steps a replica offers its values, in the background. The next replica that offers its own is its partner.
+    A slow replica meets others as often as it can, and slows nobody down. An exact average of all precedes validation
+    and checkpoints, and ends the run.
 
     Source: in the spirit of Georgiev and Gurov 2019; AD-PSGD, Lian et al. 2018.
 

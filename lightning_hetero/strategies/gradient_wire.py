@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.futures import Future
-from torch.utils._pytree import tree_map_only
 
+from lightning_hetero.comm import objects
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.gradients import GradientWire, check_gradient_wire
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
@@ -92,12 +91,10 @@ class WiredGradients:
         """Add what messages have left out, of all ranks, to rank 0's checkpoint (collective)."""
         if self._running is None:
             return
-        # As arrays: to pickle a tensor calls `torch.save`, which is for files, and slow.
-        own = tree_map_only(torch.Tensor, torch.Tensor.numpy, self._running.state_dict())
-        everyone = collective("gather what gradients have left out", lambda: _gathered(own))
+        own = self._running.state_dict()
+        everyone = collective("gather what gradients have left out", lambda: objects.gather(own))
         if everyone is not None:
-            part = checkpoint.setdefault(KEY, {"format": FORMAT})
-            part[_NAME] = tree_map_only(np.ndarray, torch.from_numpy, everyone)
+            checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint holds of this rank; if that does not fit, say that it is dropped."""
@@ -106,13 +103,6 @@ class WiredGradients:
         everyone: list[Any] = part_of(checkpoint).get(_NAME) or []
         fits = len(everyone) == dist.get_world_size()
         self._running.load_state_dict(everyone[dist.get_rank()] if fits else None)
-
-
-def _gathered(own: Any) -> list[Any] | None:
-    """The objects of all ranks, on rank 0."""
-    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, everyone)
-    return everyone
 
 
 def _bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[torch.Tensor]:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero._lightning import trainer_of
+from lightning_hetero._lightning import trainer_of, validation_interval
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.strategies import capacity
@@ -49,14 +49,20 @@ def check_setup(strategy: "HeteroStrategy", trainer: "pl.Trainer", layer_sync: A
         DisagreementError: another rank's, or one that differs between ranks.
     """
     assert strategy.job is not None
-    check_trainer(trainer, layer_sync, strategy.root_device, strategy.job.view.ranks)
+    view = strategy.job.view
+    connected = len(view.replica.ranks) == 1 or view.topology.backend(view.replica.ranks) is not None
+    check_trainer(trainer, layer_sync, strategy.root_device, view.ranks, connected)
     if trainer.state.fn == TrainerFn.FITTING and strategy.options.max_batch_size == "auto":
         raise_on_all(capacity.problem(strategy, trainer), "the search for the largest batches")
     check_model(trainer.lightning_module)
 
 
 def check_trainer(
-    trainer: "pl.Trainer", layer_sync: Any, device: torch.device, replicas: Sequence[Sequence[int]]
+    trainer: "pl.Trainer",
+    layer_sync: Any,
+    device: torch.device,
+    replicas: Sequence[Sequence[int]],
+    connected: bool = True,
 ) -> None:
     """Refuse settings that would hang or be wrong (collective).
 
@@ -65,16 +71,18 @@ def check_trainer(
         layer_sync: its plugin for BatchNorm, if any.
         device: this rank's.
         replicas: the ranks of each.
+        connected: whether one library connects the devices of this rank's replica.
 
     Raises:
         UnsupportedError: a setting of this rank's.
         DisagreementError: another rank's, or one that differs between ranks.
     """
-    raise_on_all(_unsupported(trainer, layer_sync, device), "the Trainer's settings")
+    raise_on_all(_unsupported(trainer, layer_sync, device, connected), "the Trainer's settings")
     rows = gather((device.type, str(trainer.precision)), "precisions and devices")
     if problem := precision_problem(rows, replicas):
         raise problem
-    by_device = {("cpu", "bf16-mixed"), ("cuda", "16-mixed")} == set(rows)  # as Lightning sets it for 16-mixed
+    # Under 16-mixed Lightning gives CPUs bf16-mixed.
+    by_device = all(precision == ("bf16-mixed" if kind == "cpu" else "16-mixed") for kind, precision in rows)
     check_equal("the Trainer's settings", settings(trainer) | {"precision": None if by_device else trainer.precision})
 
 
@@ -85,8 +93,8 @@ def settings(trainer: "pl.Trainer") -> dict[str, Any]:
     return {name: getattr(trainer, name, None) for name in (*lengths, *limits)}
 
 
-def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -> HeteroError | None:
-    if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
+def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device, connected: bool) -> HeteroError | None:
+    if (seconds := validation_interval(trainer)) is not None:
         return UnsupportedError(
             f"val_check_interval is a time ({seconds} s). Each rank would go by its own clock, some would validate "
             "while others train, and the job would hang. Give a number of batches or a fraction."
@@ -95,6 +103,12 @@ def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device) -
         return UnsupportedError(
             "sync_batchnorm=True needs GPUs: PyTorch's SyncBatchNorm does not run on CPU ranks. Set "
             "sync_batchnorm=False; BatchNorm then normalises by each rank's own part of the batch, as in DDP."
+        )
+    if layer_sync is not None and not connected:
+        return UnsupportedError(
+            "sync_batchnorm=True in a replica of unlike devices: PyTorch's SyncBatchNorm needs NCCL, which does not "
+            "connect them. Set sync_batchnorm=False; BatchNorm then normalises by each rank's own part of the batch, "
+            "as in DDP."
         )
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         return UnsupportedError(
@@ -112,11 +126,12 @@ def precision_problem(ranks: Sequence[tuple[str, str]], replicas: Sequence[Seque
         replicas: the ranks of each.
     """
     for members in replicas:
-        if {"cpu", "cuda"} <= {ranks[i][0] for i in members} and any(ranks[i][1] == "16-mixed" for i in members):
+        kinds = {ranks[i][0] for i in members}
+        if "cpu" in kinds and len(kinds) > 1 and any(ranks[i][1] == "16-mixed" for i in members):
             devices = ", ".join(f"rank {i}: {ranks[i][0]} in {ranks[i][1]}" for i in members)
             return UnsupportedError(
-                "precision='16-mixed' in a replica of CPUs and GPUs: Lightning trains the CPUs in bf16-mixed without a "
-                f"loss scale, and their gradients cannot be added to scaled ones ({devices}). Use precision="
+                "precision='16-mixed' in a replica of CPUs and other devices: Lightning trains the CPUs in bf16-mixed "
+                f"without a loss scale, and their gradients cannot be added to scaled ones ({devices}). Use precision="
                 "'bf16-mixed' or 32."
             )
     return None

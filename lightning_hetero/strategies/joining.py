@@ -16,7 +16,8 @@ from lightning_hetero import _lightning
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.leaving import noting_sockets
-from lightning_hetero.comm.topology import Place, device_identity
+from lightning_hetero.comm.topology import place_of
+from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.finite import FiniteSteps
 from lightning_hetero.engine.job import Address, Follows, Job, meet
 from lightning_hetero.engine.single import Engine
@@ -112,8 +113,8 @@ def join(strategy: "HeteroStrategy") -> Job:
     """Learn who takes part in the job (collective)."""
     strategy.timer.move_to(strategy.root_device)
     entering.resume(strategy)
-    host, options = hostname(), strategy.options
-    place = Place(host, strategy.node_rank, strategy.local_rank, device_identity(strategy.root_device, host))
+    options = strategy.options
+    place = place_of(strategy.root_device, hostname(), strategy.node_rank, strategy.local_rank)
     entry = strategy.entry
     follows = None if entry is None else Follows(entry.admission.view, _launch(strategy), entry.replica)
     agreed = {"strategy": type(strategy).__name__, **options.agreed(), **strategy.algorithm_options()}
@@ -138,6 +139,7 @@ class Parts:
         finite: looks for losses and gradients that are not finite.
         buckets: chooses the size of DDP's buckets.
         data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
+        same: compares parameters where the replica has unlike devices.
     """
 
     share: Workshare
@@ -147,6 +149,7 @@ class Parts:
     finite: FiniteSteps
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
+    same: SameParameters | None
 
     def wrapped(self, strategy: "HeteroStrategy") -> torch.nn.Module:
         """A strategy's model, in a DDP over the ranks of this replica (collective over the replica).
@@ -214,7 +217,7 @@ def make_parts(
         view.replica.ranks,
         planner,
         begin_pass,
-        strategy.broadcast,
+        strategy.collectives.broadcast,
         lambda length: StreamPeers(job, timer, length, next(streams)),
         samples_of,
         options.global_batch_size,
@@ -230,4 +233,4 @@ def make_parts(
     if former is not None:
         engine.take_over(former.engine)
     step = TrainingStep(share, engine, finite, strategy.collectives)
-    return Parts(share, engine, step, loaders, finite, BucketSize(), job.data_group)
+    return Parts(share, engine, step, loaders, finite, BucketSize(), job.data_group, job.same_parameters())

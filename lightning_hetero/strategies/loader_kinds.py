@@ -5,8 +5,8 @@ from typing import Any, Literal
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader
 
-from lightning_hetero._lightning import has_own_batches
 from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.workload.order import has_own_batches
 from lightning_hetero.workload.shared_stream import SharedStream
 
 #: Batches of a map-style dataset, which any rank can take; of each rank's own, with sizes that can be chosen; or not.

@@ -19,7 +19,6 @@ from lightning_hetero._lightning import (
     combined_loader,
     inner_batch_sampler,
     inner_sampler,
-    is_sharded,
     mode_of,
     user_shards,
 )
@@ -36,6 +35,7 @@ from lightning_hetero.workload.order import (
     FixedBatches,
     GlobalBatches,
     GroupedBatches,
+    is_sharded,
 )
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.regrouping import Regrouping

@@ -1,11 +1,13 @@
-"""What the LightningModule logs, for algorithms that go by it."""
+"""What the LightningModule logs, for algorithms that go by it; and metrics of torchmetrics on a device."""
 
 import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.errors import ConfigurationError
@@ -63,3 +65,27 @@ class LoggedMetrics:
                 "monitor=None."
             )
         return mean
+
+
+def sync_anywhere(model: nn.Module) -> None:
+    """Let the metrics of a model be synchronised on any device, unless the user says how.
+
+    torchmetrics gathers a metric's states where they are. All ranks of a job meet over gloo, which knows few devices.
+    """
+    for metric in model.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = gather_anywhere
+
+
+def gather_anywhere(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """A metric's state of each rank, on this rank's device; through the CPU where they meet over gloo (collective).
+
+    Args:
+        state: of the same number of dimensions on every rank.
+        group: the ranks. Default: all.
+    """
+    if dist.get_backend(group) != "gloo":
+        return gather_all_tensors(state, group)
+    everyone = [other.to(state.device) for other in gather_all_tensors(state.cpu(), group)]
+    everyone[dist.get_rank(group)] = state  # with its gradient
+    return everyone

@@ -4,12 +4,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, getsourcefile, isabstract, signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.averaging.averager import Averager
+from lightning_hetero.checks import one_of
+from lightning_hetero.comm.topology import ReplicaKind
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.docstrings import documented
@@ -36,8 +38,8 @@ def strategy_for(averager: type[Averager], name: str, **defaults: Any) -> type[R
         The class.
 
     Raises:
-        ConfigurationError: the averager is no dataclass, lacks a method, or has a field that a strategy's option is
-            called by; or the name is taken.
+        ConfigurationError: the averager is no dataclass, lacks a method, or has a field with the name of an option or
+            attribute of strategies; the name is taken, or is no text; or a default cannot be used.
 
     Example::
 
@@ -57,6 +59,9 @@ def strategy_for(averager: type[Averager], name: str, **defaults: Any) -> type[R
         LocalSGDStrategy = strategy_for(LocalSGD, name="hetero_local_sgd", replica="rank")
     """
     _checked(averager)
+    if not (isinstance(name, str) and name):
+        raise ConfigurationError(f"name={name!r}: give the strategy's string, such as 'hetero_local_sgd'.")
+    one_of("replica", defaults.get("replica", "node"), get_args(ReplicaKind))
     title = averager.__name__.removesuffix("Averager") + "Strategy"
     module = sys._getframe(1).f_globals.get("__name__", averager.__module__)  # as namedtuple does
     made = type(title, (ReplicaStrategy,), {"__module__": module, "__qualname__": title, "__doc__": averager.__doc__})
@@ -156,6 +161,8 @@ def _checked(averager: type[Averager]) -> list[str]:
         raise ConfigurationError(f"{averager.__name__} lacks {missing}, which every averager must define.")
     taken = {*signature(ReplicaStrategy.__init__).parameters, *signature(HeteroStrategy.__init__).parameters}
     taken |= {*signature(DistributedDataParallel.__init__).parameters, *dir(Averager), *Averager.__annotations__}
+    # Gossip has an option `topology`; the attribute of this name is the job's.
+    taken |= {*dir(ReplicaStrategy), *ReplicaStrategy.__annotations__, *HeteroStrategy.__annotations__} - {"topology"}
     names = [field.name for field in fields(averager) if field.init]
     if clash := [name for name in names if name in taken]:
         raise ConfigurationError(

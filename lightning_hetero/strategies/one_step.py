@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from lightning_hetero import _lightning
+from lightning_hetero.engine.drift import SameParameters
+from lightning_hetero.strategies.position import describe
 from lightning_hetero.strategies.replica_ddp import take_unfrozen_in
 from lightning_hetero.strategies.training import apply
 
@@ -94,5 +96,21 @@ def window_ended(strategy: "HeteroStrategy") -> None:
     """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
     strategy.survival.again(lambda: strategy.step.batch_ended(strategy.trainer, window=True))
     strategy.step.window_ended()
+    if (same := strategy.parts.same) is not None:
+        _compare(strategy, same)
     apply(strategy.survival.exchange(lambda: strategy.engine.exchange()), type(strategy).__name__)
     strategy.survival.again(lambda: strategy.engine.met())
+
+
+def _compare(strategy: "HeteroStrategy", same: SameParameters) -> None:
+    """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
+    begun = False
+
+    def once() -> None:  # after a loss not again: others may have completed it
+        nonlocal begun
+        if not begun:
+            begun = True
+            with strategy.timer.waiting():
+                same.stepped(strategy.trainer.lightning_module, lambda: describe(strategy.trainer))
+
+    strategy.survival.again(once)

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.checks import at_least_one, is_number, one_of
+from lightning_hetero.comm.sharing import Within
 from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.docstrings import documented
@@ -17,6 +18,17 @@ from lightning_hetero.workload.capacity import memory_per_rank
 from lightning_hetero.workload.planner import Planner
 
 S = TypeVar("S", bound=type)
+
+
+#: Options that some strategies have, and others could be thought to have: which, and why.
+_ELSEWHERE = {
+    "fragments": "Parts of the model take turns under hetero_diloco; with outer_lr=1.0 and outer_momentum=0.0 that is "
+    "the periodic average of hetero_node. Elastic centers, gossip and DASO exchange whole models: their rules "
+    "mix all values at once.",
+    "delay": "hetero_diloco has it; hetero_daso (wait) and hetero_easgd_overlap exchange in the background, too.",
+    "wire": "This strategy sends fp32. hetero_ddp, hetero_node, hetero_daso, hetero_easgd, hetero_easgd_overlap, "
+    "hetero_eamsgd and hetero_diloco take any wire.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +56,8 @@ class Options:
             (exactly: the others weigh more), and the whole step if only a gradient is; ``"ignore"`` looks at nothing.
         ranks_per_node: group consecutive ranks into nodes of this size, or these sizes, instead of asking the
             launcher; to try one machine as several nodes.
-        within: how CPU ranks of one node average gradients: ``"shm"``, in shared memory; ``"gloo"``, over sockets;
+        within: how ranks of one node average: gradients on CPUs, and parameters of replicas; also how the ranks of a
+            replica learn what an exchange has brought. ``"shm"``, in shared memory; ``"gloo"``, over sockets;
             ``"auto"``, in shared memory unless it takes more than half of what is free, which a warning says.
         timeout: longest wait for other ranks, in seconds or as a timedelta, before an error.
         on_peer_loss: what to do when a rank dies, freezes or cannot be reached during a fit: ``"error"`` ends all
@@ -58,7 +71,7 @@ class Options:
         join_file: with ``on_peer_loss="continue"``, a file that all machines of the job see. A process that is started
             with the same file while the job runs joins it, as one more rank. Without it, only a rank that is started
             again by the same launcher finds the job, through ``MASTER_ADDR`` and ``MASTER_PORT``, as long as the first
-            rank 0 lives. Who can read the file can take part.
+            rank 0 lives. Anyone who can read the file can take part.
         start_method: how processes start if no launcher has: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: not a choice here: all ranks meet over gloo, and groups of GPUs use NCCL by themselves.
 
@@ -75,7 +88,7 @@ class Options:
     rebalance_every_n_steps: int = 4
     on_nan: OnNaN = "error"
     ranks_per_node: int | list[int] | None = None
-    within: Literal["auto", "shm", "gloo"] = "auto"
+    within: Within = "auto"
     timeout: timedelta | float = 1800.0
     on_peer_loss: Literal["error", "continue"] = "error"
     min_replicas: int = 1
@@ -95,8 +108,10 @@ class Options:
         others = {name: value for name, value in given.items() if name not in names}
         known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel.__init__).parameters}
         if unknown := sorted({*others} - known):
+            hints = "".join(f" {_ELSEWHERE[name]}" for name in unknown if name in _ELSEWHERE)
             raise ConfigurationError(
                 f"unknown option(s) {', '.join(unknown)}: neither this strategy nor DistributedDataParallel has them."
+                + hints
             )
         own = cls(**{name: value for name, value in given.items() if name in names})
         others |= {"process_group_backend": "gloo", "timeout": own.limit, "start_method": own.start_method}
@@ -122,7 +137,7 @@ class Options:
                 f"timeout={self.limit.total_seconds():g} s: the longest wait must be above 0 seconds."
             )
         one_of("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
-        one_of("within", self.within, ("auto", "shm", "gloo"))
+        one_of("within", self.within, get_args(Within))
         one_of("on_nan", self.on_nan, ("error", "skip", "ignore"))
         if self.process_group_backend is not None:
             raise ConfigurationError(

@@ -4,8 +4,24 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_hetero.engine import optimizer_states
+
 if TYPE_CHECKING:
     from lightning_hetero.strategies.replica import ReplicaStrategy
+
+
+def restore_precision(strategy: "ReplicaStrategy", state: dict[str, Any]) -> None:
+    """Let the precision plugin go on from what a replica has saved of its own.
+
+    Under ``"16-mixed"`` only GPUs scale losses. A replica that was on a CPU has saved nothing of that: a scaler begins
+    anew.
+
+    Args:
+        strategy: that goes on.
+        state: of a plugin's ``state_dict()``.
+    """
+    if state:
+        strategy.precision_plugin.load_state_dict(state)
 
 
 def start_alike(strategy: "ReplicaStrategy", near: dict[str, Any] | None, why: str) -> None:
@@ -24,8 +40,8 @@ def start_alike(strategy: "ReplicaStrategy", near: dict[str, Any] | None, why: s
         tell(f"{start} each with its own optimizers' state, a new one with that of the nearest number.")
         assert strategy.averager is not None
         for optimizer, saved in zip(strategy.optimizers, near["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        strategy.precision_plugin.load_state_dict(near["precision"])
+            optimizer_states.restore(optimizer, saved)
+        restore_precision(strategy, near["precision"])
         strategy.averager.load_common(near["algorithm"])
     progress = trainer.fit_loop.epoch_loop.batch_progress.total
     by_hand = not strategy.lightning_module.automatic_optimization  # type: ignore[union-attr]

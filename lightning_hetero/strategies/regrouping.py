@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.address import interface_towards
 from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.engine import optimizer_states
 from lightning_hetero.engine.job import Job
 from lightning_hetero.launch.environment import RegroupedEnvironment
 from lightning_hetero.strategies import plans
@@ -149,7 +150,7 @@ def _copy_state(strategy: "HeteroStrategy", ranks: Sequence[int], source: int) -
     module.load_state_dict(values)
     for optimizer, state in zip(strategy.optimizers, states, strict=True):
         # The learning rate is this rank's own: its schedule has yet to follow.
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        optimizer_states.restore(optimizer, {**optimizer.state_dict(), "state": state})
 
 
 def _renew_model(strategy: "HeteroStrategy") -> None:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hetero.comm.collective import collective
+from lightning_hetero.comm.objects import beside
 
 
 class RepeatedSync:
@@ -48,7 +49,7 @@ class RepeatedSync:
         if not done:  # the others have completed it, and have sent the states
             sync(_own)
             for name, state in states.items():
-                setattr(metric, name, state)
+                setattr(metric, name, beside(state, getattr(metric, name)))
 
 
 def _own(state: Tensor, group: Any = None) -> list[Tensor]:

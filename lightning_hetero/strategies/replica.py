@@ -29,7 +29,7 @@ from lightning_hetero.strategies import plans, saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.metrics import LoggedMetrics
-from lightning_hetero.strategies.other_replicas import start_alike
+from lightning_hetero.strategies.other_replicas import restore_precision, start_alike
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, wrap_anew
 from lightning_hetero.strategies.replica_guards import (
     averages_again,
@@ -277,7 +277,7 @@ class ReplicaStrategy(HeteroStrategy):
             start_alike(self, near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
-        self.precision_plugin.load_state_dict(mine["precision"])
+        restore_precision(self, mine["precision"])
 
     @override
     def on_train_end(self) -> None:

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Call
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
+from lightning_hetero._lightning import saves_by_time
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
     """Why a callback cannot work where replicas differ, if one of them cannot."""
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, Timer) or getattr(callback, "_train_time_interval", None) is not None:
+        if isinstance(callback, Timer) or saves_by_time(callback):
             return UnsupportedError(
                 f"{name} acts at certain times and asks rank 0 after every batch, which would make all replicas wait "
                 "for each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."

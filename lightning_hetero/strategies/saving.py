@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_hetero._lightning import WrappingCheckpointIO, trainer_of
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.objects import portable
 from lightning_hetero.engine import loader_states, random_states, shards
 from lightning_hetero.engine.checkpoint import (
     Identity,
@@ -105,12 +106,15 @@ class RankState:
         return checkpoint
 
     @contextmanager
-    def saving(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> Iterator[None]:
+    def saving(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> Iterator[dict[str, Any]]:
         """Add it to a checkpoint, and save that in the block, which succeeds or fails on all ranks alike (collective).
 
         Args:
             checkpoint: to be saved.
             strategy: that saves it.
+
+        Yields:
+            The checkpoint, on the rank that writes it with all tensors on the CPU.
         """
         alone = strategy.collectives.alone()
         if strategy.job is not None:
@@ -118,10 +122,10 @@ class RankState:
             self._capacity.add_to(checkpoint)
             strategy.share.loaders.sizes.add_to(checkpoint)
             if not alone:
-                random_states.gather_into(checkpoint)
+                random_states.gather_into(checkpoint, strategy.root_device)
                 loader_states.gather_into(checkpoint, strategy.share)
         with told_to_all(alone):
-            yield
+            yield portable(checkpoint) if strategy.is_global_zero else checkpoint
         strategy.timer.restart()  # it is no part of a step's time
 
     def load(self, checkpoint: Mapping[str, Any], strategy: "HeteroStrategy") -> None:
@@ -148,7 +152,7 @@ class RankState:
         fetch_anew_if_moved(trainer, share, self._checkpoint)
         self._checkpoint = None
         if self._random is not None:  # after the loaders were made, which draws random numbers
-            random_states.restore(self._random)
+            random_states.restore(self._random, strategy.root_device)
             self._random = None
             fetch_anew_between_epochs(trainer, share)
         begin_next_epoch(trainer)

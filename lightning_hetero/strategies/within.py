@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hetero.comm.same_host import SHARED, shared_mean
-from lightning_hetero.comm.shared_mean import ALIGNED
+from lightning_hetero.comm.same_host import ALIGNED, PART, SHARED, share_memory
+from lightning_hetero.comm.shared_mean import SharedMean
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
-
-
-_PART = 0.5  # of the memory that is free for sharing: the most that is taken unasked
 
 
 def average_within(
@@ -42,16 +39,17 @@ def average_within(
     if reason is None:
         trained = [p for p in ddp.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() + ALIGNED for p in trained)
+        needed = -(-size // ALIGNED) * ALIGNED * (len(ranks) + 1)  # a row for each rank, and the result
         try:
-            part = _PART if way == "auto" else 1.0
-            ddp.average_in(shared_mean(group, size, strategy.options.limit, part), group)
+            part = PART if way == "auto" else 1.0
+            ddp.average_in(SharedMean(*share_memory(group, size, strategy.options.limit, part)), group)
         except OSError as error:
             reason = f"the memory cannot be shared ({error})"
             if way == "auto":
                 rank_zero_warn(
                     f"Gradients are averaged over sockets: {reason}. Shared memory is faster, and needs "
-                    f"{size * (len(ranks) + 1)} bytes in /dev/shm (docker run --shm-size). within='gloo' silences "
-                    "this warning."
+                    f"{round(needed / PART)} free bytes in /dev/shm (docker run --shm-size), of which it leaves half. "
+                    "within='gloo' silences this warning."
                 )
     if reason is not None and way == "shm":
         raise UnsupportedError(f"within='shm', but {reason}. Set within='auto', which uses sockets then.")

@@ -22,6 +22,18 @@ def shuffles_by_itself(loader: Any) -> bool:
     return made and not sampler.replacement and sampler.num_samples == len(loader.dataset)
 
 
+def has_own_batches(loader: Any) -> bool:
+    """Whether a loader was given a ``batch_sampler`` and no ``batch_size``; a DataLoader then has no batch size."""
+    return loader.batch_sampler is not None and loader.batch_size is None
+
+
+def is_sharded(loader: Any) -> bool:
+    """Whether one of a loader's samplers says that it yields this rank's part of the data."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return any(isinstance(n := getattr(sampler, "num_replicas", None), int) and n > 1 for sampler in samplers)
+
+
 class GlobalBatches(Protocol):
     """The global batches of one epoch."""
 
@@ -72,7 +84,7 @@ class EvenBatches(FixedBatches):
 
     Args:
         sampler: yields dataset indices, the same on every rank, and has a length, at least ``world``.
-        batch_size: most samples in a global batch, but for the above.
+        batch_size: most samples in a global batch, except as said above.
         world: number of ranks.
     """
 

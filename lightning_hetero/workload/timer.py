@@ -4,10 +4,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from enum import Enum
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_hetero.workload.clocks import points_of
 
 
 class Lap(NamedTuple):
@@ -32,73 +36,76 @@ class Lap(NamedTuple):
     padding: bool = False
 
 
+class Doing(Enum):
+    """What a rank does at a time."""
+
+    WORK, WAIT, EXCHANGE = range(3)
+
+
 class StepTimer:
     """Tells a rank's own work from waiting.
 
     At the end of a data-parallel backward pass every rank reads the same time, because all wait for the slowest. The
     work ends earlier: when the rank's last own gradient is ready.
 
-    On CUDA the host runs ahead of the device, so each span of work is also bracketed by events; the work of a step is
-    the greater of both clocks' sums. Such laps come out a few steps late, when their events have passed.
+    On a device with streams, such as a GPU, the device's own clock counts alone. Laps then come out a few steps late,
+    when their events have passed. Fetching data is timed by the host, which does it.
 
     Args:
         device: where the model runs.
-        clock: returns seconds; for tests.
+        clock: the host's, returns seconds; for tests.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._depth = 0
-        self._ready: float | None  # when the own work of the running backward pass was done
         self.move_to(device)
 
     def move_to(self, device: torch.device) -> None:
         """Measure what runs on this device from here on, and forget all else."""
-        self._cuda = device.type == "cuda"
-        self._pending: deque[tuple[Lap, list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = deque()
+        self._points = points_of(device, self._clock)
+        self._pending: deque[tuple[Lap, list[tuple[Doing, Any]]]] = deque()
         self.restart()
 
     def restart(self) -> None:
         """Begin a step here: forget what has been measured of the running one."""
-        self._work = self._wait = self._data = self._exchange = 0.0
-        self._ready = None
+        self._begin((Doing.WORK, self._points.take()))
+
+    def _begin(self, first: tuple[Doing, Any]) -> None:
+        self._spans = [first]  # what the rank does from which point on
+        self._data = self._waited = 0.0
+        self._after_backward = False  # whether the running backward pass only waits any more
         self._loading: tuple[float, float] | None = None  # when fetching began, and what had been waited until then
-        self._spans = []
-        self._resume()
-        self._began = self._since
+        self._began = self._since = self._clock()
 
     @contextmanager
     def waiting(self, exchange: bool = False) -> Iterator[None]:
         """Time in this block is waiting for others, or goes to an ``exchange`` between replicas."""
+        before = self._doing
         if self._depth == 0:
-            self._pause()
+            self._turn_to(Doing.EXCHANGE if exchange else Doing.WAIT)
         self._depth += 1
-        began = self._clock()
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                seconds = self._clock() - began
-                self._wait += seconds
-                self._exchange += seconds if exchange else 0.0
-                self._resume()
+                self._turn_to(before)
 
     @property
     def waited(self) -> float:
-        """Seconds that the running step has waited so far, but for a backward pass that has not returned."""
-        return self._wait
+        """Seconds of the host that the running step has waited so far, without a wait that goes on."""
+        return self._waited
 
     def fetching(self) -> None:
-        """The next batch is being fetched from here on: this rank's own work, but for what it waits meanwhile."""
-        self._loading = self._clock(), self._wait
+        """The next batch is being fetched from here on: this rank's own work, except for what it waits meanwhile."""
+        self._loading = self._clock(), self._waited
 
     def fetched(self) -> None:
         """The next batch is here."""
         if self._loading is not None:  # or the step has been restarted meanwhile
             began, waited = self._loading
-            self._data += self._clock() - began - (self._wait - waited)
+            self._data += self._clock() - began - (self._waited - waited)
             self._loading = None
 
     def watch(self, loss: Tensor) -> None:
@@ -108,10 +115,9 @@ class StepTimer:
 
     def backward_done(self) -> None:
         """The backward pass has returned: all since the own work was done was waiting."""
-        if self._ready is not None:
-            self._wait += self._clock() - self._ready
-            self._ready = None
-            self._resume()
+        if self._after_backward:
+            self._after_backward = False
+            self._turn_to(Doing.WORK)
 
     def lap(self, samples: int, padding: bool = False) -> list[Lap]:
         """End a step of ``samples`` samples here and begin the next.
@@ -123,38 +129,36 @@ class StepTimer:
         Returns:
             The laps known by now, oldest first.
         """
-        self._pause()
-        self._pending.append(
-            (Lap(samples, self._work, self._wait, self._data, self._exchange, self._began, padding), self._spans)
-        )
-        self.restart()
+        self._turn_to(Doing.WORK)
+        self._pending.append((Lap(samples, 0.0, 0.0, self._data, 0.0, self._began, padding), self._spans))
+        self._begin(self._spans[-1])
         known = []
-        while self._pending and all(end.query() for _, end in self._pending[0][1]):
-            lap, spans = self._pending.popleft()
-            on_device = sum(start.elapsed_time(end) for start, end in spans) / 1e3
-            known.append(lap._replace(work=max(lap.work, on_device)))
+        while self._pending and self._points.passed(self._pending[0][1][-1][1]):
+            known.append(self._timed(*self._pending.popleft()))
         return known
 
+    def _timed(self, lap: Lap, spans: list[tuple[Doing, Any]]) -> Lap:
+        seconds = dict.fromkeys(Doing, 0.0)
+        for (doing, start), (_, end) in pairwise(spans):
+            seconds[doing] += self._points.between(start, end)
+        work, exchange = seconds[Doing.WORK], seconds[Doing.EXCHANGE]
+        return lap._replace(work=work, wait=seconds[Doing.WAIT] + exchange, exchange=exchange, data=min(lap.data, work))
+
+    @property
+    def _doing(self) -> Doing:
+        return self._spans[-1][0]
+
+    def _turn_to(self, doing: Doing) -> None:
+        now = self._clock()
+        if self._doing is not Doing.WORK:
+            self._waited += now - self._since
+        self._since = now
+        self._spans.append((doing, self._points.take()))
+
     def _own_work_done(self) -> None:
-        if self._ready is None and self._depth == 0:
-            self._pause()
-            self._ready = self._clock()
-
-    def _pause(self) -> None:
-        self._work += self._clock() - self._since
-        if self._cuda:
-            self._spans.append((self._event, self._record()))
-
-    def _resume(self) -> None:
-        self._since = self._clock()
-        if self._cuda:
-            self._event = self._record()
-
-    @staticmethod
-    def _record() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        if self._doing is Doing.WORK:
+            self._turn_to(Doing.WAIT)
+            self._after_backward = True
 
 
 def after_own_backward(loss: Tensor, callback: Callable[[], None]) -> None:

@@ -1,5 +1,8 @@
 """Process groups: made when first needed, by their members only, and not more of them where there are more replicas."""
 
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -13,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from ranks import run
+from ranks import attempt, run
 
+from lightning_hetero.comm import failures
 from lightning_hetero.comm import groups as module
 from lightning_hetero.comm.background import Background
 from lightning_hetero.comm.groups import Groups
@@ -45,7 +49,7 @@ def asked_for(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> list[Counter
     for rank in range(len(places)):
         made.append(Counter())
         topology = Topology.of(rank, places)
-        job = Job(View.first(topology, topology.nodes), LIMIT)
+        job = Job(View.first(topology, topology.nodes), LIMIT, within="gloo")
         links = ReplicaLinks(rank, topology.nodes, job.groups)
         assert not made[-1]  # nothing is needed yet
         for _ in range(2):
@@ -128,6 +132,28 @@ def test_a_member_that_does_not_ask_is_an_error_in_time() -> None:
     assert seconds < 15
 
 
+def _killed() -> tuple[str, float]:
+    failures.watch("127.0.0.1", 60)
+    groups, began = Groups.open(timedelta(seconds=300)), time.monotonic()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        groups.get("a test", (0, 1))
+    except CommunicationError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_a_member_that_has_died_is_not_waited_for() -> None:
+    """Otherwise, killed before the first exchange, it would hold up the others for the whole timeout."""
+    survivor, killed = attempt(joined, 2, _killed)
+    assert killed.exitcode == -signal.SIGKILL
+    message, seconds = survivor.value
+    assert "'a test': rank 1 has ended without a word" in message
+    assert "rank(s) [1] did not ask for the group" in message
+    assert seconds < 100
+
+
 def _in_background() -> str:
     groups = Groups.open(LIMIT)
     with pytest.raises(UnsupportedError, match="first asked for in a background thread") as caught:
@@ -154,3 +180,32 @@ def _ended() -> tuple[int, int, int]:
 
 def test_groups_end_with_the_object_that_hands_them_out() -> None:
     assert run(joined, 2, _ended) == [(1, 2, 1)] * 2
+
+
+def test_groups_that_hold_a_device_are_ended_with_the_process(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import atexit\n"
+        "import torch.distributed as dist\n"
+        "atexit.register(lambda: print('ended', ended))\n"  # runs last
+        "from lightning_hetero.comm import groups\n"
+        "ended = []\n"
+        "dist.destroy_process_group = ended.append\n"
+        "groups._on_devices += ['first', 'second']\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "ended ['second', 'first']\n"
+
+
+def test_only_groups_that_hold_a_device_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(module, "_on_devices", made)
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", lambda *_, **__: (Fake(), None))
+    monkeypatch.setattr(module, "default_store", lambda: None)
+    monkeypatch.setattr(module, "_await_members", lambda *_: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "Backend", str)
+    module._new_group("sockets", (0, 1), LIMIT, "gloo")
+    assert not made
+    module._new_group("cards", (0, 1), LIMIT, "nccl")
+    assert len(made) == 1

@@ -1,9 +1,17 @@
 """What a replica's flat vectors are asked about."""
 
+import sys
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_hetero.comm.replica import finite
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from ranks import run
+
+from lightning_hetero.comm.replica import finite, share
 
 INF, NAN = float("inf"), float("nan")
 
@@ -21,3 +29,15 @@ def test_finite_is_what_a_look_at_each_element_says(dtype: torch.dtype) -> None:
             broken = long.clone()
             broken[place] = value
             assert not finite([broken])
+
+
+def _shared(dtypes: list[torch.dtype]) -> list[list[float]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    own = [torch.tensor([dist.get_rank(), 1], dtype=dtype) for dtype in dtypes]
+    share([*own, torch.tensor(dist.get_rank()), torch.zeros(0)])
+    return [tensor.abs().tolist() if tensor.is_complex() else tensor.tolist() for tensor in own]
+
+
+def test_values_of_any_dtype_are_shared() -> None:
+    dtypes = [torch.int16, torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.complex64]
+    assert run(_shared, 2, dtypes) == [[[0, 1]] * len(dtypes)] * 2

@@ -5,10 +5,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm import topology as module
-from lightning_hetero.comm.topology import Place, Topology, consecutive, device_identity, discover
+from lightning_hetero.comm.topology import Place, Topology, consecutive, discover, place_of
 from lightning_hetero.errors import ConfigurationError, HeteroError
 
-GPU_0, GPU_1, CPU = "cuda:a:uuid-0", "cuda:a:uuid-1", "cpu"
+NCCL = "cuda, NCCL 2.27.5"
+GPU_0, GPU_1, CPU = ("cuda:a:uuid-0", NCCL), ("cuda:a:uuid-1", NCCL), "cpu"
+FAR, ROCM, OLD = ("cuda:b:uuid-9", NCCL), ("rocm:c:uuid-5", "rocm, NCCL 2.27.5"), ("cuda:d:uuid-7", "cuda, NCCL 2.21.5")
 
 
 def topology(nodes, rank=0, devices=None):
@@ -16,7 +18,8 @@ def topology(nodes, rank=0, devices=None):
     places = {}
     for node, ranks in enumerate(nodes):
         for local, r in enumerate(ranks):
-            places[r] = Place(f"host-{node}", node, local, devices[r] if devices else CPU)
+            device = devices[r] if devices else CPU
+            places[r] = Place(f"host-{node}", node, local, *(device if isinstance(device, tuple) else (device,)))
     return Topology(rank, tuple(places[r] for r in sorted(places)), tuple(map(tuple, nodes)))
 
 
@@ -111,29 +114,44 @@ def test_the_own_node_among_nodes_of_unequal_size(rank, node):
 
 
 @pytest.mark.parametrize(
-    ("devices", "ranks", "nccl", "backend"),
+    ("devices", "ranks", "backend", "islands"),
     [
-        ([GPU_0, GPU_1], [0, 1], True, "nccl"),
-        ([GPU_0, GPU_1], [0, 1], False, "gloo"),  # PyTorch was built without it
-        ([GPU_0, GPU_0], [0, 1], True, "gloo"),  # two ranks on one card, which NCCL refuses
-        ([GPU_0, GPU_0], [1], True, "nccl"),
-        ([GPU_0, CPU], [0, 1], True, "gloo"),
-        ([GPU_0, CPU, GPU_1], [0, 2], True, "nccl"),  # the GPUs among a mixed job
-        ([CPU, CPU], [0, 1], True, "gloo"),
-        (["cuda:a:uuid-0", "cuda:b:uuid-9"], [0, 1], True, "nccl"),
-        (["mps", "mps"], [0, 1], True, "gloo"),
+        ([GPU_0, GPU_1], [0, 1], "nccl", [(0, 1)]),
+        ([GPU_0, FAR], [0, 1], "nccl", [(0, 1)]),
+        ([GPU_0[0], GPU_1[0]], [0, 1], None, []),  # PyTorch was built without NCCL
+        ([GPU_0, GPU_0], [0, 1], None, []),  # two ranks on one card, which NCCL refuses
+        ([GPU_0, GPU_0, GPU_1, FAR], [0, 1, 2, 3], None, [(2, 3)]),
+        ([GPU_0, CPU], [0, 1], None, []),
+        ([GPU_0, CPU, GPU_1], [0, 2], "nccl", [(0, 2)]),  # the GPUs among a mixed job
+        ([CPU, GPU_0, CPU, GPU_1, FAR], [0, 1, 2, 3, 4], None, [(1, 3, 4)]),
+        ([GPU_0, GPU_1, ROCM], [0, 1, 2], None, [(0, 1)]),  # NVIDIA's and AMD's, which are both "cuda" for PyTorch
+        ([GPU_0, OLD], [0, 1], None, []),  # versions that may not understand each other
+        ([CPU, CPU], [0, 1], "gloo", []),
+        (["mps:a:None", "mps:b:None"], [0, 1], None, []),
     ],
 )
-def test_nccl_only_among_gpus_that_are_not_shared(monkeypatch, devices, ranks, nccl, backend):
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
-    assert topology([tuple(range(len(devices)))], devices=devices).backend(ranks) == backend
+def test_nccl_only_among_gpus_of_one_kind_that_are_not_shared(devices, ranks, backend, islands):
+    found = topology([tuple(range(len(devices)))], devices=devices)
+    assert found.backend(ranks) == backend
+    assert list(found.islands(ranks)) == islands
 
 
-def test_a_device_is_known_by_its_card(monkeypatch):
+@pytest.mark.parametrize(("hip", "vendor"), [(None, "cuda"), ("6.2", "rocm")])
+def test_a_device_is_known_by_its_card_and_by_what_connects_it(monkeypatch, hip, vendor):
     class Properties:
         uuid = "1234-5678"
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    assert device_identity(torch.device("cuda", 0), "box") == "cuda:box:1234-5678"
-    assert device_identity(torch.device("cuda", 0), "other") != device_identity(torch.device("cuda", 0), "box")
-    assert device_identity(torch.device("cpu"), "box") == "cpu"
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    place = place_of(torch.device("cuda", 0), "box", 1, 2)
+    assert place == ("box", 1, 2, f"{vendor}:box:1234-5678", f"{vendor}, NCCL 2.27.5")
+    assert place_of(torch.device("cuda", 0), "other", 1, 2).device != place.device
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert place_of(torch.device("cuda", 0), "box", 1, 2) == (*place[:4], "")
+
+
+def test_other_devices_are_known_by_kind_and_index():
+    assert place_of(torch.device("cpu"), "box", 0, 1) == ("box", 0, 1, "cpu", "")
+    assert place_of(torch.device("xpu", 3), "box", 0, 1) == ("box", 0, 1, "xpu:box:3", "")

@@ -77,7 +77,7 @@ def replay(visits: list[list[tuple[int, int]]], lr: float, mu: float, mutant: st
         path[step - 1, i] = center
     for i in range(n):
         train(i, 60)
-    return path, parts @ w
+    return path, parts @ w if mutant == "stale" else center + parts @ (w - begun)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,7 @@ def test_against_a_replay_of_the_arrivals(options: dict[str, Any]) -> None:
         assert np.array_equal(end, results[0][1])
     for mutant in ("unweighted", "undelayed", "fresh"):
         assert abs(replay(visits, *settings, mutant)[0] - truth).max() > 1e-4, mutant
+    assert abs(replay(visits, *settings, "stale")[1] - final).max() > 1e-4  # replicas began from different centers
 
 
 def _paced(**options: Any) -> Any:

@@ -1,5 +1,6 @@
 """Processes that cannot join end with one clear error, and the job goes on."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -53,6 +54,12 @@ def _refused(folder: str, how: str) -> Any:
     try:
         if how == "version":
             lightning_hetero.__version__ = "0.0.9"
+        if how == "secret":
+            while not Path(file).exists():
+                time.sleep(0.02)
+            host, port, _ = json.loads(Path(file).read_text())
+            file = f"{folder}/changed"
+            Path(file).write_text(json.dumps([host, port, "0" * 32]))
         if how == "validate":
             while not Path(file).exists():
                 time.sleep(0.02)
@@ -75,6 +82,7 @@ def _refused(folder: str, how: str) -> Any:
         ("strategy", JoinRefusedError, "strategy: 'NodeAverageStrategy', in the job 'HeteroDDPStrategy'"),
         ("settings", JoinRefusedError, "its Trainer's settings differ (max_epochs: 7, in the job 3)"),
         ("version", JoinRefusedError, "it runs lightning_hetero 0.0.9"),
+        ("secret", JoinRefusedError, "A job runs there, but not with the secret that stands in the place"),
         ("validate", UnsupportedError, "it does not call fit() first"),
     ],
 )

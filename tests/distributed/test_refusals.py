@@ -10,9 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import refused as bad
+import torch
 import torch.distributed as dist
 from center_tasks import STRATEGIES
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from ranks import attempt, free_port
 from tasks import FAST, EvaluatedNet, Net, dataset
 from torch.optim import SGD, Adam, AdamW
@@ -36,7 +38,7 @@ from lightning_hetero.errors import (
     ShareError,
     UnsupportedError,
 )
-from lightning_hetero.strategies import joining
+from lightning_hetero.strategies import guards, joining
 from lightning_hetero.strategies.guards import precision_problem
 
 
@@ -279,3 +281,14 @@ def test_16_mixed_over_cpus_and_gpus() -> None:
     assert "rank 1: cpu in bf16-mixed" in str(problem)
     assert precision_problem([gpu, gpu, cpu], [[0, 1], [2]]) is None  # alike within each replica
     assert precision_problem([("cuda", "bf16-mixed"), cpu], [[0, 1]]) is None
+    assert isinstance(precision_problem([("xpu", "16-mixed"), cpu], [[0, 1]]), UnsupportedError)
+
+
+def test_batch_norm_over_unlike_devices() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(EvaluatedNet())
+    gpu, plugin = torch.device("cuda", 0), TorchSyncBatchNorm()
+    problem = guards._unsupported(trainer, plugin, gpu, connected=False)
+    assert "in a replica of unlike devices" in str(problem)
+    assert guards._unsupported(trainer, plugin, gpu, connected=True) is None
+    assert guards._unsupported(trainer, None, gpu, connected=False) is None

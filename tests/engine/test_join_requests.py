@@ -10,7 +10,7 @@ import pytest
 
 from lightning_hetero.comm import leaving
 from lightning_hetero.engine import join_requests
-from lightning_hetero.engine.join_requests import Admission, JobGoneError, JoinRequests, answers, ask
+from lightning_hetero.engine.join_requests import Admission, JobGoneError, JoinRequests, answers, ask, other_job
 from lightning_hetero.errors import JoinRefusedError
 
 LIMIT = timedelta(seconds=20)
@@ -110,7 +110,10 @@ def test_another_secret_is_another_job(requests: JoinRequests) -> None:
     host, port, _ = requests.address
     assert answers(requests.address)
     assert not answers([host, port, "0" * 32])
-    with pytest.raises(JobGoneError, match="another program answers"):
+    assert other_job([host, port, "0" * 32])
+    assert not other_job(requests.address)
+    assert not other_job([host, 1, "0" * 32])  # nobody is there
+    with pytest.raises(JobGoneError, match="another job answers"):
         ask([host, port, "0" * 32], {}, LIMIT, lambda: None)
 
 

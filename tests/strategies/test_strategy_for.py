@@ -201,6 +201,8 @@ def with_field(name: str, kind: type = int) -> type[Averager]:
         (with_field("bucket_cap_mb"), "Clash: bucket_cap_mb is a name"),
         (with_field("reference"), "Clash: reference is a name"),
         (with_field("status"), "Clash: status is a name"),
+        (with_field("model"), "Clash: model is a name"),
+        (with_field("engine"), "Clash: engine is a name"),
     ],
 )
 def test_an_averager_of_which_no_strategy_can_be_made(averager, words) -> None:
@@ -215,6 +217,19 @@ def test_a_name_that_is_taken(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"name='{name}' is taken by .*. Choose another name for EveryStr"):
         strategy_for(EveryAverager, name=name)
     assert StrategyRegistry[name]["strategy"] is before
+
+
+@pytest.mark.parametrize("name", ["", None])
+def test_a_name_that_is_none(name: object) -> None:
+    with pytest.raises(ConfigurationError, match=f"name={name!r}: give the strategy's string"):
+        strategy_for(EveryAverager, name=name)
+    assert "" not in StrategyRegistry
+
+
+def test_a_default_that_cannot_be_used() -> None:
+    with pytest.raises(ConfigurationError, match="replica='gpu' must be one of 'rank', 'node'"):
+        strategy_for(EveryAverager, name="hetero_refused", replica="gpu")
+    assert "hetero_refused" not in StrategyRegistry
 
 
 def test_a_module_that_runs_again_registers_its_name_again() -> None:

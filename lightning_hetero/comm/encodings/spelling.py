@@ -21,7 +21,7 @@ def encoding_of(wire: str) -> Encoding | None:
     Raises:
         ConfigurationError: it is no wire.
     """
-    if wire in DTYPES:
+    if isinstance(wire, str) and wire in DTYPES:
         return None
     name, colon, density = wire.partition(":") if isinstance(wire, str) else ("", "", "")
     if name == "topk":

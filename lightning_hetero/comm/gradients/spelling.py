@@ -20,7 +20,7 @@ def rank_of(wire: str) -> int | None:
         return None
     if not colon or not (rank.isascii() and rank.isdigit()) or int(rank) < 1:
         raise ConfigurationError(
-            f"wire={wire!r}: after 'powersgd' stand a colon and the rank of the matrices that stand for gradients, a "
+            f"wire={wire!r}: give the rank of the matrices that stand for gradients after a colon, a "
             "whole number of at least 1, such as 'powersgd:4'."
         )
     return int(rank)

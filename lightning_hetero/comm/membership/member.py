@@ -62,7 +62,7 @@ class Member:
 
     @property
     def others(self) -> list[int]:
-        """Members of the last view that live, as far as is known, but for this one."""
+        """Members of the last view that live, as far as is known, without this one."""
         return [m for m in self.view.members if m != self.me and m not in self.gone]
 
     @property

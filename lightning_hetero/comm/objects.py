@@ -1,0 +1,207 @@
+"""The border of a process: nothing leaves it but CPU tensors and builtins.
+
+Another process may not have the device on which a tensor lies: a CPU rank cannot make a ``cuda`` tensor, nor a host
+with two GPUs one on ``cuda:7``. So whatever is sent to other ranks goes through :func:`all_gather`, :func:`gather` or
+:func:`broadcast`, and whatever is written to a file through :func:`portable`.
+"""
+
+import io
+import pickle
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+#: For tensors that have been on no device that another rank could have, or need not be on one.
+CPU = torch.device("cpu")
+
+
+def portable(value: Any) -> Any:
+    """The same value with all of its tensors on the CPU, for a file that any machine can read.
+
+    Args:
+        value: tensors in dictionaries, lists and tuples, to any depth. What other objects hold is not looked at.
+
+    Returns:
+        The value itself if nothing of it was elsewhere. What shares memory still does.
+
+    Example::
+
+        checkpoint = portable({"weights": model.state_dict(), "step": 3})
+    """
+    return _portable(value, {})
+
+
+def beside(value: Any, there: Any) -> Any:
+    """A value that has come from elsewhere, on the device of what it takes the place of.
+
+    Args:
+        value: tensors in dictionaries, lists and tuples; or anything else, which is returned as it is.
+        there: the former value; if its tensors are not all on one device, the value stays where it is.
+    """
+    devices = {leaf.device for leaf in tree_leaves(there) if isinstance(leaf, Tensor)}
+    return tree_map_only(Tensor, lambda tensor: tensor.to(*devices), value) if len(devices) == 1 else value
+
+
+def _portable(value: Any, copies: dict[Any, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return value if _anywhere(value.device) else _shared(value, copies)
+    if isinstance(value, dict):
+        parts = {key: _portable(part, copies) for key, part in value.items()}
+        if all(part is value[key] for key, part in parts.items()):
+            return value
+        result = copy(value)  # with what it holds besides, such as the versions in a module's state
+        result.update(parts)
+        return result
+    if isinstance(value, list | tuple):
+        items = [_portable(item, copies) for item in value]
+        if all(item is old for item, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _shared(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
+    """A copy on the CPU, the same for tensors that are the same part of the same memory, as tied weights are."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().cpu()
+    where = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    key = where if tensor.numel() else id(tensor)
+    if key not in copies:
+        copies[key] = tensor.detach().cpu()
+    return copies[key]
+
+
+def _anywhere(device: torch.device) -> bool:
+    """Whether every machine has such a device."""
+    return device.type in ("cpu", "meta")
+
+
+# -- between ranks ---------------------------------------------------------------------------------
+
+
+def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """One value per rank, in the order of ranks (collective). Their tensors arrive on the CPU.
+
+    Args:
+        value: this rank's; anything that can be pickled.
+        group: the ranks. Default: all.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, packed(value), group=group)
+    return [unpacked(message) for message in values]
+
+
+def gather(value: Any) -> list[Any] | None:
+    """One value per rank, on rank 0; ``None`` on the others (collective). Their tensors arrive on the CPU."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(packed(value), values)
+    return None if values is None else [unpacked(message) for message in values]
+
+
+def broadcast(message: bytes, source: int) -> bytes:
+    """The message of one rank, on every rank (collective).
+
+    Args:
+        message: of :func:`packed`; that of the source counts.
+        source: its rank.
+    """
+    box = [message]
+    dist.broadcast_object_list(box, source)
+    return box[0]
+
+
+def packed(value: Any, home: torch.device = CPU) -> bytes:
+    """A message with a value; plain tensors as arrays, since PyTorch pickles them as for files, which is slow.
+
+    Args:
+        value: anything that can be pickled. Tensors may be anywhere in it, also in objects of a user's classes.
+        home: the device on which this rank computes. A tensor from there arrives on that of the receiver, where the
+            receiver names one; all others arrive on the CPU.
+    """
+    file = io.BytesIO()
+    _Packer(file, home).dump(value)
+    return file.getvalue()
+
+
+def unpacked(message: bytes, home: torch.device = CPU) -> Any:
+    """The value in a message of :func:`packed`.
+
+    Args:
+        message: from a rank of this job.
+        home: where to put the tensors that were on the device on which the sender computes.
+    """
+    return _Unpacker(io.BytesIO(message), home).load()
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, home: torch.device) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._home = home
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to make what is no builtin anew; pickle keeps what is one object one."""
+        if isinstance(obj, torch.device) and not _anywhere(obj):
+            return _device, (obj == self._home,)
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        plain = _plain(obj)
+        if not plain and _anywhere(obj.device):
+            return NotImplemented
+        here = obj.detach().cpu()
+        content = here.contiguous().view(-1).view(torch.uint8).numpy() if plain else here
+        kind = obj.dtype, tuple(obj.shape), obj.requires_grad, isinstance(obj, nn.Parameter)
+        return _tensor, (obj.device == self._home, content, *kind)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, home: torch.device) -> None:
+        super().__init__(file)
+        self._home = home
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class or function that is named in a message; ours are told where they are."""
+        found = super().find_class(module, name)
+        return partial(found, self._home) if found in (_device, _tensor) else found
+
+
+def _device(home: torch.device, at_home: bool) -> torch.device:
+    """A device for one that only the sender may have."""
+    return home if at_home else CPU
+
+
+def _tensor(
+    home: torch.device, at_home: bool, content: Any, dtype: torch.dtype, shape: Sequence[int], *kind: bool
+) -> Tensor:
+    """A tensor that has arrived.
+
+    Args:
+        home: the device on which the receiver computes.
+        at_home: whether it was on the one on which the sender does.
+        content: its bytes, or a tensor on the CPU that is no plain array, such as a sparse one.
+        dtype: of the tensor.
+        shape: of the tensor.
+        *kind: whether it requires gradients, and whether it is a parameter.
+    """
+    trained, parameter = kind
+    tensor = torch.from_numpy(content).view(dtype).view(shape) if isinstance(content, np.ndarray) else content
+    tensor = tensor.to(home) if at_home else tensor
+    if parameter:
+        return nn.Parameter(tensor, trained)
+    return tensor.requires_grad_(trained) if trained else tensor
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is an array of numbers, and nothing else."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+    )

@@ -1,0 +1,118 @@
+"""What runs behind the host, in simulated time: the stopwatch, and copies between device and host that overlap."""
+
+from collections.abc import Callable
+from typing import Any
+
+import fake_device
+import pytest
+import torch
+from ranks import run
+
+from lightning_hetero.comm import host_stage
+from lightning_hetero.comm.host_stage import HostStage
+from lightning_hetero.workload.timer import StepTimer
+
+MS = 1e-3
+
+
+@pytest.fixture
+def on_device(fake: str) -> Callable[..., Any]:
+    """Runs a function in a process that has the device."""
+    return lambda function, *args: run(_loaded, 1, function, *args, env={"FAKE_LIBRARY": fake}, timeout=120)[0]
+
+
+def _loaded(function: Callable[..., Any], *args: Any) -> Any:
+    fake_device.load_if_given()
+    return function(*args)
+
+
+# -- the stopwatch -------------------------------------------------------------------------------------------
+
+
+def timed(kind: str, reads: bool) -> list[tuple[float, float]]:
+    """Work and waiting of steps of 3 ms forward and 7 ms backward, after which the stream waits for another rank."""
+    torch.fake.cost("aten::mul", 3 * MS)
+    torch.fake.cost("aten::sum", 0.0)
+    timer = StepTimer(torch.device(kind), torch.fake.now)
+    weight, x = torch.ones(4, device="fake", requires_grad=True), torch.ones(4, device="fake")
+    laps = []
+    for _ in range(8):
+        loss = (weight * x).sum()
+        timer.watch(loss)
+        torch.fake.cost("aten::mul", 7 * MS)
+        loss.backward()
+        torch.fake.cost("aten::mul", 3 * MS)
+        torch.fake.sleep(30 * MS)  # an all-reduce that waits for a rank that takes 40
+        timer.backward_done()
+        if reads:
+            loss.item()  # as a progress bar does: the host waits, for the other rank too
+        laps += timer.lap(4)
+    torch.fake.synchronize()
+    laps += timer.lap(4)
+    return [(lap.work, lap.wait) for lap in laps[1:8]]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_ranks_work_is_its_own_also_where_the_host_reads_numbers(on_device, reads):
+    laps = on_device(timed, "fake", reads)
+    assert len(laps) == 7
+    for work, wait in laps:
+        assert work == pytest.approx(10 * MS)
+        assert wait == pytest.approx(30 * MS)
+
+
+def test_the_control_the_hosts_clock_takes_waiting_for_work(on_device):
+    """With ``.item()`` the whole step seems to be work; without it, none of it."""
+    assert [work for work, _ in on_device(timed, "cpu", True)] == pytest.approx([40 * MS] * 7)
+    assert [work for work, _ in on_device(timed, "cpu", False)] == pytest.approx([0.0] * 7)
+
+
+# -- staging -------------------------------------------------------------------------------------------------
+
+ELEMENTS, PIECES = 1024, 4
+
+
+def staged(mutant: str) -> dict[str, float]:
+    """A tensor goes through the host in pieces: each is copied in 1 ms, and travels for 3."""
+    host_stage.PIECE = 4 * ELEMENTS
+    tensor = torch.arange(float(PIECES * ELEMENTS), device="fake")
+    torch.fake.cost("copy", 1 * MS / (4 * ELEMENTS))
+    torch.fake.synchronize()
+    stage, before, wrong = HostStage(torch.device("fake", 0)), torch.fake.now(), 0
+    if mutant == "no events":
+        stage.ready = lambda: None
+    if mutant == "pageable":
+        host_stage._pinned = lambda length, dtype: torch.empty(length, dtype=dtype)
+    stage._buffer(tensor).zero_()
+    expected = iter(torch.arange(float(PIECES * ELEMENTS)).split(ELEMENTS))
+
+    def travel(piece: torch.Tensor) -> None:
+        nonlocal wrong
+        wrong += int((piece != next(expected)).sum())
+        torch.fake.work(3 * MS)
+        piece.mul_(2)
+
+    stage.through(tensor, travel)
+    host = torch.fake.now() - before
+    torch.fake.synchronize()
+    device = torch.fake.now() - before
+    result = int((tensor.cpu() != 2 * torch.arange(float(PIECES * ELEMENTS))).sum())
+    return {"host": host, "device": device, "wrong": wrong, "result": result}
+
+
+def test_pieces_are_copied_while_others_travel(on_device):
+    found = on_device(staged, "")
+    assert (found["wrong"], found["result"]) == (0, 0)
+    # The first piece is copied, then all travel one after the other, then the last one is copied back.
+    assert found["host"] == pytest.approx((1 + PIECES * 3) * MS)
+    assert found["device"] == pytest.approx((1 + PIECES * 3 + 1) * MS)
+
+
+def test_the_control_without_waiting_for_copies_wrong_numbers_travel(on_device):
+    assert on_device(staged, "no events")["wrong"] > 0
+
+
+def test_the_control_copies_to_memory_that_is_not_pinned_hold_the_host_up(on_device):
+    found = on_device(staged, "pageable")
+    assert (found["wrong"], found["result"]) == (0, 0)
+    assert found["host"] == pytest.approx((PIECES + PIECES * 3 + PIECES) * MS)

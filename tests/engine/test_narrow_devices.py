@@ -1,0 +1,41 @@
+"""Devices without float64, as MPS: what is summed there stays in fp32, and comes out in it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from ranks import run
+
+from lightning_hetero.comm.devices import widest
+from lightning_hetero.engine import collectives, losses
+from lightning_hetero.engine.collectives import Collectives
+from lightning_hetero.engine.losses import Losses
+from lightning_hetero.workload.timer import StepTimer
+
+
+@pytest.mark.parametrize(("kind", "narrow"), [("cpu", False), ("cuda", False), ("mps", True), ("xpu", True)])
+def test_which_devices_have_float64(kind: str, narrow: bool) -> None:
+    assert widest(torch.device(kind)) == (torch.float32 if narrow else torch.float64)
+
+
+def _narrow() -> tuple[torch.Tensor, float]:
+    dist.init_process_group("gloo")
+    for module in (collectives, losses):
+        module.widest = lambda device: torch.float32  # type: ignore[attr-defined]
+    rank = dist.get_rank()
+    own = Collectives(StepTimer(torch.device("cpu")), lambda: False, lambda: True)
+    mean = own.reduce(torch.tensor([rank, 3]), None, "mean")
+    found = Losses()
+    found.take(torch.tensor(1.0 + rank), samples=1.0 + 2 * rank, step=0)
+    return mean, found.mean_over_ranks()
+
+
+def test_means_on_such_a_device() -> None:
+    for mean, loss in run(_narrow, 2):
+        assert mean.dtype == torch.float32
+        assert mean.tolist() == [0.5, 3.0]
+        assert loss == pytest.approx((1 * 1 + 2 * 3) / 4)
