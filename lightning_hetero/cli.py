@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_hetero import __version__
 from lightning_hetero.errors import HeteroError
@@ -58,6 +59,12 @@ def _run(options: argparse.Namespace) -> None:
         from lightning_hetero.doctor.examination import examine
 
         examine(**{name: value for name, value in vars(options).items() if name != "command"})
+    elif options.command == "plan":
+        from lightning_hetero.forecast.command import Wish, of_file, of_wish, plan
+
+        given = {name: getattr(options, name) for name in Wish._fields}
+        cluster = of_wish(Wish(**given)) if options.measured is None else of_file(options.measured)
+        plan(cluster, options.every, options.wire, options.most, options.out)
     else:
         from lightning_hetero.demo.compare import demo
 
@@ -96,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-size", type=_at_least_one, default=64, help="of each rank, for the built-in model (%(default)s)"
     )
     doctor.add_argument("--timeout", type=_seconds, default=60.0, help="longest wait for a rank, in s (%(default)s)")
+    doctor.add_argument("--save", type=Path, help="write what was measured to this file, for plan --from")
+    _add_plan(commands)
     demo = commands.add_parser(
         "demo",
         help="train with ddp, hetero_ddp and hetero_daso on emulated fast and slow devices; takes about two minutes",
@@ -105,6 +114,55 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="predict the speed of all strategies, on what doctor has measured or on machines that you describe",
+        description="Predict time, bytes and speed of a step under all strategies, by arithmetic: "
+        "lightning-hetero plan --nodes 64 --ranks 8 --params 1.3e9 --link 1gbit --step 0.4 --speeds 1,1,0.5",
+    )
+    plan.add_argument("--from", dest="measured", type=_file, help="a file of doctor --save, instead of the numbers")
+    plan.add_argument("--nodes", type=_at_least_one, default=2, help="(%(default)s)")
+    plan.add_argument("--ranks", type=_at_least_one, default=4, help="of each node (%(default)s)")
+    plan.add_argument("--params", type=_positive, default=25e6, help="of the model, such as 1.3e9 (%(default).3g)")
+    plan.add_argument("--step", type=_seconds, default=0.3, help="seconds of a rank of speed 1 (%(default)s)")
+    plan.add_argument("--speeds", type=_speeds, default=(1.0,), help="of the ranks, repeated, such as 1,1,0.5 (1)")
+    plan.add_argument("--batch", type=_at_least_one, default=32, help="samples per rank and step (%(default)s)")
+    plan.add_argument("--fixed", type=float, default=0.1, help="part of a step that no sample needs (%(default)s)")
+    plan.add_argument(
+        "--link", type=_rate, default=125e6, help="out of a node, such as 1gbit, 200mbit or 125MB (1gbit)"
+    )
+    plan.add_argument("--latency", type=float, default=2e-4, help="of that link, in s (%(default)s)")
+    plan.add_argument("--inside", type=_rate, default=5e9, help="between the ranks of a node (5GB)")
+    plan.add_argument("--every", type=_at_least_one, default=16, help="steps between rare exchanges (%(default)s)")
+    plan.add_argument("--wire", choices=("fp32", "bf16", "int8", "int4"), default="fp32", help="(%(default)s)")
+    plan.add_argument("--most", type=_at_least_one, default=512, help="nodes of the weak scaling (%(default)s)")
+    plan.add_argument("--out", type=Path, help="draw the weak scaling to this PNG")
+
+
+def _rate(text: str) -> float:
+    from lightning_hetero.forecast.command import bytes_per_second
+
+    try:
+        return bytes_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str, of: str = "") -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number{of} above 0")
+    return value
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
@@ -112,13 +170,7 @@ def _at_least_one(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
-    return value
+    return _positive(text, " of seconds")
 
 
 def _file(text: str) -> Path:

@@ -1,0 +1,158 @@
+"""What a forecast starts from: ranks, links and a model, as measured or as assumed."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.workload.shares import Cost, makespan, split
+
+#: Part of a step during which DDP's buckets can travel: the backward pass, but for its first bucket.
+HIDDEN = 0.5
+
+
+class Way(NamedTuple):
+    """A link: a message of ``n`` bytes takes ``latency + n / bandwidth`` seconds.
+
+    Attributes:
+        latency: seconds, one way.
+        bandwidth: bytes per second, one way.
+
+    Example::
+
+        >>> from lightning_hetero.forecast.cluster import Way
+        >>> gigabit = Way(0.0002, 125e6)
+        >>> round(gigabit.all_reduce(100e6, 2), 4), round(gigabit.pair(100e6), 4)
+        (0.8004, 0.8002)
+    """
+
+    latency: float
+    bandwidth: float
+
+    def all_reduce(self, size: float, members: int) -> float:
+        """Seconds for a ring all-reduce of ``size`` bytes among ``members``, if all links are like this one."""
+        rounds = 2 * (members - 1)
+        return rounds * (size / members / self.bandwidth + self.latency)
+
+    def pair(self, size: float) -> float:
+        """Seconds in which two swap ``size`` bytes, both ways at once."""
+        return self.latency + size / self.bandwidth
+
+    def visit(self, size: float) -> float:
+        """Seconds in which one sends ``size`` bytes to a center, and then gets as many back."""
+        return 2 * self.pair(size)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks, links and a model.
+
+    Attributes:
+        nodes: of each node, the costs of its ranks: seconds of a step on n samples.
+        samples: of all ranks together in a step.
+        size: bytes of the gradients in fp32, which is that of the parameters.
+        within: the way between ranks of a node.
+        between: the way out of a node, which all of its ranks share.
+        hidden: part of a step during which gradients can travel.
+
+    Raises:
+        ConfigurationError: there is no rank, or fewer samples than ranks.
+
+    Example: two nodes of two ranks, 25 million parameters, 0.3 s a step of 64 samples each, 1 Gbit::
+
+        >>> from lightning_hetero.forecast.cluster import Cluster, Way
+        >>> from lightning_hetero.workload.shares import Cost
+        >>> rank = Cost(0.02, 0.28 / 64)
+        >>> cluster = Cluster(((rank, rank), (rank, rank)), 256, 100e6, Way(2e-5, 5e9), Way(2e-4, 125e6))
+        >>> cluster.world, round(cluster.even, 3), round(cluster.split, 3)
+        (4, 0.3, 0.3)
+    """
+
+    nodes: tuple[tuple[Cost, ...], ...]
+    samples: int
+    size: float
+    within: Way
+    between: Way
+    hidden: float = HIDDEN
+
+    def __post_init__(self) -> None:
+        if not self.nodes or not all(self.nodes):
+            raise ConfigurationError(f"{len(self.nodes)} nodes, some without a rank: give at least one rank each.")
+        if type(self.samples) is not int or self.samples < self.world:
+            raise ConfigurationError(
+                f"{self.samples!r} samples for {self.world} ranks: give a whole number, at least one each."
+            )
+        for cost in self.ranks:
+            if not cost.is_valid() or cost.fixed < 0:
+                raise ConfigurationError(f"a rank has {cost}: seconds are finite, and above 0 for a sample.")
+        for way in (self.within, self.between):
+            if not (0 <= way.latency < math.inf and 0 < way.bandwidth < math.inf):
+                raise ConfigurationError(f"a link has {way}: a latency of at least 0 s, and a bandwidth above 0.")
+        if not 0 < self.size < math.inf:
+            raise ConfigurationError(f"{self.size} bytes of parameters: give a number above 0.")
+
+    @property
+    def ranks(self) -> tuple[Cost, ...]:
+        """The costs of all ranks, node by node."""
+        return tuple(cost for node in self.nodes for cost in node)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def largest(self) -> int:
+        """Ranks of the largest node."""
+        return max(map(len, self.nodes))
+
+    @cached_property
+    def even(self) -> float:
+        """Seconds of a step with the same number of samples on each rank."""
+        most = -(-self.samples // self.world)
+        return max(cost.seconds(most) for cost in self.ranks)
+
+    @cached_property
+    def shares(self) -> Sequence[int]:
+        """Samples of each rank, split by speed, at least one each."""
+        return split(self.samples, self.ranks, [1] * self.world)
+
+    @cached_property
+    def split(self) -> float:
+        """Seconds of a step whose samples are split by speed."""
+        return makespan(self.shares, self.ranks)
+
+    @cached_property
+    def alone(self) -> float:
+        """Samples per second of all ranks together, each alone with an even share: what no strategy can exceed."""
+        each = self.samples / self.world
+        return sum(each / cost.seconds(each) for cost in self.ranks)
+
+    def gradients(self, size: float | None = None) -> float:
+        """Seconds of an all-reduce over all ranks: one ring, which enters and leaves each node once.
+
+        Args:
+            size: bytes. Default: those of the gradients.
+        """
+        way = self.between if len(self.nodes) > 1 else self.within
+        return way.all_reduce(self.size if size is None else size, self.world)
+
+    def inside(self) -> float:
+        """Seconds of an all-reduce of the gradients within the largest node."""
+        return self.within.all_reduce(self.size, self.largest)
+
+    def across(self, size: float | None = None) -> float:
+        """Seconds of an all-reduce between one rank of each node.
+
+        Args:
+            size: bytes. Default: those of the parameters.
+        """
+        return self.between.all_reduce(self.size if size is None else size, len(self.nodes))
+
+    def with_nodes(self, count: int) -> "Cluster":
+        """The same cluster with another number of nodes, whose kinds repeat, and as many samples for each rank."""
+        nodes = tuple(self.nodes[i % len(self.nodes)] for i in range(count))
+        ranks = sum(map(len, nodes))
+        return replace(self, nodes=nodes, samples=max(round(self.samples / self.world * ranks), ranks))
