@@ -44,13 +44,13 @@ def options(doc: str, repeats: int, **numbers: int) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def launch(ranks: int, *numbers: float | str) -> Any:
+def launch(ranks: int, *numbers: float | str, timeout: float = 1800) -> Any:
     """Run the calling script's worker with some numbers on every rank; returns what that of rank 0 has found."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(Path(sys.argv[0]).resolve()), "worker", str(output), *map(str, numbers)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=1800)
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=timeout)
         return json.loads(output.read_text())
 
 

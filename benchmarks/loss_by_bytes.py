@@ -1,17 +1,24 @@
 """The loss of strategies at equal samples against the bytes that a replica sends, on four ranks of this machine.
 
-    python benchmarks/loss_by_bytes.py                            # a table
-    python benchmarks/loss_by_bytes.py --picture bytes.png ddp hetero_node:every_n_steps=10,replica=rank
+    python benchmarks/loss_by_bytes.py --save digits.jsonl                     # a table; runs are kept as they come
+    python benchmarks/loss_by_bytes.py --task text --seeds 2 --save text.jsonl
+    python benchmarks/loss_by_bytes.py --draw digits.jsonl text.jsonl --picture docs/images/loss_by_bytes.png
 
-A network of 38 thousand parameters learns to read two overlaid digits; the loss is that on test digits. Bytes are those
-that exchanges count, without the average that ends a fit. Strategies that average gradients do not count them: for
-these they are by theory, 2 (N - 1) / N times what a rank's gradients take on the wire of `ddp` (four bytes a value), in
-each step. Strategies in pairs are left out: between ranks of one machine they send nothing that is counted.
+A network of 38 thousand parameters learns to read two overlaid digits, or a small GPT to continue Python's source code
+(bits per character). What a file holds already is not run again, so that a command can be stopped, and go on. Bytes are
+those that exchanges count, without the average that ends a fit. Strategies that average gradients do not count them:
+for these they are by theory, those of each step's messages. Strategies in pairs are left out: between ranks of one
+machine they send nothing that is counted.
+
+torchft's DiLoCo takes the same outer steps as `hetero_diloco` with `wire="fp32"`, and an all-reduce of as many values
+in fp32; by theory it stands at the same place.
 """
 
 import argparse
+import json
+import os
+import re
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,122 +26,146 @@ from typing import Any
 import jobs
 import lightning.pytorch as pl
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Subset
+from byte_tasks import TASKS, by_theory
 
-sys.path.insert(0, str(Path(__file__).parent / "cluster"))
-RANKS, BATCH, RATE = 4, 16, 2e-3
+RANKS = 4
 EVEN = "balance=off"
+FEW = f"{EVEN},outer_lr=1.0,outer_momentum=0.5"  # for few outer steps
 CONTENDERS = [
     "ddp",
-    f"hetero_diloco:tau=100,{EVEN}",
-    f"hetero_diloco:tau=100,fragments=3,wire=int4,{EVEN}",
-    f"hetero_diloco:tau=100,fragments=3,delay=5,wire=int4,{EVEN}",
-    f"hetero_diloco:tau=100,wire=topk:0.02,{EVEN}",
-    f"hetero_node:every_n_steps=10,ranks_per_node=1,{EVEN}",
-    f"hetero_daso:ranks_per_node=1,{EVEN}",
+    "hetero_ddp:wire=powersgd:2",
+    "hetero_ddp:wire=int4",
+    f"hetero_node:every_n_steps=10,replica=rank,{EVEN}",
     f"hetero_easgd:tau=10,moving_rate=auto,{EVEN}",
+    f"hetero_diloco:tau=100,{EVEN}",
+    f"hetero_diloco:tau=100,{FEW}",
+    f"hetero_diloco:tau=100,fragments=2,wire=int4,{FEW}",
+    f"hetero_diloco:tau=100,fragments=2,delay=5,blend=0.5,wire=int4,{FEW}",
+    f"hetero_diloco:tau=100,wire=topk:0.1,{FEW}",
+    f"hetero_diloco:tau=100,wire=topk:0.02,{FEW}",
 ]
-BY_THEORY = {"ddp": 4.0, "hetero_ddp": 4.0}  # bytes of a value on the wire
 
 
-class Reader(pl.LightningModule):
-    """Reads two digits on top of each other, with a learning rate that rises and falls once."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 100)
-        self.net, self.steps = nn.Sequential(nn.Flatten(), *layers), steps
-        self.sent = 0  # bytes, without the last average when the fit ends
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        traffic = getattr(self.trainer.strategy, "traffic", None)
-        self.sent = traffic.bytes if traffic else 0
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=RATE)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=self.steps + 1, pct_start=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def fit(contender: str, steps: int, seed: int) -> dict[str, Any]:
+def fit(contender: str, task: str, steps: int, seed: int) -> dict[str, Any]:
     """Train for an epoch; the loss in the end, and the bytes that a rank has sent."""
     import contenders
-    from learn import overlaid
 
     pl.seed_everything(seed, verbose=False)
-    module, data = Reader(steps), overlaid(True, 8192)
-    order = torch.arange(steps * BATCH * RANKS) % len(data)
+    module = TASKS[task]()
     trainer = jobs.quiet_trainer(strategy=contenders.parse(contender), max_epochs=1)
-    trainer.fit(module, DataLoader(Subset(data, order.tolist()), batch_size=BATCH, shuffle=True))
-    images, labels = overlaid(False, 2048).tensors
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(module.net(images), labels).item()
-    name = contender.partition(":")[0]
-    values = sum(parameter.numel() for parameter in module.parameters())
-    by_theory = 2 * (RANKS - 1) / RANKS * BY_THEORY.get(name, 0.0) * values * steps
-    sent = torch.tensor(by_theory or float(module.sent), dtype=torch.float64)
+    trainer.fit(module, module.loader(steps, RANKS))
+    wire = re.search(r"wire=([^,]+)", contender)
+    theory = steps * by_theory(contender.partition(":")[0], wire[1] if wire else "fp32", module, RANKS)
+    sent = torch.tensor(theory or float(module.sent), dtype=torch.float64)
     torch.distributed.all_reduce(sent)
-    result = {"contender": contender, "seed": seed, "loss": loss, "bytes": sent.item() / RANKS}
-    if torch.distributed.get_rank() == 0:
-        print(result, flush=True)
-    return result
+    about = {"task": task, "unit": module.unit, "contender": contender, "steps": steps, "seed": seed}
+    return {**about, "loss": module.tested(), "bytes": sent.item() / RANKS, "load": os.getloadavg()[0]}
 
 
-def worker(list_of: str, steps: int, seeds: int) -> list[dict[str, Any]]:
+def worker(asked: str, kept: str) -> int:
+    """Run what a file does not hold yet, and add it there."""
     torch.set_num_threads(1)
-    names = Path(list_of).read_text().splitlines()
-    return [fit(name, steps, seed) for seed in range(seeds) for name in names]
+    options, file = json.loads(Path(asked).read_text()), Path(kept)
+    known = ("task", "contender", "steps", "seed")
+    done = {tuple(run[name] for name in known) for run in read([file])}  # no rank has written before all have read
+    for seed in range(options["seeds"]):
+        for contender in options["contenders"]:
+            if (options["task"], contender, options["steps"], seed) in done:
+                continue
+            result = fit(contender, options["task"], options["steps"], seed)
+            if torch.distributed.get_rank() == 0:
+                print(result, flush=True)
+                with file.open("a") as lines:
+                    lines.write(json.dumps(result) + "\n")
+    return 0
 
 
-def table(found: list[dict[str, Any]], names: list[str]) -> list[tuple[str, float, float]]:
-    """Print a row per contender; returns their bytes and losses."""
-    of = {name: [run for run in found if run["contender"] == name] for name in names}
-    base, rows = statistics.mean(run["bytes"] for run in of[names[0]]), []
-    print("loss: mean (sd); minus the first, paired by seed (standard error); times fewer bytes than the first")
-    for name, runs in of.items():
-        losses, sent = [run["loss"] for run in runs], statistics.mean(run["bytes"] for run in runs)
-        apart = [run["loss"] - first["loss"] for run, first in zip(runs, of[names[0]], strict=True)]
+def read(files: list[Path]) -> list[dict[str, Any]]:
+    """The runs that files hold."""
+    return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+
+
+def by_contender(runs: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """The runs of each contender by seed, in the order in which contenders first came."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        found.setdefault(run["contender"], {})[run["seed"]] = run
+    return found
+
+
+def table(runs: list[dict[str, Any]]) -> None:
+    """Print a row per contender, those with the most bytes first."""
+    found = by_contender(runs)
+    base = next(iter(found.values()))
+    most = statistics.mean(run["bytes"] for run in base.values())
+    first = runs[0]
+    print(f"{first['task']}, {first['steps']} steps, {first['unit']}; load {min_max([run['load'] for run in runs])}")
+    print("seeds; mean (sd); minus the first, paired by seed (standard error); times fewer bytes than the first")
+    for name, own in found.items():
+        losses, sent = [run["loss"] for run in own.values()], statistics.mean(run["bytes"] for run in own.values())
+        apart = [run["loss"] - base[seed]["loss"] for seed, run in own.items() if seed in base]
         sd, error = (statistics.stdev(x) if len(x) > 1 else 0.0 for x in (losses, apart))
-        paired = f"{statistics.mean(apart):+.3f} ({error / len(apart) ** 0.5:.3f})"
-        fewer = f"{base / sent:.1f}" if sent else "sent none"
-        print(f"| `{name}` | {statistics.mean(losses):.3f} ({sd:.3f}) | {paired} | {fewer} |")
-        rows.append((name, sent, statistics.mean(losses)))
-    return rows
+        paired = f"{statistics.mean(apart):+.3f} ({error / len(apart) ** 0.5:.3f})" if apart else ""
+        fewer = f"{most / sent:.1f}" if sent else "sent none"
+        print(f"| `{name}` | {len(own)} | {statistics.mean(losses):.3f} ({sd:.3f}) | {paired} | {fewer} |")
 
 
-def draw(rows: list[tuple[str, float, float]], path: Path) -> None:
+def min_max(values: list[float]) -> str:
+    return f"{min(values):.1f} to {max(values):.1f}"
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """A panel for each task: the loss over the bytes, mean and range of the seeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axis = figure.subplots()
-    for name, sent, loss in rows:
-        axis.scatter([sent], [loss], label=name.replace(f",{EVEN}", ""))
-    axis.set(xscale="log", xlabel="bytes that a replica has sent", ylabel="test loss at equal samples")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-    figure.savefig(path, dpi=130)
+    tasks = list(dict.fromkeys(run["task"] for run in runs))
+    figure = Figure(figsize=(6 * len(tasks), 7), layout="constrained")
+    looks: dict[str, tuple[str, str]] = {}  # a marker and a colour of each contender
+    for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        of_task = [run for run in runs if run["task"] == task]
+        for name, own in by_contender(of_task).items():
+            shown = name.replace(f",{EVEN}", "").replace("outer_", "").removeprefix("hetero_")
+            losses = [run["loss"] for run in own.values()]
+            mean, sent = statistics.mean(losses), statistics.mean(run["bytes"] for run in own.values())
+            label = None if shown in looks else shown  # once, for all panels
+            marker, colour = looks.setdefault(shown, ("osD^v"[len(looks) // 10 % 5], f"C{len(looks) % 10}"))
+            error = [[mean - min(losses)], [max(losses) - mean]]
+            axis.errorbar([sent / 1e6], [mean], error, fmt=marker, color=colour, capsize=3, label=label)
+            if name == "ddp":
+                axis.axhspan(min(losses), max(losses), color="#00000018", lw=0)
+        axis.set(xscale="log", xlabel="MB that a replica has sent", ylabel=of_task[0]["unit"])
+        axis.set_title(f"{task}, {of_task[0]['steps']} steps")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contenders", nargs="*", default=CONTENDERS, help="NAME or NAME:option=value,option=value")
+    parser.add_argument("--task", choices=TASKS, default="digits")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--save", type=Path, help="where to keep runs, and to look for those that are done")
+    parser.add_argument("--draw", type=Path, nargs="+", help="files of earlier calls; nothing is run")
     parser.add_argument("--picture", type=Path, help="where to draw the loss over the bytes")
     asked = parser.parse_args()
-    print(f"{asked.steps} steps, {asked.seeds} seeds; {jobs.machine()}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        names = Path(folder, "names")
-        names.write_text("\n".join(asked.contenders))
-        found = jobs.launch(RANKS, f'"{names}"', asked.steps, asked.seeds)
-    rows = table(found, asked.contenders)
+    if not asked.draw:
+        print(f"{asked.steps} steps, {asked.seeds} seeds; {jobs.machine()}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            asked.draw = [asked.save or Path(folder, "runs.jsonl")]
+            numbers = {name: getattr(asked, name) for name in ("contenders", "task", "steps", "seeds")}
+            options = Path(folder, "asked")
+            options.write_text(json.dumps(numbers))
+            jobs.launch(RANKS, json.dumps(str(options)), json.dumps(str(asked.draw[0].resolve())), timeout=6 * 3600)
+            runs = read(asked.draw)
+    else:
+        runs = read(asked.draw)
+    for task in dict.fromkeys(run["task"] for run in runs):
+        table([run for run in runs if run["task"] == task])
     if asked.picture:
-        draw(rows, asked.picture)
+        draw(runs, asked.picture)
 
 
 if __name__ == "__main__":

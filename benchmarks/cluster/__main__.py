@@ -74,7 +74,16 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
     ms = {name: slowest(runs, name) for name in contenders}
     result = Table()
     result.add_column("strategy", overflow="fold", style="bold")
-    columns = ("ms per step", "over the first two", "exposed", "kB per step", "over theory", "accuracy", "rate")
+    columns = (
+        "ms per step",
+        "over the first two",
+        "exposed",
+        "kB per step",
+        "over theory",
+        "accuracy",
+        "test loss",
+        "rate",
+    )
     for name in columns:
         result.add_column(name, justify="right")
     for name, of in by_name.items():
@@ -83,7 +92,7 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
         least, most = (statistics.median(map(f, waits)) if waits else 0.0 for f in (min, max))
         sent = statistics.median(max(rank["bytes"] for rank in ranks) for ranks in of)
         theory = of[0][0]["theory"]
-        accuracy = statistics.median(ranks[0]["accuracy"] for ranks in of)
+        accuracy, loss = (statistics.median(ranks[0][key] for ranks in of) for key in ("accuracy", "loss"))
         rate = {key: value for key, value in of[-1][0]["status"].items() if key != "phase"}
         result.add_row(
             name,
@@ -93,6 +102,7 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
             f"{sent / 1e3:.0f}",
             f"{sent / theory:.3f}" if theory else "",
             f"{accuracy:.1%}",
+            f"{loss:.3f}",
             " ".join(f"{key}={value}" for key, value in rate.items()),
         )
     return result

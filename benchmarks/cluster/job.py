@@ -78,17 +78,19 @@ def fit(contender: str, model: str, steps: int, batch: int, delay: float) -> dic
     elapsed = module.starts[-1] - module.starts[SKIP]
     images, labels = handwritten(training=False)
     with torch.no_grad():
-        accuracy = (module.net(images).argmax(1) == labels).float().mean().item()
+        logits = module.net(images)
     count = len(module.starts) - 1 - SKIP
     theory = (module.payload[-1] - module.payload[SKIP]) / count if module.payload else None
     return {
         "ms": 1e3 * elapsed / count,
         "bytes": (module.sent[-1] - module.sent[SKIP]) / count,
         "exposed": (module.exposed[-1] - module.exposed[SKIP]) / elapsed if module.exposed else None,
-        "accuracy": accuracy,
+        "accuracy": (logits.argmax(1) == labels).float().mean().item(),
+        "loss": nn.functional.cross_entropy(logits, labels).item(),
         "theory": theory,
         "status": module.status,
         "starts": module.starts,  # of one clock for all ranks
+        "sent": module.sent,
     }
 
 
