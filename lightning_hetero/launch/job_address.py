@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import CommunicationError, ConfigurationError
 
 _KEY = "lightning_hetero/job"
+_HERE = timedelta(seconds=5)  # in which a store of this process answers
 
 
 class JobAddress(Protocol):
@@ -102,11 +103,12 @@ class LauncherStore:
 
     def __init__(self, host: str, port: int, hosted: bool) -> None:
         self._host, self._port, self._hosted = host, port, hosted
+        self._kept: dist.Store | None = None  # a connection that stays when those of the process groups are cut
 
     def __str__(self) -> str:
         return f"{self._host}:{self._port}"
 
-    def _store(self, limit: timedelta = timedelta(seconds=5)) -> dist.Store:
+    def _store(self, limit: timedelta) -> dist.Store:
         return dist.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
 
     def read(self, limit: timedelta) -> list[Any] | None:
@@ -124,12 +126,25 @@ class LauncherStore:
         return None
 
     def write(self, address: Sequence[Any]) -> None:
-        """Write it to the store, if that is here. If its host was lost, it is gone."""
+        """Write it to the store, if that is here. If its host was lost, it is gone.
+
+        Raises:
+            CommunicationError: this process hosts the store, and the store does not answer.
+        """
         if self._hosted:
-            self._store().set(_KEY, json.dumps(list(address)))
+            try:
+                self._set(json.dumps(list(address)))
+            except dist.DistError as error:
+                raise CommunicationError(
+                    f"the store at {self} does not answer, with which later processes would find this job: {error}"
+                ) from error
 
     def remove(self, address: Sequence[Any]) -> None:
         """Forget it; the store itself ends with this process."""
         if self._hosted:
             with suppress(dist.DistError):
-                self._store().set(_KEY, "")
+                self._set("")
+
+    def _set(self, text: str) -> None:
+        self._kept = self._kept or self._store(_HERE)
+        self._kept.set(_KEY, text)

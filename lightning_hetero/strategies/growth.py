@@ -81,7 +81,8 @@ class Growth:
         """Take requests, if this is the first rank.
 
         Raises:
-            ConfigurationError: the address cannot be written.
+            ConfigurationError: the address cannot be written to a file.
+            CommunicationError: nor to the launcher's store.
             JoinRefusedError: another job has begun under the same file.
         """
         strategy = self._strategy
@@ -93,7 +94,7 @@ class Growth:
             interface, limit = regrouping.interface(strategy), strategy.options.limit
             self._requests = JoinRequests(interface, limit, lambda other: misfit(card(strategy), other))
             self._claim()
-        self._written = addresses(strategy)
+        self._written = self._written or addresses(strategy)
         for place in self._written:
             place.write(self._requests.address)
 
