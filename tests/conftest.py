@@ -31,3 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[name] += 1
             if cases[name] <= mark.kwargs["after"]:
                 item.own_markers.remove(mark)
+
+
+def pytest_sessionfinish() -> None:
+    """End MPI where a test has begun it in this process: workers of xdist end without it, and leave memory behind."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()

@@ -1,6 +1,5 @@
 """Ranks that die, stop or leave while others exchange with the center; and what is left behind."""
 
-import glob
 import math
 import os
 import re
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from homes import HOMES, LIMIT, WORLD, layout_of
+from leftovers import nothing_left_in_memory
 from ranks import attempt, run
 
 from lightning_hetero.comm.centers.center import Center
@@ -25,20 +25,10 @@ LEADERS = [[1], [0], [2]]  # the center lives with rank 1, the store of the proc
 SHORT, SLACK = 2.0, 8.0  # seconds
 
 
-def files() -> set[str]:
-    return set(glob.glob("/dev/shm/lightning-hetero-*"))
-
-
 @pytest.fixture(autouse=True)
 def _no_new_files() -> Iterator[None]:
-    """Whatever happens, no file stays; others on this machine may have theirs for a moment."""
-    before = files()
-    yield
-    left, deadline = files() - before, time.monotonic() + 20
-    while left and time.monotonic() < deadline:
-        time.sleep(0.1)
-        left &= files()
-    assert not left
+    with nothing_left_in_memory():
+        yield
 
 
 def begun(home: str, replicas: list[list[int]] = LEADERS, limit: timedelta = LIMIT) -> Center:

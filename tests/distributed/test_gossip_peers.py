@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +15,7 @@ import psutil
 import pytest
 import torch
 from center_tasks import Line, StartAt, fit
+from leftovers import nothing_left_in_memory
 from oracles import START
 from ranks import attempt, run
 from test_gossip import Keep, Pause
@@ -216,14 +216,6 @@ def _left() -> Any:
 
 
 def test_nothing_is_left() -> None:
-    def files() -> set[Path]:
-        return set(Path("/dev/shm").glob("lightning-hetero-*"))
-
-    before = files()
-    for left in run(_left, 2, nodes=[1, 1]):
-        assert not left
-    more, deadline = files() - before, time.monotonic() + 20
-    while more and time.monotonic() < deadline:  # others on this machine may have theirs for a moment
-        time.sleep(0.1)
-        more &= files()
-    assert not more
+    with nothing_left_in_memory():
+        for left in run(_left, 2, nodes=[1, 1]):
+            assert not left

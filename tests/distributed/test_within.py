@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from leftovers import nothing_left_in_memory
 from ranks import run
 from tasks import FAST, Net, dataset, error, parameters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -95,8 +96,8 @@ def _many(fits: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.long
 def test_many_fits_leave_no_memory_and_no_file_behind() -> None:
-    before = set(os.listdir("/dev/shm"))
-    for maps, files in run(_many, 2, int(os.environ.get("MANY_FITS", "40"))):
+    with nothing_left_in_memory():
+        found = run(_many, 2, int(os.environ.get("MANY_FITS", "40")))
+    for maps, files in found:
         assert max(maps) <= 4  # of a fit before, which the next one ends, and of this one
         assert max(files[20:]) <= max(files[8:20]) + 2
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "lightning-hetero" in name]
