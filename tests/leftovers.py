@@ -1,14 +1,16 @@
-"""Finds the processes that a test has started, however indirectly."""
+"""Finds what a test leaves behind: processes that it has started, however indirectly, and files in shared memory."""
 
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
 _NAME = "LIGHTNING_HETERO_TEST"
+_GONE = 20.0  # seconds in which other tests, which have files in shared memory for a moment, remove theirs
 _PATIENCE = 5.0  # seconds in which what ends by itself has ended
 
 
@@ -43,3 +45,19 @@ def watched() -> Iterator[Callable[..., list[psutil.Process]]]:
         del os.environ[_NAME]
         for process in now():
             process.kill()
+
+
+@contextmanager
+def nothing_left_in_memory() -> Iterator[None]:
+    """No file of this package that has appeared in shared memory in this block stays there, whatever happens."""
+    before = _files()
+    yield
+    left, deadline = _files() - before, time.monotonic() + _GONE
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left &= _files()
+    assert not left
+
+
+def _files() -> set[Path]:
+    return set(Path("/dev/shm").glob("lightning-hetero-*"))
