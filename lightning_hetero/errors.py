@@ -1,5 +1,10 @@
 """One family of errors: each says what was wrong, where, the values, and what to do."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class HeteroError(Exception):
     """Base of every error that this package raises on purpose.
@@ -13,6 +18,13 @@ class HeteroError(Exception):
         except HeteroError as error:
             print(error)
     """
+
+    on_every_rank = False  #: Whether all ranks raise it at the same point: then none of them is lost to the others.
+
+    def of_all(self) -> "Self":
+        """This error, which all ranks raise at the same point."""
+        self.on_every_rank = True
+        return self
 
 
 class ConfigurationError(HeteroError, ValueError):

@@ -79,7 +79,8 @@ def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup |
         for name in differing[:8]
     ]
     more = f"\n  and {len(differing) - 8} more" if len(differing) > 8 else ""
-    raise DisagreementError(f"the ranks differ in {what}; make them the same:\n" + "\n".join(lines) + more)
+    error = DisagreementError(f"the ranks differ in {what}; make them the same:\n" + "\n".join(lines) + more)
+    raise error.of_all() if group is None else error
 
 
 def hash_of(text: str) -> str:
@@ -101,8 +102,7 @@ def raise_on_all(problem: HeteroError | None, what: str, group: dist.ProcessGrou
         CommunicationError: another rank did not take part in time.
     """
     problems = gather(None if problem is None else str(problem), what, group)
-    if problem is not None:
-        raise problem
     for rank, text in enumerate(problems):
         if text is not None:
-            raise DisagreementError(f"rank {rank} cannot take part ({what}): {text}")
+            error = problem or DisagreementError(f"rank {rank} cannot take part ({what}): {text}")
+            raise error.of_all() if group is None else error

@@ -205,7 +205,7 @@ class FiniteSteps:
             f"At {self._where()} {found}. The optimizer has not stepped: the weights are those from before. Lower the "
             "learning rate, clip gradients, or look at the samples of that batch. With on_nan='skip' such samples are "
             "left out of the step; on_nan='ignore' goes on, as Lightning's ddp does.",
-        )
+        ).of_all()
 
     def _subject(self, what: str, bad: Sequence[bool]) -> str:
         ranks = [str(rank) for rank, is_bad in zip(self._ranks, bad, strict=True) if is_bad]

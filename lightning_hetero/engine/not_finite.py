@@ -77,7 +77,8 @@ def explained(engine: "ReplicaEngine") -> Iterator[None]:
         else:  # nobody else knows
             seen = [mine if rank == engine.view.rank else (None, None) for rank in range(engine.view.world)]
         message = about(error.replicas, engine.view.ranks, engine.windows, seen, facts.fresh_start)
-        raise NotFiniteError(error.replicas, message) from None
+        told = NotFiniteError(error.replicas, message)
+        raise (told.of_all() if facts.lockstep else told) from None
     for index in engine.traffic.skipped[skipped:]:
         warn = rank_zero_warn if facts.lockstep else warnings.warn
         warn(

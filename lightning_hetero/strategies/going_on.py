@@ -15,7 +15,7 @@ from lightning_hetero.comm.collective import Survivor, repeat_by
 from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.membership import Agreed, Membership, Terms
 from lightning_hetero.engine.job import open_store, store_at
-from lightning_hetero.errors import CommunicationError
+from lightning_hetero.errors import CommunicationError, MembershipLostError
 from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.entering import entered
 from lightning_hetero.strategies.growth import Growth
@@ -148,6 +148,9 @@ class GoingOn(Survival):
         leave_metrics(self._strategy.lightning_module)
         self._growth.end()
         if self._membership is not None:
+            if getattr(exception, "on_every_rank", False):
+                with suppress(CommunicationError), deadline("end the fit"):
+                    dist.barrier()  # who hears of a loss before it has raised the same error would go on instead
             what = str(exception).strip().split("\n")[0]
             self._membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
             self._membership.close()
@@ -222,6 +225,7 @@ class GoingOn(Survival):
         """
         assert self._membership is not None
         began, own, lost = time.monotonic(), self._standing(), dict[int, str]()
+        limit = self._strategy.options.limit.total_seconds()
         self._in_step = False
         while True:
             agreed = self._membership.agree(own)
@@ -232,6 +236,11 @@ class GoingOn(Survival):
             except RuntimeError as error:  # one more was lost meanwhile
                 if not of_communication(error):
                     raise
+                if time.monotonic() - began > limit:
+                    raise MembershipLostError(
+                        f"Rank {self._membership_id} cannot go on: since {limit:g} s (the strategy's `timeout`) the "
+                        f"ranks that remain have tried in vain to meet, at last in view {agreed.number}: {error}"
+                    ) from error
                 _log.info("rank %d could not join view %d: %s", self._membership_id, agreed.number, error)
         self._growth.go_on()
         self._tell(lost, samples, time.monotonic() - began)
@@ -284,14 +293,7 @@ class GoingOn(Survival):
         view = strategy.job.view
         loss = Loss(view.number, lost, view.world, len(view.units), seconds, samples, strategy.engine.windows)
         self.losses.append(loss)
-        if not lost:
-            return
-        who = "; ".join(f"rank {id} {how}" for id, how in sorted(lost.items()))
         rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
-        left = f" {samples} samples that they had still to take are not trained on." if samples else ""
-        with suppress(UserWarning):  # also where warnings are errors
-            warnings.warn(
-                f"{who}. Training goes on with {rest} after step {loss.step}; this rank, now number {view.rank}, stood "
-                f"still for {seconds:.2f} s.{left}",
-                stacklevel=2,
-            )
+        if lost:
+            with suppress(UserWarning):  # also where warnings are errors
+                warnings.warn(loss.said(rest, view.rank), stacklevel=2)

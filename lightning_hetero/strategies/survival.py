@@ -37,6 +37,20 @@ class Loss:
     joined: tuple[int, ...] = ()
     at: float = field(default_factory=time.perf_counter, compare=False)
 
+    def said(self, rest: str, rank: int) -> str:
+        """What to tell the user.
+
+        Args:
+            rest: who remains, in words.
+            rank: this rank's number since then.
+        """
+        who = "; ".join(f"rank {id} {how}" for id, how in sorted(self.lost.items()))
+        left = f" {self.samples} samples that they had still to take are not trained on." if self.samples else ""
+        return (
+            f"{who}. Training goes on with {rest} after step {self.step}; this rank, now number {rank}, stood still "
+            f"for {self.seconds:.2f} s.{left}"
+        )
+
 
 class Survival:
     """What a strategy asks where a lost rank need not end the fit; here it does.

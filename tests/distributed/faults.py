@@ -194,7 +194,7 @@ def _group_lives(pid: int) -> bool:
 
 
 def _traces(outcomes: list[Outcome]) -> str:
-    return "\n".join(f"--- rank {i} (exit {o.exitcode})\n{o.trace[-2000:]}" for i, o in enumerate(outcomes))
+    return "\n".join(f"--- rank {i} (exit {o.exitcode})\n{o.trace[-6000:]}" for i, o in enumerate(outcomes))
 
 
 def went_on(outcomes: list[Outcome], lost: dict[int, str], steps: int = STEPS) -> list[Seen]:

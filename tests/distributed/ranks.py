@@ -4,6 +4,7 @@ Processes are forked from a server that has imported Lightning once, so that a j
 """
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import io
@@ -13,6 +14,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -114,6 +116,7 @@ def attempt(
         processes.append(process)
         ends.append(ours)
     outcomes = [Outcome() for _ in range(world)]
+    stacks = [Path(tempfile.gettempdir(), f"lightning-hetero-stacks-{process.pid}") for process in processes]
     try:
         _begin(ends)
         open_ends, deadline = set(ends), time.monotonic() + timeout
@@ -129,7 +132,7 @@ def attempt(
             process.join(max(0.0, min(10.0, deadline + 5 - time.monotonic())))
             if process.exitcode is None:
                 outcomes[rank].late = True
-                outcomes[rank].trace += "(still running at the limit: killed)"
+                outcomes[rank].trace += f"(still running at the limit: killed)\n{_stacks_of(process.pid, stacks[rank])}"
     finally:
         for rank, process in enumerate(processes):
             if process.exitcode is None:
@@ -138,8 +141,18 @@ def attempt(
                 process.kill()
                 process.join()
             outcomes[rank].exitcode = process.exitcode
+            stacks[rank].unlink(missing_ok=True)
             ends[rank].close()
     return outcomes
+
+
+def _stacks_of(pid: int, path: Path) -> str:
+    """Where the threads of a rank are that does not end; nothing if it is frozen."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        return path.read_text()
+    return ""
 
 
 @functools.cache
@@ -208,6 +221,8 @@ def _rank(end: Connection, variables: dict[str, str], function: Callable[..., An
     # A child of the server would start a server of its own for each rank's dataloader workers.
     multiprocessing.set_start_method("fork", force=True)
     quiet()
+    stacks = f"{tempfile.gettempdir()}/lightning-hetero-stacks-{os.getpid()}"
+    faulthandler.register(signal.SIGUSR2, os.open(stacks, os.O_WRONLY | os.O_CREAT))
     end.send_bytes(b"started")
     end.recv_bytes()
     try:

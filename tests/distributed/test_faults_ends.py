@@ -2,14 +2,19 @@
 
 import os
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
-from faults import DIED, FAILED, STEPS, Strike, strike, went_on
+import torch.distributed as dist
+from faults import DIED, FAILED, STEPS, Strike, fit, strike, went_on
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.errors import MembershipLostError, NotFiniteError
+from lightning_hetero.strategies.going_on import GoingOn
 
 FEW = ["ddp", "node", "easgd", "gossip"]
 
@@ -67,6 +72,32 @@ def test_a_value_that_is_not_finite_ends_all(tmp_path: Path, name: str) -> None:
     for outcome in strike(tmp_path, name, [Strike(1, 5, "nan")]):
         assert isinstance(outcome.error, NotFiniteError), outcome.trace
         assert "rank 1" in str(outcome.error)
+
+
+def _slow_to_hear(*args: Any, **kwargs: Any) -> Any:
+    """A fit in which all but rank 1 get what replicas tell each other late, or not at all if connections are cut."""
+    gather, noticed, lost = ReplicaLinks.gather, GoingOn._noticed, Event()
+
+    def late(links: ReplicaLinks, own: Any) -> list[Any]:
+        everyone = gather(links, own)
+        told = any(isinstance(one, tuple) and one[1] is not None for one in everyone)
+        if told and os.environ["RANK"] != "1" and lost.wait(1.0):
+            raise dist.DistNetworkError("Connection closed by peer")
+        return everyone
+
+    def notice(survival: GoingOn) -> None:
+        lost.set()
+        noticed(survival)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReplicaLinks, "gather", late)
+        patch.setattr(GoingOn, "_noticed", notice)
+        return fit(*args, **kwargs)
+
+
+def test_an_error_of_all_ranks_ends_those_too_that_hear_of_it_late(tmp_path: Path) -> None:
+    for outcome in strike(tmp_path, "node", [Strike(1, 5, "nan")], run=_slow_to_hear):
+        assert isinstance(outcome.error, NotFiniteError), outcome.trace
 
 
 @pytest.mark.parametrize("name", ["gossip", "gossip_push_sum"])
