@@ -2,21 +2,28 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The versions to install; CONSTRAINTS=/dev/null takes the newest of everything.
+CONSTRAINTS ?= constraints.txt
 # One thread per rank, or ranks that share a machine get in each other's way.
 export OMP_NUM_THREADS := 1
 # Python keeps its bytecode: a hundred processes of the tests would otherwise compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-upstream lint docs setup clean
+.PHONY: help demo test test-long test-oldest test-ray test-upstream lint docs dist setup clean
 help:
 	@echo "make demo   set up, then train on emulated fast and slow devices and draw what happened (2 minutes)"
 	@echo "make test   set up, then lint, type-check and test (some 8 minutes on two cores)"
 	@echo "make test-long"
 	@echo "            set up, then run the tests that make test leaves out, as they take long (some 15 minutes)"
+	@echo "make test-oldest"
+	@echo "            the core of the tests with the oldest Lightning, in an environment of its own (some 10 minutes)"
+	@echo "make test-ray"
+	@echo "            set up, with Ray, then train under Ray Train (2 minutes)"
 	@echo "make test-upstream LIGHTNING_SRC=FOLDER"
 	@echo "            set up, then run Lightning's own tests, from a checkout of it, with its DDP and with ours (an hour)"
 	@echo "make docs   set up, then make the documentation's site, docs/_build/html/index.html"
-	@echo "make clean  remove the virtual environment and build products"
+	@echo "make dist   build the sdist and the wheel, in dist/; TAG=v1.2.3 sees first that this is the version"
+	@echo "make clean  remove the virtual environments and build products"
 
 setup: $(VENV)/.ready
 
@@ -25,9 +32,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "Python >= 3.10 is needed; set PYTHON=" && exit 1)
 	@$(PYTHON) -m venv $(VENV)
 	@echo "-- installing PyTorch"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
 	@echo "-- installing lightning-hetero with what its tests and examples use"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
 	@touch $@
 
 demo: setup
@@ -58,10 +65,40 @@ test-long: setup
 	@echo "== Testing what takes long and goes by the clock"
 	@$(PYTEST) $(BY_THE_CLOCK) -m "clock and long"
 
+# The oldest versions that pyproject.toml allows, as constraints-oldest.txt says, and constraints.txt for all else. The oldest PyTorch is
+# taken only if it is named, OLDEST_TORCH=2.4.0: not every machine can install it.
+OLDEST := .venv-oldest
+OLDEST_CORE := tests/averaging tests/workload tests/strategies tests/launch \
+    $(addprefix tests/distributed/test_,exactness.py resume.py resume_elsewhere.py node.py diloco.py gossip.py sigterm.py saving.py \
+    weight_averaging.py start_again.py)
+
+$(OLDEST)/.ready: pyproject.toml constraints.txt constraints-oldest.txt
+	@echo "== Setting up $(OLDEST): a virtual environment with the oldest Lightning"
+	@$(PYTHON) -m venv $(OLDEST)
+	@awk -F= -v torch=$(OLDEST_TORCH) 'BEGIN { if (torch) { print "torch==" torch; old["torch"] } } \
+	    NR == FNR { old[$$1] } NR == FNR || !($$1 in old)' constraints-oldest.txt constraints.txt > $(OLDEST)/constraints.txt
+	@$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt torch
+	@$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --editable '.[test]'
+	@touch $@
+
+test-oldest: $(OLDEST)/.ready
+	@echo "== Testing with the oldest Lightning"
+	@$(OLDEST)/bin/python -m pytest $(AT_ONCE) -m "not clock and not long" $(OLDEST_CORE)
+
+# Ray is large, so it is installed only for its own tests.
+$(VENV)/.ray: $(VENV)/.ready
+	@echo "-- installing Ray"
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[ray]'
+	@touch $@
+
+test-ray: $(VENV)/.ray
+	@echo "== Testing under Ray Train"
+	@$(BIN)/python -m pytest tests/launch/test_ray.py
+
 # What Lightning's tests need besides.
 $(VENV)/.upstream: $(VENV)/.ready
 	@echo "-- installing what Lightning's tests use"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt cloudpickle pandas tensorboard tensorboardX
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) cloudpickle pandas tensorboard tensorboardX
 	@touch $@
 
 test-upstream:
@@ -71,7 +108,7 @@ test-upstream:
 
 $(VENV)/.docs: $(VENV)/.ready
 	@echo "-- installing Sphinx with what the documentation uses"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs
@@ -79,5 +116,20 @@ docs: $(VENV)/.docs
 	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
+# Built apart, with neither PyTorch nor the tests' needs. What an earlier build has left would come into the wheel.
+DIST := .venv-dist
+
+$(DIST)/.ready: constraints.txt
+	@$(PYTHON) -m venv $(DIST)
+	@$(DIST)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) build
+	@touch $@
+
+dist: $(DIST)/.ready
+	@test -z "$(TAG)" || grep -qx 'version = "$(TAG:v%=%)"' pyproject.toml \
+	    || (echo "TAG=$(TAG), but pyproject.toml says $$(grep '^version' pyproject.toml). Change the one or the other." && exit 1)
+	@echo "== Building the sdist and the wheel"
+	@rm -rf build dist *.egg-info
+	@$(DIST)/bin/python -m build --outdir dist
+
 clean:
-	rm -rf $(VENV) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(DIST) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -39,13 +39,30 @@ sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 from ranks import run
 from virtual_time import virtual_time
 
-ON_RANKS = "runs on 2 ranks"
+ON_RANKS, IN_A_TEST = "runs on 2 ranks", "runs in "
 OWN = {"train.py"}  # scripts of the reader's
 OF_LIGHTNING_CLI = {"fit", "validate", "test", "predict"}
 #: Programs of the system, with options that this test does not know.
-OTHERS = {"cat", "cd", "hostname", "kill", "ls", "sbatch", "scancel", "scp", "squeue", "srun", "ssh", "tail"}
+OTHERS = {
+    *(
+        "cat",
+        "cd",
+        "hostname",
+        "kill",
+        "kubectl",
+        "ls",
+        "pre-commit",
+        "ray",
+        "ruff",
+        "sbatch",
+        "scancel",
+        "scp",
+        "scontrol",
+    ),
+    *("squeue", "srun", "ssh", "tail"),
+}
 
-PYTHON = [block for block in blocks("python") if not block.remark.startswith(("not run", ON_RANKS))]
+PYTHON = [block for block in blocks("python") if not block.remark.startswith(("not run", ON_RANKS, IN_A_TEST))]
 COMMANDS = [
     (block, words) for block in (*blocks("bash", "sh", "console"), *inline_commands()) for words in commands(block.code)
 ]
@@ -93,6 +110,13 @@ def test_few_blocks_are_not_run_and_say_why() -> None:
     assert all(re.match(r"not run: \w{3}", remark) for remark in remarks.values()), remarks
     assert len(remarks) <= 2, remarks
     assert len(PYTHON) > 10
+
+
+def test_blocks_that_a_test_runs_name_it() -> None:
+    found = [block for block in blocks("python") if block.remark.startswith(IN_A_TEST)]
+    for block in found:
+        assert f'"{block.page.name}"' in (ROOT / block.remark.removeprefix(IN_A_TEST)).read_text()
+    assert found
 
 
 def _script(code: str, folder: str) -> str:
@@ -199,7 +223,10 @@ def _check_script(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPat
     path = ROOT / name
     assert path.exists(), path
     source = (path / "__main__.py" if path.is_dir() else path).read_text()
-    if arguments and (".parse_args(" in source or "jobs.options(" in source):
+    if "import ray" in source and importlib.util.find_spec("ray") is None:
+        for option in (word for word in arguments if word.startswith("--")):
+            assert f'.add_argument("{option}"' in source, option
+    elif arguments and (".parse_args(" in source or "jobs.options(" in source):
         monkeypatch.setattr(sys, "argv", [str(path), *arguments])
         sys.path.insert(0, str(path if path.is_dir() else path.parent))
         with pytest.raises(Read):

@@ -1,0 +1,110 @@
+"""CITATION.cff, SECURITY.md and what says the version: compared with the code and the README."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from docs_pages import ROOT, rows
+
+import lightning_hetero
+
+PACKAGE = Path(lightning_hetero.__file__).parent
+TREES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+SECURITY = ROOT / "SECURITY.md"
+
+
+# -- the version -----------------------------------------------------------------------------------
+
+
+def test_all_say_the_same_version() -> None:
+    project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert project is not None
+    assert project.group(1) == lightning_hetero.__version__ == str(CITATION["version"])
+
+
+# -- how to cite -----------------------------------------------------------------------------------
+
+
+def words(text: str) -> str:
+    return re.sub(r"\W+", " ", text).lower()
+
+
+def test_the_citation_has_what_the_format_requires() -> None:
+    assert CITATION["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= set(CITATION)
+    for reference in CITATION["references"]:
+        assert {"type", "title", "authors", "year"} <= set(reference)
+        assert ("journal" if reference["type"] == "article" else "conference") in reference
+        assert all({"family-names", "given-names"} == set(author) for author in reference["authors"])
+    assert CITATION["license"] in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_papers_are_those_of_the_readme() -> None:
+    """Title, first author and year, at the strategy that the reference names."""
+    sources = (ROOT / "README.md").read_text().split("## Sources")[1]
+    points = {re.match(r"`(\w+)`", point).group(1): point for point in sources.split("\n* ")[1:]}  # type: ignore[union-attr]
+    found = set()
+    for reference in CITATION["references"]:
+        [strategy] = re.findall(r"hetero_\w+", reference["notes"])
+        point, first = points[strategy], reference["authors"][0]
+        assert words(reference["title"]) in words(point)
+        assert f"{first['given-names']} {first['family-names']}" in point
+        assert str(reference["year"]) in point
+        found.add(strategy)
+    assert found == {"hetero_ddp", "hetero_node", "hetero_daso", "hetero_easgd", "hetero_gossip"}
+
+
+# -- what listens, and what is unpickled -----------------------------------------------------------
+
+
+def calls(tree: ast.Module) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def listens(call: ast.Call) -> bool:
+    """Whether a call opens a socket on which others can connect."""
+    name = ast.unparse(call.func)
+    if name.endswith("TCPStore"):
+        return any(key.arg == "is_master" and ast.unparse(key.value) == "True" for key in call.keywords)
+    return name in ("socket.create_server", "listener.listen", "listener.bind")
+
+
+def unpickles(call: ast.Call) -> bool:
+    """Whether a call may run code that is in what it reads."""
+    name, text = ast.unparse(call.func), ast.unparse(call)
+    if name in ("torch.load", "pl_load"):
+        return "weights_only=True" not in text
+    return name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "_Unpacker")
+
+
+def files_in(row: list[str]) -> set[str]:
+    return {name for cell in row[:3] for name in re.findall(r"`([\w/]+\.py)`", cell)}
+
+
+@pytest.mark.parametrize(("what", "kind"), [("listens", listens), ("unpickles", unpickles)])
+def test_what_the_page_lists_is_what_the_code_does(what: str, kind: object) -> None:
+    does = {file for file, tree in TREES.items() if any(kind(call) for call in calls(tree))}  # type: ignore[operator]
+    told = {name for row in rows(SECURITY) for name in files_in(row)}
+    assert does <= told
+    assert len(does) >= 3
+    assert all((PACKAGE / name).exists() for name in told)
+
+
+def test_files_that_only_listen_are_all_named_once() -> None:
+    does = {file for file, tree in TREES.items() if any(map(listens, calls(tree)))}
+    named = [name for row in rows(SECURITY) for name in files_in(row)]
+    assert all(named.count(name) == 1 for name in does)
+
+
+@pytest.mark.parametrize(
+    "file", ["comm/failure_watch.py", "comm/gossip/peers.py", "comm/centers/wakeup.py", "comm/membership/wire.py"]
+)
+def test_where_a_token_is_asked_for_it_is_compared_in_constant_time(file: str) -> None:
+    own = (PACKAGE / file).read_text()
+    beside = (PACKAGE / "comm/gossip/message.py").read_text() if "gossip" in file else own
+    assert "hmac.compare_digest(" in beside
+    assert not re.search(r"\btoken\s*[!=]=", own)
+    assert "pickle" not in own + beside
