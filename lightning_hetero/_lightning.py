@@ -19,9 +19,8 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _SubprocessScriptLauncher as SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _LRCallback
@@ -37,8 +36,14 @@ if TYPE_CHECKING:
 
 #: Private names of ``DDPStrategy`` that ``strategies/base.py`` sets, reads on itself, or overrides.
 INHERITED = ("_checkpoint_io", "_configure_launcher", "_launcher", "_layer_sync", "_model")
-__all__ = ["DataFetcherWrapper", "IndexBatchSamplerWrapper", "SubprocessScriptLauncher", "WrappingCheckpointIO"]
-__all__ += ["add_worker_init_fn", "augment_message", "init_dist_connection", "set_num_threads_if_needed"]
+__all__ = ["DataFetcherWrapper", "IndexBatchSamplerWrapper", "MultiProcessingLauncher", "SubprocessScriptLauncher"]
+__all__ += [
+    "WrappingCheckpointIO",
+    "add_worker_init_fn",
+    "augment_message",
+    "init_dist_connection",
+    "set_num_threads_if_needed",
+]
 
 
 # -- the strategy that ours are made from ----------------------------------------------------------

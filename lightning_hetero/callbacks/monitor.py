@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import logged_step
+from lightning_hetero.callbacks.inline import Summary, html
 from lightning_hetero.callbacks.lineup import Lineup
 from lightning_hetero.callbacks.record import Exchanged, Record, StepRecord, View, thin
-from lightning_hetero.callbacks.report import fit_of, write
-from lightning_hetero.callbacks.shown import loss_metrics, metrics, pairing_table, texts
+from lightning_hetero.callbacks.report import fit_of, folder_of, write
+from lightning_hetero.callbacks.shown import exchange_texts, loss_metrics, metrics, pairing_table, texts
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.links import Traffic
 from lightning_hetero.errors import ConfigurationError, MembershipLostError, UnsupportedError
@@ -87,6 +88,7 @@ class HeteroMonitor(Callback):
         exchanges: a record per exchange between replicas, as this rank has seen it; older records are thinned out, too.
         losses: of other ranks in the latest fit, as this rank has seen them.
         pairings: under gossip, once a fit has ended: of each replica, its completed exchanges with each.
+        summary: of the latest fit's report, on the rank that has written it: its path, its verdict, its first picture.
 
     Example::
 
@@ -104,6 +106,7 @@ class HeteroMonitor(Callback):
         self.exchanges: list[Exchanged] = []
         self.losses: list[Loss] = []
         self.pairings: list[list[int]] | None = None
+        self.summary: Summary | None = None
         self.report = report
         self._folder: str | None = None  # for the report of the running fit
         self._steps: StepRecord | None = None  # of the running fit, if it is to be reported
@@ -140,10 +143,11 @@ class HeteroMonitor(Callback):
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
         [report, *_] = gather(wanted, "the ranks to set their clocks for HeteroMonitor")
         assert strategy.job is not None
+        self.summary = None  # of an earlier fit
         self._start, self._lineup = time.perf_counter(), Lineup.of(strategy.job.view)
         self.losses = [] if strategy.entry is None else list(strategy.survival.losses)  # else others have just joined
         if report is not None:
-            self._folder = report if "://" in str(report) else _within(folder, report)
+            self._folder = folder_of(report, folder)
             self._steps = StepRecord(self._start, strategy.share.step)
             strategy.share.watchers.append(self._steps.add)
 
@@ -184,6 +188,18 @@ class HeteroMonitor(Callback):
                 what = str(exception).strip().split("\n")[0]
                 self._write(strategy, pl_module, [view], f"{type(exception).__name__}{what and f': {what}'}")
 
+    def give_back(self) -> dict[str, Any]:
+        """What the process of a notebook is to know, where ranks are forked or spawned."""
+        return {name: getattr(self, name) for name in ("history", "exchanges", "losses", "pairings", "summary")}
+
+    def take_back(self, given: dict[str, Any]) -> None:
+        """Know what the first rank has seen."""
+        vars(self).update(given)
+
+    def _repr_html_(self) -> str:
+        """Show the latest fit in a notebook."""
+        return html(self.history, self.summary)
+
     def _stop_watching(self, strategy: HeteroStrategy) -> View | None:
         """What has been seen; nothing if there was no step."""
         steps, self._steps = self._steps, None
@@ -208,11 +224,11 @@ class HeteroMonitor(Callback):
         assert self._lineup is not None
         try:
             fit = fit_of(strategy, type(module).__name__, views, ended, self._lineup, self._losses(strategy))
-            where = write(self._folder, fit)
+            self.summary = write(self._folder, fit)
         except Exception as error:  # whatever it is, the training is worth more than its report
             rank_zero_warn(f"HeteroMonitor could not write its report to {self._folder}: {error!r}")
         else:
-            rank_zero_info(f"HeteroMonitor: who was slowest and why, who waited, what it cost: {where}")
+            rank_zero_info(f"HeteroMonitor: who was slowest and why, who waited, what it cost: {self.summary.path}")
 
     def _see_losses(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
         for loss in strategy.survival.losses[len(self.losses) :]:
@@ -244,10 +260,7 @@ class HeteroMonitor(Callback):
             self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
         if trainer.progress_bar_callback is None:
             return
-        short = {name: value for name, value in record.status.items() if "/" not in name}  # not of each replica
-        shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
-        shown["hidden"] = f"{max(spent[0], 0.0) / sum(spent):.0%}" if sum(spent) > 0 else ""
-        trainer.progress_bar_metrics.update(shown)  # type: ignore[arg-type]
+        trainer.progress_bar_metrics.update(exchange_texts(record.status, *spent))  # type: ignore[arg-type]
 
     def _see_reports(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
         """The ranks' latest reports, once; they arrive at the same step on every rank."""
@@ -285,7 +298,3 @@ class HeteroMonitor(Callback):
         for logger in trainer.loggers:
             named = {f"hetero/{name}": float(value) for name, value in metrics.items()}
             logger.log_metrics(named, step=logged_step(trainer))
-
-
-def _within(folder: str, report: str | Path) -> str:
-    return f"{folder.rstrip('/')}/{report}" if "://" in folder else str(Path(folder) / report)

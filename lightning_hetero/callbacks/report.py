@@ -11,12 +11,14 @@ from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.util import find_spec
+from pathlib import Path
 from string import Template
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
+from lightning_hetero.callbacks.inline import Summary
 from lightning_hetero.callbacks.lineup import Lineup, changes, sentence_of
 from lightning_hetero.callbacks.record import Fit, View, together
 from lightning_hetero.callbacks.totals import Totals, settled, totals
@@ -75,6 +77,13 @@ def fit_of(
     )
 
 
+def folder_of(report: str | Path, folder: str) -> str:
+    """Where a report is to be written; a relative path counts from a folder. Both may be remote."""
+    if "://" in str(report):
+        return str(report)
+    return f"{folder.rstrip('/')}/{report}" if "://" in folder else str(Path(folder) / report)
+
+
 def verdict_of(fit: Fit) -> Verdict:
     """The verdict on the second half of the steps, when shares have settled."""
     return judge(totals(fit), fit.lockstep, fit.automatic, missing=fit.living - len(fit.views))
@@ -111,7 +120,7 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def write(folder: str, fit: Fit) -> str:
+def write(folder: str, fit: Fit) -> Summary:
     """Write ``report.html``, ``figures.json`` and the pictures.
 
     Args:
@@ -119,7 +128,7 @@ def write(folder: str, fit: Fit) -> str:
         fit: what to report.
 
     Returns:
-        Where the page is.
+        The page in short, and where it is.
     """
     verdict = verdict_of(fit)
     pictures = []
@@ -143,7 +152,8 @@ def write(folder: str, fit: Fit) -> str:
     for name, content in contents.items():
         with system.open(f"{folder}/{name}", "wb") as file:
             file.write(content)
-    return f"{folder}/report.html"
+    drawn = {picture.name: picture.png for picture in pictures}
+    return Summary(f"{folder}/report.html", _title(fit), verdict, drawn.get("timeline"))
 
 
 _NO_PICTURES = (
@@ -171,7 +181,7 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
         pairings = f"<section><h2>Completed exchanges of each replica with each</h2>{_table(head, rows)}</section>"
     page = Template(files("lightning_hetero.callbacks").joinpath("report.html").read_text(encoding="utf-8"))
     return page.substitute(
-        title=escape(f"{fit.facts['strategy']}: {fit.facts['model']} on {_count(sum(map(len, fit.replicas)), 'rank')}"),
+        title=escape(_title(fit)),
         headline=escape(verdict.headline),
         sentences=ended + rest,
         advice=advice,
@@ -182,6 +192,10 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
         pairings=pairings,
         facts=_table((), facts.items()),
     )
+
+
+def _title(fit: Fit) -> str:
+    return f"{fit.facts['strategy']}: {fit.facts['model']} on {_count(sum(map(len, fit.replicas)), 'rank')}"
 
 
 _HEAD = (

@@ -1,6 +1,6 @@
 """What the monitor gives to loggers and the progress bar, and prints."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning_hetero.callbacks.record import Record
 from lightning_hetero.strategies.survival import Loss
@@ -40,6 +40,14 @@ def pairing_table(pairings: Sequence[Sequence[int]]) -> str:
         for i, row in enumerate(pairings)
     ]
     return "\n".join(["Completed exchanges of each replica with each:", head, *rows])
+
+
+def exchange_texts(status: Mapping[str, float | str], hidden: float, exposed: float) -> dict[str, str]:
+    """For the progress bar, after an exchange of which so many seconds were hidden and so many were not."""
+    short = {name: value for name, value in status.items() if "/" not in name}  # not of each replica
+    shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
+    spent = hidden + exposed
+    return {**shown, "hidden": f"{max(hidden, 0.0) / spent:.0%}" if spent > 0 else ""}
 
 
 def texts(record: Record) -> dict[str, str]:

@@ -109,10 +109,7 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.options.start_method == "popen":
-            self._launcher = joining.launcher(self)
-        else:
-            super()._configure_launcher()
+        self._launcher = joining.launcher(self)
 
     @override
     def setup_distributed(self) -> None:

@@ -25,6 +25,7 @@ from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.streams import StreamPeers
 from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
+from lightning_hetero.launch.returning import ReturningLauncher
 from lightning_hetero.strategies import entering, growth, regrouping
 from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.loaders import Loaders
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
 
 
-def launcher(strategy: "HeteroStrategy") -> ObservedLauncher:
+def launcher(strategy: "HeteroStrategy") -> ObservedLauncher | ReturningLauncher:
     """Starts the ranks of this machine where no launcher has."""
+    if strategy.options.start_method != "popen":
+        return ReturningLauncher(strategy, strategy.options.start_method)
     assert strategy.cluster_environment is not None
     return ObservedLauncher(
         cluster_environment=RaggedEnvironment(strategy.cluster_environment),

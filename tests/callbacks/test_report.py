@@ -208,7 +208,7 @@ def fit(**changes: Any) -> Fit:
 
 
 def test_what_users_have_written_is_escaped_and_json_is_json(tmp_path: Path) -> None:
-    where = write(str(tmp_path / "new" / "folder"), fit(ended="Error: <b>"))
+    where = write(str(tmp_path / "new" / "folder"), fit(ended="Error: <b>")).path
     page = Path(where).read_text()
     for text in ("<Net>", "<script", "Gossip & Co", "<b>"):
         assert text not in page
@@ -220,7 +220,7 @@ def test_what_users_have_written_is_escaped_and_json_is_json(tmp_path: Path) -> 
 
 def test_without_matplotlib_there_are_tables_and_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_hetero.callbacks.report.find_spec", lambda name: None)
-    page = Path(write(str(tmp_path), fit())).read_text()
+    page = Path(write(str(tmp_path), fit()).path).read_text()
     assert "pip install 'lightning-hetero[plots]'" in page
     assert "<img" not in page
     assert "Completed exchanges" in page

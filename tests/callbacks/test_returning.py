@@ -1,0 +1,94 @@
+"""What forked and spawned ranks have seen is known to the process that has called the Trainer, as in a notebook."""
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts import run_script
+
+SCRIPT = """
+import json, pathlib, tempfile
+import torch, lightning_hetero, lightning.pytorch as pl
+from torch.utils.data import DataLoader, TensorDataset
+
+class Witness(pl.Callback):
+    '''Each rank writes down what its own monitor knows at the end.'''
+    def on_fit_end(self, trainer, module):
+        monitor = next(c for c in trainer.callbacks if isinstance(c, lightning_hetero.HeteroMonitor))
+        pathlib.Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(known(monitor)))
+
+class Large(pl.Callback):
+    '''Gives back more than a pipe holds.'''
+    known = b"nothing"
+    def give_back(self):
+        return bytes(2_000_000)
+    def take_back(self, given):
+        self.known = given
+
+class OfTheModule(Large):
+    def take_back(self, given):
+        raise AssertionError("nobody here has this callback")
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def configure_callbacks(self):
+        return [OfTheModule()]
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def test_step(self, batch, batch_idx):
+        pass
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def known(monitor):
+    return {"history": monitor.history, "exchanges": monitor.exchanges}
+
+if __name__ == "__main__":
+    monitor, other, large = lightning_hetero.HeteroMonitor(), lightning_hetero.HeteroMonitor(report=None), Large()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    callbacks = [monitor, large, other, Witness()]
+    trainer = pl.Trainer(strategy=STRATEGY, accelerator="cpu", devices=2, max_epochs=2, callbacks=callbacks, **quiet)
+    data = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
+    trainer.fit(Model(), data)
+    trainer.test(Model(), data, verbose=False)  # once more in new processes, which must not forget
+    found = known(monitor) | {"path": monitor.summary.path, "verdict": monitor.summary.verdict._asdict()}
+    found |= {"large": len(large.known), "other": known(other), "other_summary": other.summary}
+    found |= {"shown": monitor._repr_html_(), "waiting": [record.waiting for record in monitor.history]}
+    left = map(str, pathlib.Path(tempfile.gettempdir()).iterdir())
+    found |= {"picture": monitor.summary.picture.hex(), "files": list(left)}
+    pathlib.Path("parent.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "lightning_hetero.HeteroDDPStrategy(rebalance_every_n_steps=2, start_method='fork')",
+        pytest.param("'hetero_daso_notebook'", marks=pytest.mark.long),
+        pytest.param("'hetero_easgd_spawn'", marks=pytest.mark.long),
+    ],
+)
+def test_the_parent_knows_what_the_first_rank_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "train.py").write_text(SCRIPT.replace("STRATEGY", strategy))
+    [(status, output)] = run_script(tmp_path / "train.py", folder=tmp_path)
+    assert status == 0, output
+    parent, rank = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("parent", "rank0"))
+    assert parent["history"] == rank["history"] != []
+    assert parent["exchanges"] == rank["exchanges"]
+    assert bool(parent["exchanges"]) == ("hetero_" in strategy and "HeteroDDP" not in strategy)
+    assert parent["other"] == rank
+    assert parent["other_summary"] is None
+    assert parent["large"] == 2_000_000
+    report = json.loads((Path(parent["path"]).parent / "figures.json").read_text())
+    assert Path(parent["path"]) == tmp_path / "hetero_report" / "report.html"
+    assert parent["verdict"]["headline"] == report["verdict"]["headline"]
+    assert parent["verdict"]["efficiency"] == report["verdict"]["efficiency"]
+    assert bytes.fromhex(parent["picture"]) == (tmp_path / "hetero_report" / "timeline.png").read_bytes()
+    assert f"{parent['waiting'][-1]:.0%} of all ranks&#x27; time is waiting" in parent["shown"]
+    assert not [path for path in parent["files"] if (Path(path) / "callbacks.pickle").exists()]
