@@ -61,8 +61,8 @@ def html(history: Sequence[Record], summary: Summary | None) -> str:
                 '<img alt="Who works and who waits" style="width:100%;background:#fff" '
                 f'src="data:image/png;base64,{png}">'
             )
-        path = escape(summary.path)
-        parts.append(f'<p style="opacity:.7">All pictures and numbers: <a href="{path}">{path}</a></p>')
+        # No link: a notebook's server would look for the path below its own folder.
+        parts.append(f'<p style="opacity:.7">All pictures and numbers: <code>{escape(summary.path)}</code></p>')
     return f'<div style="max-width:60rem">{"".join(parts)}</div>'
 
 
