@@ -36,14 +36,9 @@ if TYPE_CHECKING:
 
 #: Private names of ``DDPStrategy`` that ``strategies/base.py`` sets, reads on itself, or overrides.
 INHERITED = ("_checkpoint_io", "_configure_launcher", "_launcher", "_layer_sync", "_model")
-__all__ = ["DataFetcherWrapper", "IndexBatchSamplerWrapper", "MultiProcessingLauncher", "SubprocessScriptLauncher"]
-__all__ += [
-    "WrappingCheckpointIO",
-    "add_worker_init_fn",
-    "augment_message",
-    "init_dist_connection",
-    "set_num_threads_if_needed",
-]
+__all__ = ["DataFetcherWrapper", "IndexBatchSamplerWrapper", "SubprocessScriptLauncher", "WrappingCheckpointIO"]
+__all__ += ["MultiProcessingLauncher", "add_worker_init_fn", "augment_message"]
+__all__ += ["init_dist_connection", "set_num_threads_if_needed"]
 
 
 # -- the strategy that ours are made from ----------------------------------------------------------

@@ -23,10 +23,12 @@ class Summary(NamedTuple):
     Example::
 
         from lightning_hetero import HeteroMonitor
+        from lightning_hetero.callbacks import Summary
 
         monitor = HeteroMonitor()  # give it to the Trainer, and fit
-        if monitor.summary is not None:
-            print(monitor.summary.path, monitor.summary.verdict.headline)
+        summary: Summary | None = monitor.summary
+        if summary is not None:
+            print(summary.path, summary.verdict.headline)
     """
 
     path: str
