@@ -1,4 +1,4 @@
-"""CITATION.cff, SECURITY.md and what says the version: compared with the code and the README."""
+"""CITATION.cff, SECURITY.md and what says the version: compared with the code and the pages."""
 
 import ast
 import re
@@ -42,9 +42,9 @@ def test_the_citation_has_what_the_format_requires() -> None:
     assert CITATION["license"] in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_papers_are_those_of_the_readme() -> None:
+def test_the_papers_are_those_of_the_page_of_sources() -> None:
     """Title, first author and year, at the strategy that the reference names."""
-    sources = (ROOT / "README.md").read_text().split("## Sources")[1]
+    sources = (ROOT / "docs" / "sources.md").read_text()
     points = {re.match(r"`(\w+)`", point).group(1): point for point in sources.split("\n* ")[1:]}  # type: ignore[union-attr]
     found = set()
     for reference in CITATION["references"]:
