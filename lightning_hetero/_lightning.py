@@ -100,9 +100,7 @@ def stops_early(trainer: "pl.Trainer") -> bool:
 
 def validates_now(trainer: "pl.Trainer") -> bool:
     """Whether validation runs after this batch."""
-    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    return loop._should_check_val_fx(fetcher)
+    return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
 
 def searches_lr(trainer: "pl.Trainer") -> bool:
@@ -228,9 +226,6 @@ def leave_out(closure: Any) -> None:
     closure._result = ClosureResult(closure_loss=None)
 
 
-# -- averaging weights, stopping, saving -----------------------------------------------------------
-
-
 def averaged_by(callback: Any) -> torch.nn.Module:
     """The model in which a callback averages weights, once the Trainer has set the callback up."""
     return callback._average_model
@@ -244,6 +239,11 @@ def measures_batch_norm(trainer: "pl.Trainer", callback: Any) -> bool:
 def hpc_path(trainer: "pl.Trainer") -> str:
     """The name under which Lightning finds a preempted SLURM job's checkpoint at its next start."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def note(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What ``trainer.save_checkpoint`` would save now."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 def resume_by(trainer: "pl.Trainer", choose: Callable[[Any, bool], Any]) -> None:
@@ -269,8 +269,7 @@ class SignalHooks:
         trainer: before it registers its handlers.
         notify: called on SIGTERM, with the signal's number and frame.
         notify_here: called on the signal by which SLURM announces a preemption.
-        after_batch: called in the place of ``update_lr_schedulers(interval, update_plateau_schedulers)``; its second
-            call for an interval of ``"step"`` is the last thing that Lightning does with a batch.
+        after_batch: called in the place of ``update_lr_schedulers``; the second time for ``"step"`` ends a batch.
     """
 
     def __init__(self, trainer: "pl.Trainer", notify: Callable, notify_here: Callable, after_batch: Callable) -> None:

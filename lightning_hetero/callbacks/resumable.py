@@ -11,13 +11,14 @@ from typing_extensions import override
 
 from lightning_hetero._lightning import accumulates, resume_by
 from lightning_hetero.checks import at_least_one, is_number
-from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.agreed_batch import AgreedBatch
 from lightning_hetero.engine.job import Job
-from lightning_hetero.errors import CheckpointError, ConfigurationError, UnsupportedError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.strategies.apart import Apart
 from lightning_hetero.strategies.background import BackgroundFiles
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.newest import clean, newest_first, newest_whole, path_of
+from lightning_hetero.strategies.noted import possible
 from lightning_hetero.strategies.resumable import Resumable
 
 if TYPE_CHECKING:
@@ -82,17 +83,17 @@ class ResumableCheckpoint(Resumable):
         self.keep, self.background = keep, background
         self._ended = {"complete": False, "stopped": False}  # how the fit that is gone on with has ended
         self._files: BackgroundFiles | None = None  # of the running fit
+        self._apart: Apart | None = None  # of the running fit, where ranks need not wait for each other to save
         self._clock: AgreedBatch | None = None  # of the running fit, where it goes by time
         self._job: Job | None = None  # of the running fit; another one when ranks are lost
         self._fit = 0  # a number that all ranks give the running fit
         self._kept: list[str] = []  # checkpoints, the oldest first
         self._at = 0  # the step at which it has last looked whether to save
-        self._saved = -1  # the step of the latest checkpoint
         self._told = False  # that checkpoints are left out
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without what belongs to the running fit."""
-        return {**self.__dict__, "_files": None, "_clock": None, "_job": None}
+        return {**self.__dict__, "_files": None, "_apart": None, "_clock": None, "_job": None}
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class ResumableCheckpoint(Resumable):
         assert strategy.job is not None
         self._fit = strategy.broadcast(next(self._fits))
         self._open(strategy)
-        self._at, self._saved, self._told = trainer.global_step, -1, False
+        self._at, self._told = trainer.global_step, False
         self._ended = {"complete": False, "stopped": False}
 
     def _open(self, strategy: HeteroStrategy) -> None:
@@ -171,6 +172,8 @@ class ResumableCheckpoint(Resumable):
         assert self._job is not None
         store, limit = self._job.store(f"checkpoints of fit {self._fit}"), strategy.options.limit.total_seconds()
         self._files = BackgroundFiles(strategy.checkpoint_io, store, limit)
+        apart = self.background and possible(strategy)
+        self._apart = Apart(strategy, self._files, dist.PrefixStore("apart", store), limit) if apart else None
         if self.every_n_seconds is not None:
             self._clock = AgreedBatch(dist.PrefixStore("batch", store), self.every_n_seconds, limit)
 
@@ -200,52 +203,72 @@ class ResumableCheckpoint(Resumable):
             self._ended = {"complete": True, "stopped": bool(trainer.should_stop)}
             self._save(trainer)
             self.complete()
-            self._agree()
+            self._files.agree()
 
-    def _agree(self) -> bool:
-        """Whether any rank still writes (collective).
+    def _save(self, trainer: "pl.Trainer") -> None:
+        """Save now, unless the save before is not done yet (collective; in the background no rank waits for another).
 
         Raises:
             CheckpointError: on every rank, if one could not write.
         """
-        assert self._files is not None
-        problem = self._files.problem()
-        own = self._files.busy, None if problem is None else str(problem)
-        everyone = gather(own, "whether checkpoints are written")
-        if problem is not None:
-            raise problem
-        for rank, (_, text) in enumerate(everyone):
-            if text is not None:
-                raise CheckpointError(f"rank {rank} could not save: {text}")
-        return any(busy for busy, _ in everyone)
-
-    def _save(self, trainer: "pl.Trainer") -> None:
-        """Save now, unless the save before is not done yet (collective)."""
         strategy, files, step = trainer.strategy, self._files, trainer.global_step
         assert isinstance(strategy, HeteroStrategy)
         assert files is not None
-        if self._agree():
-            if not self._told:
-                self._told = True
-                rank_zero_warn(
-                    f"No checkpoint was saved at step {step}: the one of step {self._saved} is still being written. "
-                    "This will not be said again. Save less often, or to a faster disk."
-                )
-            return
         moment: Literal["", "-complete"] = "-complete" if self._ended["complete"] else ""
-        path, plain = path_of(self.dirpath, step, moment), strategy.checkpoint_io
-        strategy.checkpoint_io = files
+        path = path_of(self.dirpath, step, moment)
+        if self._apart is not None and not moment:
+            self._left_out(self._apart.save(trainer, path, lambda: self._remove(strategy, self._keep(path))))
+            return
+        if files.agree():
+            return self._left_out(step)
+        plain, strategy.checkpoint_io = strategy.checkpoint_io, files
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             strategy.checkpoint_io = plain
-        self._saved = step
-        kept = [*(other for other in self._kept if other != path), path]
-        self._kept, old = kept[-self.keep :], kept[: -self.keep]
-        files.launch(lambda: [strategy.remove_checkpoint(other) for other in old])
+        old = self._keep(path)
+        files.launch(lambda: self._remove(strategy, old))
         if not self.background:
             files.complete()
-            self._agree()
+            files.agree()
+
+    def _keep(self, path: str) -> list[str]:
+        """Keep a checkpoint; returns those that are not kept any more."""
+        kept = [*(other for other in self._kept if other != path), path]
+        self._kept = kept[-self.keep :]
+        return kept[: -self.keep]
+
+    @staticmethod
+    def _remove(strategy: HeteroStrategy, paths: list[str]) -> None:
+        for path in paths:
+            strategy.remove_checkpoint(path)
+
+    def _left_out(self, step: int | None) -> None:
+        if step is not None and not self._told:
+            self._told = True
+            rank_zero_warn(
+                f"No checkpoint was saved at step {step}: the one before is still being written. This will not be said "
+                "again. Save less often, or to a faster disk."
+            )
+
+    # -- what is noted is copied until it may change -------------------------------------------------
+
+    @override
+    def on_before_optimizer_step(self, trainer: "pl.Trainer", *_: Any) -> None:
+        if self._apart is not None:
+            self._apart.finish_copies_for_step(trainer)
+
+    @override
+    def on_validation_start(self, *_: Any) -> None:
+        if self._apart is not None:
+            self._apart.finish_copies()
+
+    on_train_epoch_end = on_validation_start  # type: ignore[assignment]
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._apart is not None and self._apart.steps_begin_with_exchange:
+            self._apart.finish_copies()
 
     @override
     def path_to_stop_at(self, trainer: "pl.Trainer") -> str:
@@ -260,6 +283,8 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: Any, exception: BaseException) -> None:
+        if self._apart is not None:
+            self._apart.stop()
         self._close()
 
     def _close(self) -> None:
@@ -272,4 +297,4 @@ class ResumableCheckpoint(Resumable):
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
         self._close()
-        self._files = None
+        self._files = self._apart = None

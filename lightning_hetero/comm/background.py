@@ -1,11 +1,16 @@
 """Runs work in a background thread while the training goes on."""
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_LATER = 15  # how nice a thread is that comes last: the kernel gives it a thirtieth of a contested core
 
 
 class Background(Generic[T]):
@@ -65,3 +70,10 @@ class Background(Generic[T]):
         if self.error is not None:
             raise self.error
         return self._value
+
+
+def come_last() -> None:
+    """From now on let other threads come before this one where there are not cores enough for all; on Linux."""
+    if sys.platform == "linux":  # elsewhere it would count for the whole process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LATER)

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -78,9 +79,10 @@ class ReplicaLinks:
         skip = on_nan == "skip"
         self._foreground = ReplicaAllReduce(rank, replicas, groups, "averages", skip)
         self._background = ReplicaAllReduce(rank, replicas, groups, "averages in the background", skip)
+        self._another = partial(ReplicaAllReduce, groups=groups, skip=skip)
         self._groups = groups
         self.index, self.count = group_of(rank, replicas), len(replicas)
-        self._ranks = replicas[self.index]
+        self._rank, self._ranks = rank, replicas[self.index]
         self.leads = rank == self._ranks[0]
         self.members = max(len(ranks) for ranks in replicas)
         self.traffic = Traffic()
@@ -153,6 +155,27 @@ class ReplicaLinks:
             average = self._foreground.average(_on_cpu(own), out, want, route)
         seconds = time.perf_counter() - began
         self._account(average, own, seconds, seconds)
+        return average
+
+    def averager_apart(self, replicas: Sequence[Sequence[int]]) -> Callable[[Contribution, Sequence[Tensor]], Average]:
+        """Make a function that averages on a thread, whatever else is under way (collective over those who do).
+
+        Args:
+            replicas: the ranks of each replica that take part, this one among them.
+
+        Returns:
+            A function of what this replica brings, and of where to write the mean. It blocks.
+        """
+        apart = self._another(self._rank, replicas, purpose="averages apart")
+        route = apart.route(0)
+
+        def average(own: Contribution, out: Sequence[Tensor]) -> Average:
+            began = time.perf_counter()
+            with deadline("average with the other replicas, to save it"):
+                result = apart.average(_on_cpu(own), out, "mean", route)
+            self._account(result, own, time.perf_counter() - began, 0.0)
+            return result
+
         return average
 
     def feedback(self, wire: str, lengths: Sequence[int]) -> Feedback | None:

@@ -160,10 +160,15 @@ def add_replicas(
     """
     everyone = gather(losses.state_dict(), "the ranks' losses to save")
     if view.rank == 0:
-        ids = [member.id for member in view.replicas]
-        names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
-        replicas = {**names, "losses": everyone, "trainable": list(trainable)}
-        checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
+        part = checkpoint.setdefault(KEY, {"format": FORMAT})
+        part["replicas"] = described(who, view, save, trainable) | {"losses": everyone}
+
+
+def described(who: Identity, view: View, save: str, trainable: Sequence[str]) -> dict[str, Any]:
+    """What a checkpoint says of the replicas, but for the ranks' losses."""
+    ids = [member.id for member in view.replicas]
+    names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
+    return {**names, "trainable": list(trainable)}
 
 
 def of_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:

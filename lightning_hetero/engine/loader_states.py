@@ -16,11 +16,27 @@ _NAME, _ENDED = "loaders", "ended"
 
 def gather_into(checkpoint: dict[str, Any], share: Workshare) -> None:
     """Add the states of all ranks' loaders to rank 0's checkpoint (collective)."""
-    own = [source.position() if isinstance(source, Stream) else None for source in share.loaders.sources()]
-    everyone = gather(own, "where dataloaders stand, to save it")
-    if dist.get_rank() == 0 and any(state is not None for states in everyone for state in states):
+    everyone = gather(current(share), "where dataloaders stand, to save it")
+    if dist.get_rank() == 0:
+        put(checkpoint, everyone, share.ended)
+
+
+def current(share: Workshare) -> list[Any]:
+    """Where this rank's loaders stand, as far as they can tell."""
+    return [source.position() if isinstance(source, Stream) else None for source in share.loaders.sources()]
+
+
+def put(checkpoint: dict[str, Any], everyone: Sequence[Sequence[Any]], ended: Sequence[bool]) -> None:
+    """Add where the loaders of all ranks stand to a checkpoint.
+
+    Args:
+        checkpoint: to add to.
+        everyone: of each rank, :func:`current`.
+        ended: which ranks have come to the end of their data.
+    """
+    if any(state is not None for states in everyone for state in states):
         part = checkpoint.setdefault(KEY, {"format": FORMAT})
-        part.update({_NAME: everyone, _ENDED: list(share.ended)})
+        part.update({_NAME: everyone, _ENDED: list(ended)})
 
 
 def ended(checkpoint: Mapping[str, Any], share: Workshare) -> list[bool] | None:

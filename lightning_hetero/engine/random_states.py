@@ -24,7 +24,12 @@ def gather_into(checkpoint: dict[str, Any], device: torch.device) -> None:
     """
     everyone = gather(current(device), "random states to save")
     if dist.get_rank() == 0:
-        checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
+        put(checkpoint, everyone)
+
+
+def put(checkpoint: dict[str, Any], everyone: list[dict[str, Any]]) -> None:
+    """Add the states of all ranks to a checkpoint."""
+    checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
 
 
 def find(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:

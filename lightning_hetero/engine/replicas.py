@@ -16,6 +16,7 @@ from lightning_hetero.engine.checkpoint import of_layout
 from lightning_hetero.engine.looks import Looks
 from lightning_hetero.engine.losses import Losses
 from lightning_hetero.engine.not_finite import explained
+from lightning_hetero.engine.own_state import beside_values
 from lightning_hetero.engine.regrowing import CHANGED, cannot_regrow, in_mid_epoch
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.view import View
@@ -241,8 +242,13 @@ class ReplicaEngine:
         with explained(self):
             values = self.averager.consensus(self.context(epoch_ends=False))
         if not sanity_check:
-            self._looks.look(self.windows, self.averager.facts.between)
+            self.looked()
         return values
+
+    def looked(self) -> None:
+        """Somebody looks at the mean of the replicas without :meth:`consensus`."""
+        assert self.averager is not None
+        self._looks.look(self.windows, self.averager.facts.between)
 
     def look(self, sanity_check: bool) -> list[Tensor] | None:
         """See :class:`~lightning_hetero.engine.single.Engine`."""
@@ -275,18 +281,8 @@ class ReplicaEngine:
 
     def state_dict(self, optimizers: Sequence[Optimizer], precision: dict[str, Any]) -> dict[str, Any] | None:
         """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only."""
-        assert self.averager is not None
-        with explained(self):
-            algorithm = self.averager.state_dict()
-        state = {
-            "values": [value.cpu() for value in self.own_values()],
-            "kept": dict(self.averager.replica.kept()),
-            "precision": precision,
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-            "windows": self.windows,
-            "algorithm": algorithm,
-        }
-        return state if self.view.leads else None
+        rest = beside_values(self, optimizers, precision)
+        return {"values": [value.cpu() for value in self.own_values()], **rest} if self.view.leads else None
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Continue from :meth:`state_dict`, and this rank's losses by that name."""

@@ -59,7 +59,7 @@ class Shards:
         self._removed: list[str] = []  # checkpoints that rank 0 has removed since it has last told the others
 
     @contextmanager
-    def saving(self, files: Files, path: Any, leads: bool, background: bool) -> Iterator[str]:
+    def saving(self, files: Files, path: Any, leads: bool, background: bool, save: str | None = None) -> Iterator[str]:
         """Save in the block, which succeeds or fails on all ranks alike (collective).
 
         Args:
@@ -68,11 +68,12 @@ class Shards:
             leads: whether this rank writes a shard.
             background: whether files may be written later than they are given. Then the checkpoint that is there may
                 still be that of the save before, so that one's shards stay.
+            save: its name, if ranks have agreed on one: then it is not collective.
 
         Yields:
             The name of the save.
         """
-        save = self.clean(files, leads)
+        save = save or self.clean(files, leads)
         try:
             yield save
         except Exception:
@@ -89,8 +90,16 @@ class Shards:
         Returns:
             A name for a save, the same on all ranks.
         """
+        return self.follow(files, leads, of_rank(self.news(), 0))
+
+    def news(self) -> tuple[str, list[str]]:
+        """What :meth:`follow` needs of rank 0: a name for a save, and what it has removed since it was last asked."""
         told, self._removed = self._removed, []  # a thread may remove more meanwhile
-        save, removed = of_rank((secrets.token_hex(6), told), 0)
+        return secrets.token_hex(6), told
+
+    def follow(self, files: Files, leads: bool, news: tuple[str, list[str]]) -> str:
+        """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot; returns the save's name."""
+        save, removed = news
         for path in removed if leads else ():
             _prune(files, path, save.__eq__)  # another leader may already write to the same folder
         return save

@@ -75,6 +75,7 @@ class ReplicaStrategy(HeteroStrategy):
     engine: ReplicaEngine
     of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source", "weight_averages")
     weight_averages = WeightAverages()
+    noting = False  # what is saved is noted without a word between ranks; the consensus comes later
     _source = saving.Source()  # the checkpoint from which the fit goes on
     averager_class: ClassVar[type[Averager] | None] = None  # of which the options are
     algorithm: Averager | None = None  # with the options that were given; each fit has a new one like it
@@ -226,7 +227,7 @@ class ReplicaStrategy(HeteroStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
         training = self.job is not None and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
-        if not training or self.engine.holds or self.collectives.alone():
+        if not training or self.noting or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
         values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         assert self.averager is not None

@@ -118,15 +118,19 @@ class RankState:
         """
         alone = strategy.collectives.alone()
         if strategy.job is not None:
-            add_plan(checkpoint, strategy.share)
-            self._capacity.add_to(checkpoint)
-            strategy.share.loaders.sizes.add_to(checkpoint)
+            self.add_common(checkpoint, strategy)
             if not alone:
                 random_states.gather_into(checkpoint, strategy.root_device)
                 loader_states.gather_into(checkpoint, strategy.share)
         with told_to_all(alone):
             yield portable(checkpoint) if strategy.is_global_zero else checkpoint
         strategy.timer.restart()  # it is no part of a step's time
+
+    def add_common(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> None:
+        """Add what all ranks know alike to a checkpoint."""
+        add_plan(checkpoint, strategy.share)
+        self._capacity.add_to(checkpoint)
+        strategy.share.loaders.sizes.add_to(checkpoint)
 
     def load(self, checkpoint: Mapping[str, Any], strategy: "HeteroStrategy") -> None:
         """Go on with the plan of a checkpoint.
