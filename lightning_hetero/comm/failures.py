@@ -38,6 +38,11 @@ def watch(interface: str, seconds: float) -> None:
         _failures.run += 1
 
 
+def watched() -> bool:
+    """Whether the ranks of the present process group are watched."""
+    return dist.is_initialized() and _world is dist.group.WORLD
+
+
 def _connected(interface: str, seconds: float) -> Failures:
     """A connection between rank 0 and every other rank (collective over all ranks)."""
     failures = Failures(dist.get_rank(), dist.get_world_size(), interface)

@@ -5,10 +5,13 @@ import socket
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from typing_extensions import override
 
-from lightning_hetero.errors import LaunchError
+from lightning_hetero.errors import LaunchError, UnsupportedError
+
+_given: dist.ProcessGroup | None = None  # that the launcher has made
 
 
 class RaggedEnvironment(ClusterEnvironment):
@@ -126,12 +129,14 @@ def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
                 f"RANK={os.environ['RANK']} is not below WORLD_SIZE={os.environ['WORLD_SIZE']}. Launch with torchrun, "
                 "which sets both."
             )
-    elif isinstance(inner, LightningEnvironment) and "RANK" in os.environ:
+    elif type(inner).global_rank is not LightningEnvironment.global_rank:
+        return  # it knows its ranks, as that of Ray does
+    elif "RANK" in os.environ:
         raise LaunchError(
             f"RANK={os.environ['RANK']} is set, but the launcher is not known, so that this process would train alone. "
             "Launch with torchrun (or set TORCHELASTIC_RUN_ID as it does), srun or mpiexec, or unset RANK."
         )
-    elif isinstance(inner, LightningEnvironment) and num_nodes > 1:
+    elif num_nodes > 1:
         _require(
             ("MASTER_PORT",), ("MASTER_ADDR",), "without them every node would wait on a port of its own 127.0.0.1"
         )
@@ -149,6 +154,36 @@ def _require(numbers: tuple[str, ...], texts: tuple[str, ...], reason: str) -> N
     wrong = [f"{name}={os.environ[name]!r}" for name in numbers if not os.environ[name].isdigit()]
     if wrong:
         raise LaunchError(f"launcher variables that are no numbers: {', '.join(wrong)} ({reason}).")
+
+
+def check_process_group(used: bool, continues: bool) -> None:
+    """See that a process group can be used that the launcher has made, as Ray does.
+
+    Args:
+        used: whether a job of this package is in the group already.
+        continues: whether the fit is to go on when a rank is lost.
+
+    Raises:
+        LaunchError: it is of another backend than gloo.
+        UnsupportedError: the fit could not go on.
+    """
+    global _given
+    if dist.is_initialized() and not used:
+        _given = dist.group.WORLD
+    if not dist.is_initialized() or dist.group.WORLD is not _given:
+        return
+    if (backend := dist.get_backend()) != "gloo":
+        raise LaunchError(
+            f"there is a process group already, with the backend {backend!r}; the launcher or this script has made it. "
+            "All ranks meet over gloo here, which serves every device; groups of GPUs exchange gradients over NCCL by "
+            "themselves. Make it with gloo: with Ray, TorchTrainer(torch_config=TorchConfig(backend='gloo'))."
+        )
+    if continues:
+        raise UnsupportedError(
+            "on_peer_loss='continue' in a process group that the launcher or this script has made: ranks that wait in "
+            "it for a lost one cannot be woken up. Use on_peer_loss='error' with a ResumableCheckpoint, and let the "
+            "launcher start the ranks again: with Ray, FailureConfig(max_failures=...)."
+        )
 
 
 def local_devices(environment: ClusterEnvironment, devices: list[torch.device]) -> list[torch.device]:

@@ -23,7 +23,13 @@ from lightning_hetero.engine.job import Address, Follows, Job, meet
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.streams import StreamPeers
-from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
+from lightning_hetero.launch.environment import (
+    RaggedEnvironment,
+    check_process_group,
+    check_variables,
+    hostname,
+    local_devices,
+)
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.launch.returning import ReturningLauncher
 from lightning_hetero.strategies import entering, growth, regrouping
@@ -83,7 +89,14 @@ def devices(strategy: "HeteroStrategy") -> list[torch.device]:
 
 
 def connect(strategy: "HeteroStrategy") -> None:
-    """Join the world's process group (collective), or that of a job that runs already."""
+    """Join the world's process group (collective), or that of a job that runs already.
+
+    Raises:
+        LaunchError: the launcher has made a process group that cannot be used.
+        UnsupportedError: the fit is to go on when ranks are lost, and cannot in that group.
+    """
+    if strategy.entry is None:
+        check_process_group(failures.watched(), strategy.options.on_peer_loss == "continue")
     if strategy.job is None and strategy.entry is None and (found := entering.find(strategy)) is not None:
         entering.enter(strategy, *found)
     if strategy.entry is not None:

@@ -113,6 +113,21 @@ def test_each_variable_that_nodes_started_by_hand_need_is_missed_by_name(variabl
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+class Told(LightningEnvironment):
+    """An environment of a launcher's own that extends Lightning's, as that of Ray does."""
+
+    def global_rank(self):
+        return 2
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, RaggedEnvironment])
+def test_an_environment_that_knows_its_rank_may_have_variables_of_torchrun(variables, wrap):
+    variables({**TORCHRUN, "TORCHELASTIC_RUN_ID": None})
+    check_variables(wrap(Told()), 2)
+    with pytest.raises(LaunchError, match="the launcher is not known"):
+        check_variables(wrap(LightningEnvironment()), 2)
+
+
 def test_other_launchers_are_left_to_themselves(variables):
     variables({})
     check_variables(SLURMEnvironment(auto_requeue=False), 2)

@@ -2,27 +2,59 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from leftovers import watched
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 SRUN = """#!/usr/bin/env bash
-# As srun does: the command once per node, with the variables of that node.
+# As srun does: the command once per node, with the variables of that node; signals are passed on.
 [[ "$1" == --kill-on-bad-exit=1 ]] && shift
-SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GPUS_ON_NODE=2 "$@" &
+SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GPUS_ON_NODE="${FIRST:-2}" "$@" &
 first=$!
-SLURM_NODEID=1 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_GPUS_ON_NODE=1 "$@" || exit 1
-wait "$first"
+SLURM_NODEID=1 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_GPUS_ON_NODE=1 "$@" &
+second=$!
+trap 'kill -TERM "$first" "$second"' TERM
+status=0
+for task in "$first" "$second"; do
+    wait "$task" || status=$?
+    while kill -0 "$task" 2> /dev/null; do wait "$task" || status=$?; done
+done
+exit "$status"
 """
 SCONTROL = """#!/usr/bin/env bash
 [[ "$*" == "show hostnames localhost,elsewhere" ]] && printf 'localhost\\nelsewhere\\n'
+[[ "$1" == requeue ]] && echo "$*" >> "$REQUEUED"
+exit 0
+"""
+#: Two ranks that train slowly, and save as they go.
+TRAIN = """
+import sys, time
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_hetero
+from lightning_hetero.callbacks import ResumableCheckpoint
+
+class Slow(Callback):
+    def on_train_batch_start(self, *_):
+        time.sleep(0.2 if {slow} else 0)
+
+trainer = Trainer(
+    strategy="hetero_ddp", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+    enable_model_summary=False, limit_val_batches=0, callbacks=[Slow(), ResumableCheckpoint("runs", every_n_steps=5)],
+)
+trainer.fit(BoringModel())
+print(f"rank {{trainer.global_rank}} is at step {{trainer.global_step}}", flush=True)
 """
 
 
@@ -55,6 +87,89 @@ def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
     assert re.search(r"between nodes\s+│ 0 - 2", done.stdout)
     assert re.search(r"hetero_daso\s+│ available", done.stdout)
     assert "Gradients between the nodes: 2 x (7.45 MB / 2 / " in done.stdout
+
+
+def _batch(tmp_path: Path, script: str, restarts: int, **more: str) -> subprocess.Popen:
+    """Starts the batch script with a training."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(script)
+    variables = {
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "localhost,elsewhere",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NAME": "hetero",
+        "SLURM_JOB_ID": str(_job_with_a_free_port()),
+        "SLURM_RESTART_COUNT": str(restarts),
+        "FIRST": "1",
+        "REQUEUED": str(tmp_path / "requeued"),
+    }
+    with open(tmp_path / "printed", "w") as printed:
+        return subprocess.Popen(
+            [SCRIPT, "train.py"], env={**os.environ, **variables, **more}, cwd=tmp_path, stdout=printed, stderr=printed
+        )
+
+
+def _ask_to_stop(job: subprocess.Popen, tmp_path: Path, by: int = signal.SIGUSR1) -> None:
+    """What SLURM sends before the time limit, or by SIGTERM on `scancel`, once a checkpoint is there."""
+    until = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/step=*.ckpt")) and time.monotonic() < until:
+        assert job.poll() is None, (tmp_path / "printed").read_text()
+        time.sleep(0.1)
+    job.send_signal(by)
+
+
+@pytest.mark.long
+def test_a_job_at_its_time_limit_is_put_back_and_goes_on(tmp_path: Path) -> None:
+    requeued, printed = tmp_path / "requeued", tmp_path / "printed"
+    with watched() as running:
+        first = _batch(tmp_path, TRAIN.format(slow=True), restarts=0)
+        _ask_to_stop(first, tmp_path)
+        assert first.wait(120) != 0
+        assert running() == []
+        assert requeued.read_text().startswith("requeue ")
+        [stopped] = tmp_path.glob("runs/step=*-stopped.ckpt")
+        done = torch.load(stopped, weights_only=True)["global_step"]
+        assert 5 <= done < 32
+
+        second = _batch(tmp_path, TRAIN.format(slow=False), restarts=1)
+        assert second.wait(200) == 0, printed.read_text()
+        assert running() == []
+    assert len(requeued.read_text().splitlines()) == 1  # what is complete is not put back
+    assert printed.read_text().count("is at step 32") == 2
+    assert f"step={done}-stopped.ckpt" in printed.read_text()
+
+
+@pytest.mark.long
+def test_a_job_is_not_put_back_for_ever(tmp_path: Path) -> None:
+    with watched() as running:
+        job = _batch(tmp_path, TRAIN.format(slow=True), restarts=3, MAX_REQUEUES="3")
+        _ask_to_stop(job, tmp_path)
+        assert job.wait(120) != 0
+        assert running() == []
+    assert list(tmp_path.glob("runs/step=*-stopped.ckpt"))
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.long
+def test_a_job_that_is_cancelled_is_not_put_back(tmp_path: Path) -> None:
+    with watched():  # SLURM ends the steps; here the block does
+        job = _batch(tmp_path, TRAIN.format(slow=True), restarts=0)
+        _ask_to_stop(job, tmp_path, signal.SIGTERM)
+        assert job.wait(60) == -signal.SIGTERM
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.long
+def test_a_job_that_failed_is_not_put_back(tmp_path: Path) -> None:
+    with watched() as running:
+        job = _batch(tmp_path, "raise SystemExit(3)", restarts=0)
+        assert job.wait(120) != 0
+        assert running() == []
+    assert not (tmp_path / "requeued").exists()
 
 
 def _job_with_a_free_port() -> int:
