@@ -112,13 +112,6 @@ def test_few_blocks_are_not_run_and_say_why() -> None:
     assert len(PYTHON) > 10
 
 
-def test_blocks_that_a_test_runs_name_it() -> None:
-    found = [block for block in blocks("python") if block.remark.startswith(IN_A_TEST)]
-    for block in found:
-        assert f'"{block.page.name}"' in (ROOT / block.remark.removeprefix(IN_A_TEST)).read_text()
-    assert found
-
-
 def _script(code: str, folder: str) -> str:
     os.chdir(folder)
     with contextlib.redirect_stdout(io.StringIO()) as output, virtual_time():

@@ -1,7 +1,5 @@
 """The strategy that CONTRIBUTING.md builds is what the page says, against a loop by hand."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from center_tasks import lines
@@ -48,6 +46,8 @@ def test_its_options_are_checked(wrong: dict[str, float]) -> None:
         PullStrategy(**wrong)
 
 
-def test_the_page_is_read() -> None:
-    assert "CONTRIBUTING.md" in Path(BLOCK.page).name
-    assert "PullAverager" in BLOCK.code
+def test_blocks_that_a_test_runs_name_a_test_that_reads_them() -> None:
+    found = [block for block in blocks("python") if block.remark.startswith("runs in ")]
+    for block in found:
+        assert f'"{block.page.name}"' in (ROOT / block.remark.removeprefix("runs in ")).read_text()
+    assert BLOCK in found
