@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
     from lightning_hetero.errors import ConfigurationError, HeteroError
     from lightning_hetero.strategies import (
+        AutoStrategy,
         Averager,
         DASOStrategy,
         DiLoCoAsyncStrategy,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_hetero.workload.shared_stream import SharedStream
 
 __all__ = [
+    "AutoStrategy",
     "Averager",
     "ConfigurationError",
     "DASOStrategy",

@@ -22,12 +22,12 @@ BASE = "strategies/base.py"
 #: What each part of the package may import of the others.
 MAY = {
     "workload": set(),
-    "forecast": {"workload"},
     "comm": {"workload"},
+    "forecast": {"workload", "comm"},
     "averaging": {"comm"},
     "engine": {"averaging", "workload", "comm"},
     "launch": {"comm"},
-    "strategies": {"engine", "averaging", "workload", "comm", "launch"},
+    "strategies": {"engine", "averaging", "forecast", "workload", "comm", "launch"},
     "config": {"strategies", "launch"},
     "callbacks": {"strategies", "engine", "workload", "comm"},
     "demo": {"strategies", "callbacks", "workload"},

@@ -1,10 +1,11 @@
 """Predicted against measured time per step, on emulated clusters: links, nodes and speeds vary, and so do strategies.
 
-    sudo python benchmarks/cluster/predicted.py                        # twelve clusters, some fifteen minutes
-    sudo python benchmarks/cluster/predicted.py --rates 200mbit --shapes 2x2
+    sudo python benchmarks/cluster/predicted.py                        # 24 clusters, some forty minutes
+    sudo python benchmarks/cluster/predicted.py --rates 20mbit --shapes 2x1    # ten minutes for two more
 
 Devices by delay. In each cluster every device trains by itself first: its time per step, and the numbers that were
-given for the links, are all that the prediction knows (`lightning-hetero doctor` would measure them).
+given for the links, are all that the prediction knows (`lightning-hetero doctor` would measure them). `hetero_auto`
+measures for itself, while it trains, and is compared with the fastest of the others after that.
 """
 
 import argparse
@@ -19,21 +20,31 @@ from rich.table import Table
 
 from lightning_hetero.forecast.cluster import Cluster, Way
 from lightning_hetero.forecast.command import bytes_per_second
-from lightning_hetero.forecast.predictions import predictions
+from lightning_hetero.forecast.predictions import WIRES, predictions
 from lightning_hetero.workload.shares import Cost
 
 EVERY, FIXED = 8, 0.012  # steps between rare exchanges; seconds of a step that no sample needs
 PARAMETERS = 2_150_000
-#: What runs, by the string under which it is predicted.
-CONTENDERS = {
-    "ddp": "ddp",
-    "hetero_ddp": "hetero_ddp",
-    "hetero_node": f"hetero_node:every_n_steps={EVERY}",
-    "hetero_daso": "hetero_daso:warmup=0,cooldown=0,patience=1000,wait=auto",
-    "hetero_diloco": f"hetero_diloco:tau={EVERY},replica=node",
-    "hetero_easgd": f"hetero_easgd:tau={EVERY},moving_rate=auto",
-    "hetero_gossip": f"hetero_gossip:every_n_steps={EVERY}",
-}
+
+
+class Contender(NamedTuple):
+    """What runs, and the strategy string and wire under which it is predicted."""
+
+    text: str
+    name: str
+    wire: str = "fp32"
+
+
+CONTENDERS = (
+    Contender("ddp", "ddp"),
+    Contender("hetero_ddp", "hetero_ddp"),
+    Contender(f"hetero_node:every_n_steps={EVERY}", "hetero_node"),
+    Contender(f"hetero_node:every_n_steps={EVERY},wire=int8", "hetero_node", "int8"),
+    Contender("hetero_daso:warmup=0,cooldown=0,patience=1000,wait=auto", "hetero_daso"),
+    Contender(f"hetero_easgd:tau={EVERY},moving_rate=auto", "hetero_easgd"),
+    Contender(f"hetero_gossip:every_n_steps={EVERY}", "hetero_gossip"),
+)
+AUTO = f"hetero_auto:every={EVERY},measure=16,rebalance_every_n_steps=4"
 SPEEDS = {"alike": (0.3,), "4:2:1:1": (0.8, 0.4, 0.2, 0.2)}  # samples per millisecond, repeated
 
 
@@ -41,21 +52,21 @@ class Outcome(NamedTuple):
     """A strategy on a cluster: seconds per step."""
 
     name: str
-    predicted: float
+    predicted: float | None  # hetero_auto is not predicted
     measured: float
 
     @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
+    def error(self) -> float | None:
+        return None if self.predicted is None else self.predicted / self.measured - 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "200mbit", "1gbit"])
-    parser.add_argument("--shapes", nargs="+", default=["2x2", "4x1"], help="nodes x ranks of each")
+    parser.add_argument("--shapes", nargs="+", default=["2x1", "2x2", "3x1", "4x1"], help="nodes x ranks of each")
     parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
     parser.add_argument("--batch", type=int, default=24, help="samples per rank and step, on average")
-    parser.add_argument("--steps", type=int, default=44, help="of each run")
+    parser.add_argument("--steps", type=int, default=37, help="of each run")
     parser.add_argument("--skip", type=int, default=20, help="the first steps, which are not measured")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a cluster")
     options = parser.parse_args()
@@ -78,10 +89,13 @@ def on_cluster(options: argparse.Namespace, speeds: tuple[float, ...], console: 
     world = options.nodes * options.ranks
     costs = [[FIXED, 1e-3 / speeds[rank % len(speeds)]] for rank in range(world)]
     numbers = 1, options.steps, options.skip, options.batch, json.dumps(costs)
-    runs = runner.run_script("unequal_job.py", ["cnn", *numbers, "alone", *CONTENDERS.values()], options, None, console)
+    texts = [contender.text for contender in CONTENDERS]
+    runs = runner.run_script("unequal_job.py", ["cnn", *numbers, "alone", *texts, AUTO], options, None, console)
     times = {run["contender"]: [statistics.mean(rank["steps"]) for rank in run["ranks"]] for run in runs}
-    known = {one.name: one for one in predictions(cluster_of(options, costs, times["alone"]), EVERY)}
-    return [Outcome(name, known[name].step, max(times[text])) for name, text in CONTENDERS.items()]
+    cluster = cluster_of(options, costs, times["alone"])
+    known = {(one.name, wire): one.step for wire in WIRES for one in predictions(cluster, EVERY, wire)}
+    found = [Outcome(text, known[name, wire], max(times[text])) for text, name, wire in CONTENDERS]
+    return [*found, Outcome(AUTO, None, max(times[AUTO]))]
 
 
 def cluster_of(options: argparse.Namespace, costs: list[list[float]], alone: list[float]) -> Cluster:
@@ -96,23 +110,28 @@ def cluster_of(options: argparse.Namespace, costs: list[list[float]], alone: lis
 
 def table(title: str, found: list[Outcome]) -> Table:
     """A row for each strategy."""
-    result = Table("strategy", "predicted, ms", "measured, ms", "error", title=title)
-    for one in found:
-        result.add_row(one.name, f"{1e3 * one.predicted:.0f}", f"{1e3 * one.measured:.0f}", f"{one.error:+.0%}")
+    result = Table("strategy", "predicted, ms", "measured, ms", "error", title=title, title_justify="left")
+    for name, predicted, measured in found:
+        error = "" if predicted is None else f"{predicted / measured - 1:+.0%}"
+        result.add_row(name, "" if predicted is None else f"{1e3 * predicted:.0f}", f"{1e3 * measured:.0f}", error)
     return result
 
 
 def summary(everything: list[list[Outcome]]) -> str:
-    """How far off the predictions are, and whether they name the best."""
-    errors = sorted(abs(one.error) for found in everything for one in found)
-    named = 0
-    for found in everything:
-        chosen = min(found, key=lambda one: one.predicted)
-        named += chosen.measured <= 1.05 * min(one.measured for one in found)
+    """How far off the predictions are, whether they name the best, and how near to it `hetero_auto` comes."""
+    errors = sorted(abs(one.error) for found in everything for one in found if one.error is not None)
+    named, reached = 0, []
+    for *found, auto in everything:
+        chosen = min(found, key=lambda one: one.predicted or 0.0)
+        best = min(one.measured for one in found)
+        named += chosen.measured <= 1.05 * best
+        reached.append(best / auto.measured)
     return (
         f"{len(errors)} predictions on {len(everything)} clusters: median error {statistics.median(errors):.1%}, "
         f"nine in ten below {errors[int(0.9 * (len(errors) - 1))]:.1%}, worst {errors[-1]:.1%}. The predicted best is "
-        f"within 5% of the measured best on {named} of {len(everything)}."
+        f"within 5% of the measured best on {named} of {len(everything)}. hetero_auto reaches "
+        f"{statistics.median(reached):.0%} of the best one's speed in the median, {min(reached):.0%} at least, and "
+        f"95% or more on {sum(part >= 0.95 for part in reached)} of {len(everything)}."
     )
 
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_hetero.doctor.links import Link
 from lightning_hetero.forecast.changes import PRICE
 from lightning_hetero.forecast.cluster import HIDDEN
+from lightning_hetero.forecast.links import Link
 from lightning_hetero.workload.shares import Cost, makespan, split
 
 #: Steps from one background exchange of DASO to the next: by default, and at most.

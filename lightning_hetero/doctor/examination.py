@@ -13,10 +13,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.doctor import links, report, speed
+from lightning_hetero.doctor import report, speed
 from lightning_hetero.doctor.advice import Slowest, advise
 from lightning_hetero.doctor.availability import available, extras
 from lightning_hetero.errors import ConfigurationError, HeteroError
+from lightning_hetero.forecast import links
 from lightning_hetero.strategies import HeteroDDPStrategy
 from lightning_hetero.workload.shares import Cost
 

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.doctor.advice import Advice
-from lightning_hetero.doctor.links import Link
 from lightning_hetero.doctor.speed import Speed, Work
+from lightning_hetero.forecast.links import Link
 
 #: Links to show, the slowest first.
 SHOWN = 8

@@ -102,7 +102,7 @@ class Workshare:
             kept = regrouping.kept
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
             self.ended, self._laps = [former.ended[rank] for rank in kept], former._laps
-            self.drawn, self._fresh_pass = former.drawn and former.drawn.among(kept), former._fresh_pass
+            self.drawn, self._fresh_pass = former.drawn and former.drawn.among(kept, self.replica), former._fresh_pass
             if self._defers:  # replicas may be steps apart: the next reports are of a step that none has done
                 self.launched, self._owes, self._quiet = regrouping.reports, False, regrouping.start
             elif former.launched > regrouping.reports:  # the others will send theirs, or do so now

@@ -56,6 +56,7 @@ class Cluster:
         within: the way between ranks of a node.
         between: the way out of a node, which all of its ranks share.
         hidden: part of a step during which gradients can travel.
+        given: samples of each rank in a step, if they do not follow its speed.
 
     Raises:
         ConfigurationError: there is no rank, or fewer samples than ranks.
@@ -76,6 +77,7 @@ class Cluster:
     within: Way
     between: Way
     hidden: float = HIDDEN
+    given: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.nodes or not all(self.nodes):
@@ -90,6 +92,8 @@ class Cluster:
         for way in (self.within, self.between):
             if not (0 <= way.latency < math.inf and 0 < way.bandwidth < math.inf):
                 raise ConfigurationError(f"a link has {way}: a latency of at least 0 s, and a bandwidth above 0.")
+        if self.given and (len(self.given) != self.world or sum(self.given) != self.samples):
+            raise ConfigurationError(f"given={self.given}: {self.samples} samples for {self.world} ranks are needed.")
         if not 0 < self.size < math.inf:
             raise ConfigurationError(f"{self.size} bytes of parameters: give a number above 0.")
 
@@ -116,8 +120,8 @@ class Cluster:
 
     @cached_property
     def shares(self) -> Sequence[int]:
-        """Samples of each rank, split by speed, at least one each."""
-        return split(self.samples, self.ranks, [1] * self.world)
+        """Samples of each rank, split by speed, at least one each; or as given."""
+        return self.given or split(self.samples, self.ranks, [1] * self.world)
 
     @cached_property
     def split(self) -> float:
@@ -155,4 +159,4 @@ class Cluster:
         """The same cluster with another number of nodes, whose kinds repeat, and as many samples for each rank."""
         nodes = tuple(self.nodes[i % len(self.nodes)] for i in range(count))
         ranks = sum(map(len, nodes))
-        return replace(self, nodes=nodes, samples=max(round(self.samples / self.world * ranks), ranks))
+        return replace(self, nodes=nodes, given=(), samples=max(round(self.samples / self.world * ranks), ranks))

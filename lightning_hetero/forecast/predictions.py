@@ -1,6 +1,6 @@
 """Seconds, bytes and samples of a step under each strategy, by the arithmetic of section "A model of cost"."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_hetero.forecast.cluster import Cluster
 
@@ -12,8 +12,9 @@ class Prediction(NamedTuple):
     """What a strategy makes of a cluster.
 
     Attributes:
-        strategy: as Python, for ``Trainer(strategy=...)``.
         name: the strategy string.
+        options: of the strategy.
+        strategy: both as Python, for ``Trainer(strategy=...)``.
         step: seconds of a step, in the mean.
         exposed: of these, seconds in which a rank only communicates.
         sent: bytes that leave a node in a step, in the mean.
@@ -23,8 +24,9 @@ class Prediction(NamedTuple):
         repeatable: whether two runs give the same weights.
     """
 
-    strategy: str
     name: str
+    options: dict[str, Any]
+    strategy: str
     step: float
     exposed: float
     sent: float
@@ -61,7 +63,10 @@ class _Kind(NamedTuple):
 
     Attributes:
         name: the strategy string.
-        strategy: as Python, with ``{every}`` and ``{wire}`` to be filled in.
+        strategy: its class.
+        every: its option for the steps between two exchanges; ``None``: its default stays.
+        options: that make it what it is here.
+        wired: whether it has a number format for exchanges.
         nodes: whether a replica is a node.
         hides: whether an exchange passes in the background of the steps until the next one.
         lockstep: whether all ranks keep the same steps.
@@ -69,14 +74,19 @@ class _Kind(NamedTuple):
 
     name: str
     strategy: str
+    every: str | None = "tau"
+    options: dict[str, Any] = {}
+    wired: bool = False
     nodes: bool = False
     hides: bool = False
     lockstep: bool = True
 
-    def given(self, every: int, wire: str = "fp32") -> str:
-        """The strategy with its options."""
-        other = "" if wire == "fp32" else f', wire="{wire}"'
-        return self.strategy.format(every=every, delay=max(every // 4, 1), wire=other)
+    def given(self, every: int, wire: str = "fp32") -> dict[str, Any]:
+        """The strategy's options."""
+        own = {} if self.every is None else {self.every: every}
+        if "fragments" in self.options:
+            own["delay"] = max(every // 4, 1)
+        return {**own, **self.options, **({"wire": wire} if self.wired and wire != "fp32" else {})}
 
 
 class _Load(NamedTuple):
@@ -87,41 +97,45 @@ class _Load(NamedTuple):
     sent: float
 
 
+_AUTO = {"moving_rate": "auto"}
+_NODES = {"replica": "node"}
 _BLOCKING = (
-    _Kind("hetero_node", "NodeAverageStrategy(every_n_steps={every}{wire})", nodes=True),
-    _Kind("hetero_easgd", 'EASGDStrategy(tau={every}, moving_rate="auto"{wire})'),
-    _Kind("hetero_eamsgd", 'EAMSGDStrategy(tau={every}, moving_rate="auto"{wire})'),
-    _Kind("hetero_diloco", 'DiLoCoStrategy(tau={every}{wire}, replica="node")', nodes=True),
+    _Kind("hetero_node", "NodeAverageStrategy", "every_n_steps", wired=True, nodes=True),
+    _Kind("hetero_easgd", "EASGDStrategy", options=_AUTO, wired=True),
+    _Kind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO, wired=True),
+    _Kind("hetero_diloco", "DiLoCoStrategy", options=_NODES, wired=True, nodes=True),
 )
-_DASO = _Kind("hetero_daso", 'DASOStrategy(wait="auto"{wire})', nodes=True, hides=True)
-_OVERLAP = _Kind("hetero_easgd_overlap", 'EASGDOverlapStrategy(tau={every}, moving_rate="auto"{wire})')
+_DASO = _Kind("hetero_daso", "DASOStrategy", None, {"wait": "auto"}, wired=True, nodes=True, hides=True)
+_OVERLAP = _Kind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, wired=True)
 _STREAMING = _Kind(
     "hetero_diloco (streaming)",
-    'DiLoCoStrategy(tau={every}, fragments=4, delay={delay}{wire}, replica="node")',
+    "DiLoCoStrategy",
+    options={"fragments": 4, **_NODES},
+    wired=True,
     nodes=True,
     hides=True,
 )
-_ROUND_ROBIN = _Kind("hetero_easgd_round_robin", 'EASGDRoundRobinStrategy(tau={every}, moving_rate="auto")')
+_ROUND_ROBIN = _Kind("hetero_easgd_round_robin", "EASGDRoundRobinStrategy", options=_AUTO)
 _CENTERS = (
-    _Kind("hetero_easgd_async", 'EASGDAsyncStrategy(tau={every}, moving_rate="auto")', lockstep=False),
-    _Kind("hetero_measgd_async", 'MEASGDAsyncStrategy(tau={every}, moving_rate="auto")', lockstep=False),
-    _Kind("hetero_diloco_async", "DiLoCoAsyncStrategy(tau={every})", lockstep=False),
+    _Kind("hetero_easgd_async", "EASGDAsyncStrategy", options=_AUTO, lockstep=False),
+    _Kind("hetero_measgd_async", "MEASGDAsyncStrategy", options=_AUTO, lockstep=False),
+    _Kind("hetero_diloco_async", "DiLoCoAsyncStrategy", lockstep=False),
 )
 _PAIRS = (
-    _Kind("hetero_gossip", "GossipStrategy(every_n_steps={every})", hides=True),
-    _Kind("hetero_gossip_push_sum", "GossipPushSumStrategy(every_n_steps={every})"),
-    _Kind("hetero_gossip_async", "GossipAsyncStrategy(every_n_steps={every})", hides=True, lockstep=False),
-    _Kind("hetero_noloco", "NoLoCoStrategy(tau={every})"),
+    _Kind("hetero_gossip", "GossipStrategy", "every_n_steps", hides=True),
+    _Kind("hetero_gossip_push_sum", "GossipPushSumStrategy", "every_n_steps"),
+    _Kind("hetero_gossip_async", "GossipAsyncStrategy", "every_n_steps", hides=True, lockstep=False),
+    _Kind("hetero_noloco", "NoLoCoStrategy"),
 )
 DASO_EVERY = 4  # steps between two exchanges, by default
 
 
 def _ddp(cluster: Cluster) -> Prediction:
-    return _made(cluster, '"ddp"', "ddp", _gradients(cluster, cluster.even), exact=True)
+    return _made(cluster, "ddp", _gradients(cluster, cluster.even), exact=True)
 
 
 def _hetero_ddp(cluster: Cluster) -> Prediction:
-    return _made(cluster, '"hetero_ddp"', "hetero_ddp", _gradients(cluster, cluster.split), exact=True)
+    return _made(cluster, "hetero_ddp", _gradients(cluster, cluster.split), exact=True)
 
 
 def _gradients(cluster: Cluster, work: float) -> _Load:
@@ -133,35 +147,35 @@ def _gradients(cluster: Cluster, work: float) -> _Load:
 def _blocking(cluster: Cluster, every: int, wire: str, kind: _Kind) -> Prediction:
     """All wait for an all-reduce between replicas, once in a while."""
     work, seconds, sent = _between(cluster, wire, kind.nodes)
-    return _made(cluster, kind.given(every, wire), kind.name, _Load(work, seconds / every, sent / every))
+    return _made(cluster, kind, _Load(work, seconds / every, sent / every), kind.given(every, wire))
 
 
 def _daso(cluster: Cluster, wire: str) -> Prediction:
     """In the background, one exchange after the other."""
     work, seconds, sent = _between(cluster, wire, _DASO.nodes)
     load = _Load(work, max(seconds / DASO_EVERY - work, 0.0), sent / DASO_EVERY)
-    return _made(cluster, _DASO.given(DASO_EVERY, wire), _DASO.name, load)
+    return _made(cluster, _DASO, load, _DASO.given(DASO_EVERY, wire))
 
 
 def _overlap(cluster: Cluster, every: int, wire: str) -> Prediction:
     """In the background of one step."""
     work, seconds, sent = _between(cluster, wire, _OVERLAP.nodes)
     load = _Load(work, max(seconds - work, 0.0) / every, sent / every)
-    return _made(cluster, _OVERLAP.given(every, wire), _OVERLAP.name, load)
+    return _made(cluster, _OVERLAP, load, _OVERLAP.given(every, wire))
 
 
 def _streaming(cluster: Cluster, every: int, wire: str) -> Prediction:
     """Fragments in turn, in the background of the steps until the next one."""
     work, seconds, sent = _between(cluster, wire, _STREAMING.nodes)
     load = _Load(work, max(seconds / every - work, 0.0), sent / every)
-    return _made(cluster, _STREAMING.given(every, wire), _STREAMING.name, load)
+    return _made(cluster, _STREAMING, load, _STREAMING.given(every, wire))
 
 
 def _round_robin(cluster: Cluster, every: int) -> Prediction:
     """Replicas visit a center in turn, and each waits for the one before."""
     visits = sum(_visit(cluster, number) for number in range(len(cluster.nodes)))
     load = _Load(cluster.split, visits / every, 2 * cluster.size * cluster.largest / every)
-    return _made(cluster, _ROUND_ROBIN.given(every), _ROUND_ROBIN.name, load)
+    return _made(cluster, _ROUND_ROBIN, load, _ROUND_ROBIN.given(every))
 
 
 def _center(cluster: Cluster, every: int, kind: _Kind) -> Prediction:
@@ -177,7 +191,7 @@ def _center(cluster: Cluster, every: int, kind: _Kind) -> Prediction:
     work = cluster.samples / cluster.alone
     sent = 2 * away * cluster.size / every / max(len(cluster.nodes) - 1, 1)
     load = _Load(work, max(mean, carried) - work, sent)
-    return _made(cluster, kind.given(every), kind.name, load, repeatable=kind.lockstep)
+    return _made(cluster, kind, load, kind.given(every))
 
 
 def _visit(cluster: Cluster, node: int) -> float:
@@ -192,7 +206,7 @@ def _pairs(cluster: Cluster, every: int, kind: _Kind) -> Prediction:
     work = cluster.split if kind.lockstep else cluster.samples / cluster.alone
     exposed = max(swap / every - (work if kind.hides else 0.0), 0.0)
     load = _Load(work, exposed, cluster.size * cluster.largest / every)
-    return _made(cluster, kind.given(every), kind.name, load, repeatable=kind.lockstep)
+    return _made(cluster, kind, load, kind.given(every))
 
 
 # -- parts -------------------------------------------------------------------------------------------------
@@ -212,7 +226,17 @@ def _ring(size: float, members: int, nodes: int) -> float:
     return 2 * (members - 1) / members * size if nodes > 1 else 0.0
 
 
-def _made(cluster: Cluster, strategy: str, name: str, load: _Load, **facts: bool) -> Prediction:
-    step = load.work + load.exposed
+def _made(
+    cluster: Cluster, kind: _Kind | str, load: _Load, options: dict[str, Any] | None = None, exact: bool = False
+) -> Prediction:
+    step, options = load.work + load.exposed, options or {}
     speed, sent = cluster.samples / step, load.sent if len(cluster.nodes) > 1 else 0.0
-    return Prediction(strategy, name, step, load.exposed, sent, speed, speed / cluster.alone, **facts)
+    if isinstance(kind, str):
+        return Prediction(kind, options, f'"{kind}"', step, load.exposed, sent, speed, speed / cluster.alone, exact)
+    strategy = f"{kind.strategy}({', '.join(f'{name}={_python(value)}' for name, value in options.items())})"
+    costs = step, load.exposed, sent, speed, speed / cluster.alone
+    return Prediction(kind.name, options, strategy, *costs, exact, kind.lockstep)
+
+
+def _python(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

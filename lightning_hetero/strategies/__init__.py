@@ -3,6 +3,7 @@
 import lightning.pytorch  # noqa: F401  before any part of this package, as it triggers the registration
 
 from lightning_hetero.averaging.averager import Averager, Facts, Outcome, Run, StepContext
+from lightning_hetero.strategies.auto import AutoStrategy
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
@@ -22,6 +23,7 @@ from lightning_hetero.strategies.registry import register
 from lightning_hetero.strategies.replica import ReplicaStrategy
 
 __all__ = [
+    "AutoStrategy",
     "Averager",
     "DASOStrategy",
     "DiLoCoAsyncStrategy",

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
+from lightning_hetero.strategies.auto import AutoStrategy
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
 from lightning_hetero.strategies.ddp import HeteroDDPStrategy
@@ -54,6 +55,14 @@ ENTRIES = (
         "batches split by measured speed, gradients weighted by samples",
         "the links are fast, or there is one machine; exact",
         "HetGrad, Moreno-Álvarez et al. 2022",
+    ),
+    Entry(
+        "hetero_auto",
+        AutoStrategy,
+        "world",
+        "begins as hetero_ddp, measures, and goes on with what gains most",
+        "you do not know the links, or do not want to choose",
+        f"{_ON_CLUSTERS}; DASO, Coquelin et al. 2021 (the arithmetic)",
     ),
     Entry(
         "hetero_node",

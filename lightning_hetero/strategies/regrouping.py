@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_hetero.strategies.base import HeteroStrategy
+    from lightning_hetero.strategies.joining import Parts
 
 
 def interface(strategy: "HeteroStrategy") -> str:
@@ -62,13 +63,10 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     plans.settle(strategy)
     known = Knowledge.of(strategy.share.planner)
     of_rank(known, source).teach(strategy.share.planner)
-    former = strategy.build(job, moved)
-    assert former is not None
-    strategy.step.take_over(former.step)
-    strategy.parts.loaders.take_over(former.loaders, moved)
+    former = rebuild(strategy, job, moved)
     kept = [before.view.index_of(member.id) for member in job.view.replicas]
     strategy.engine.go_on(engine, kept, missed, run_of(strategy))
-    _renew_model(strategy)
+    renew_model(strategy)
     if strategy.stop_request is not None:
         strategy.stop_request.move(job.store("stop"))
     plans.begin(strategy)
@@ -76,6 +74,24 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     planner, steps = former.share.planner, range(strategy.share.step, moved.start)
     lost = [n for step in steps for rank, n in enumerate(planner.shares(step)) if rank not in moved.kept]
     return max(gather(sum(lost), "samples that are lost"))
+
+
+def rebuild(strategy: "HeteroStrategy", job: Job, moved: Regrouping) -> "Parts":
+    """Make what depends on who takes part, which goes on where the former parts have stopped (collective).
+
+    Args:
+        strategy: in the midst of a fit.
+        job: with the new view.
+        moved: which ranks are in it, by their former numbers, and from which step on they share batches.
+
+    Returns:
+        The former parts.
+    """
+    former = strategy.build(job, moved)
+    assert former is not None
+    strategy.step.take_over(former.step)
+    strategy.parts.loaders.take_over(former.loaders, moved)
+    return former
 
 
 def launched(strategy: "HeteroStrategy") -> ClusterEnvironment:
@@ -153,7 +169,7 @@ def _copy_state(strategy: "HeteroStrategy", ranks: Sequence[int], source: int) -
         optimizer_states.restore(optimizer, {**optimizer.state_dict(), "state": state})
 
 
-def _renew_model(strategy: "HeteroStrategy") -> None:
+def renew_model(strategy: "HeteroStrategy") -> None:
     """Let DDP average gradients over the ranks that remain; BatchNorm, if it is synchronised, too."""
     module = strategy.lightning_module
     assert module is not None

@@ -165,12 +165,16 @@ class ReplicaStrategy(HeteroStrategy):
             assert self.lightning_module is not None
             raise_on_all(complex_parameters(self.lightning_module), "the model")
             share_values(self.lightning_module)
-            averager, self._metrics = self.make_averager(), LoggedMetrics(trainer)
-            apply(self._start(averager), type(self).__name__)
-            if self.engine.averages and not averager.facts.regrows:
+            self._metrics = LoggedMetrics(trainer)
+            self.begin_apart()
+            if self.engine.averages and self.averager is not None and not self.averager.facts.regrows:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
             averaging = callbacks if self.engine.averages else ()
             self.weight_averages = WeightAverages.of(averaging, self.lightning_module)
+
+    def begin_apart(self) -> None:
+        """Let a new averager serve the replicas, which hold the same values (collective)."""
+        apply(self._start(self.make_averager()), type(self).__name__)
 
     def _start(self, averager: Averager) -> Outcome | None:
         """Let an averager serve the replicas, which hold the same values (collective)."""

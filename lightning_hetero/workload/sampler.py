@@ -24,11 +24,16 @@ class Drawn(NamedTuple):
     total: float
     parts: Mapping[int, float] = {}
 
-    def among(self, kept: Sequence[int]) -> "Drawn":
-        """What counts once only these ranks are left, which get the numbers from 0 on."""
+    def among(self, kept: Sequence[int], replica: Sequence[int]) -> "Drawn":
+        """What counts once only some ranks are left, and other ranks make a replica, perhaps.
+
+        Args:
+            kept: of each rank that remains, its number before.
+            replica: the ranks that average gradients with this one now.
+        """
         if not self.parts:
             return self
-        parts = {new: self.parts[old] for new, old in enumerate(kept) if old in self.parts}
+        parts = {new: self.parts[kept[new]] for new in replica if kept[new] in self.parts}
         return Drawn(self.samples, sum(parts.values()), parts)
 
 
@@ -55,6 +60,7 @@ class Seat(NamedTuple):
         shares: for (sampler, step, index of the batch in the epoch, its size): the share of every rank.
         start: the first step for which the seat holds.
         kept: of each rank that remains, its number when batches are cut; ``None``: all remain.
+        now: the replica by the numbers that remain, where ``kept`` is given.
     """
 
     rank: int
@@ -62,18 +68,19 @@ class Seat(NamedTuple):
     shares: Callable[["ShareSampler", int, int, int], Sequence[int]]
     start: int = 0
     kept: tuple[int, ...] | None = None
+    now: tuple[int, ...] = ()
 
     def draw(self, sampler: "ShareSampler", batch: list[int], in_epoch: int) -> tuple[Drawn, list[int]]:
         """This rank's part of a global batch."""
         shares = self.shares(sampler, sampler.next_step, in_epoch, len(batch))
         own = batch_slice(batch, shares, self.rank)
         drawn = Drawn(len(own), sum(shares[rank] for rank in self.replica), {r: shares[r] for r in self.replica})
-        return drawn if self.kept is None else drawn.among(self.kept), own
+        return drawn if self.kept is None else drawn.among(self.kept, self.now), own
 
-    def among(self, kept: Sequence[int]) -> "Seat":
-        """The same seat when only these ranks of the latest numbering are left."""
-        now = tuple(kept) if self.kept is None else tuple(self.kept[rank] for rank in kept)
-        return self._replace(kept=now)
+    def among(self, kept: Sequence[int], replica: Sequence[int]) -> "Seat":
+        """The same seat when only these ranks of the latest numbering are left; ``replica``: by their new numbers."""
+        before = tuple(kept) if self.kept is None else tuple(self.kept[rank] for rank in kept)
+        return self._replace(kept=before, now=tuple(replica))
 
 
 class ShareSampler:
@@ -161,8 +168,8 @@ class ShareSampler:
             position: where training stands.
         """
         self._position = position
-        self.drawn = deque(drawn.among(kept) for drawn in self.drawn)
-        self.seats = [before.among(kept) for before in self.seats if before.start < seat.start] + [seat]
+        self.drawn = deque(drawn.among(kept, seat.replica) for drawn in self.drawn)
+        self.seats = [one.among(kept, seat.replica) for one in self.seats if one.start < seat.start] + [seat]
 
     def take(self) -> Drawn:
         """What was drawn for the batch that is about to be trained on."""

@@ -32,6 +32,7 @@ ROWS = [
     Row("hetero_diloco", {"tau": 4}),
     Row("hetero_diloco_async", {"tau": 2}, limit=None),
     Row("hetero_noloco", {"tau": 4, **SLOW}),
+    Row("hetero_auto", {"measure": 4, "gain": 1e6}),
 ]
 FURTHER = [
     Row("hetero_ddp", gloo="stage"),
@@ -63,7 +64,7 @@ def check(results: list[dict[str, Any]], folder: Path, row: Row) -> None:
         if row.limit is not None:
             assert (own[0]["final"] - results[0]["first"]["final"]).abs().max() <= row.limit, stage
     files = [*folder.rglob("*.ckpt"), *folder.rglob("*.pt")]
-    assert len(files) == 2 if row.name == "hetero_ddp" else len(files) > 4
+    assert len(files) == 2 if row.name in ("hetero_ddp", "hetero_auto") else len(files) > 4
     nowhere(folder)
 
 

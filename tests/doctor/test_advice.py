@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.doctor.advice import HIDDEN, Slowest, advise, between_nodes
-from lightning_hetero.doctor.links import Link, pairs
+from lightning_hetero.forecast.links import Link, pairs
 from lightning_hetero.workload.shares import Cost
 
 MB = 10**6

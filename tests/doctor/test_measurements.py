@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from ranks import attempt, run
 
-from lightning_hetero.doctor import links, speed
+from lightning_hetero.doctor import speed
 from lightning_hetero.errors import CommunicationError
+from lightning_hetero.forecast import links
 
 
 @pytest.mark.clock

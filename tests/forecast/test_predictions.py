@@ -138,7 +138,8 @@ def test_splitting_by_speed_never_loses_and_a_faster_link_neither(some_cluster):
 def test_every_strategy_is_there_and_split_is_the_best_one():
     some_cluster = cluster(speeds=(1.0, 0.5))
     found = by_name(some_cluster)
-    elsewhere = {"hetero_easgd_hogwild"}  # of one machine: nothing to predict between nodes
+    # The one is of one machine: nothing to predict between nodes. The other is one of these.
+    elsewhere = {"hetero_easgd_hogwild", "hetero_auto"}
     assert set(found) - {"ddp", "hetero_diloco (streaming)"} == {entry.name for entry in ENTRIES} - elsewhere
     assert some_cluster.split == makespan(some_cluster.shares, some_cluster.ranks) < some_cluster.even
     for one in found.values():

@@ -1,0 +1,216 @@
+"""`hetero_auto`: begins as `hetero_ddp`, measures, and goes on with what the cost model chooses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_hetero import _lightning
+from lightning_hetero.averaging.averager import Averager
+from lightning_hetero.averaging.undecided import UndecidedAverager
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.engine.checkpoint import FORMAT, KEY, Identity, part_of
+from lightning_hetero.engine.job import Job
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.forecast import links
+from lightning_hetero.forecast.choice import Choice, Wish, choose
+from lightning_hetero.forecast.cluster import Cluster, Way
+from lightning_hetero.strategies import changing, saving
+from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.of_averager import with_options_of
+from lightning_hetero.strategies.replica import ReplicaStrategy
+from lightning_hetero.workload.report import Report
+from lightning_hetero.workload.shares import Cost
+
+_TRIES = 10  # times that it waits for the ranks' speeds
+_PAIRS = 4  # links of each kind that are measured, or it would take long on many nodes
+_MEMORY = Way(2e-5, 5e9)  # in place of a way that no two ranks have
+
+
+@with_options_of(UndecidedAverager)
+class AutoStrategy(ReplicaStrategy):
+    """Begins as `hetero_ddp`, which is exact, measures, and changes to the fastest strategy if that gains enough.
+
+    After ``measure`` optimizer steps the ranks measure their links, and put these and the speeds that they have
+    measured in training into the arithmetic of ``lightning-hetero plan``. If a strategy promises more than ``1 + gain``
+    times the samples per second, all ranks go on with it from the next step, in the same fit, and rank 0 says so with
+    the numbers. The choice is in checkpoints: a fit that goes on from one begins with it.
+
+    Source: the arithmetic of all-reduce and step times in You et al. 2017 (EASGD on HPC clusters) and Coquelin et al.
+    2021 (DASO).
+
+    Example::
+
+        from lightning.pytorch import Trainer
+
+        from lightning_hetero import AutoStrategy
+
+        trainer = Trainer(strategy=AutoStrategy(gain=0.3, deterministic=True), accelerator="cpu", devices=2)
+    """
+
+    algorithm: UndecidedAverager
+    chosen: ReplicaStrategy | None = None  #: What goes on; ``None``: ``hetero_ddp``.
+    choice: Choice | None = None  #: The latest one, with its arithmetic; ``None``: nothing has been chosen yet.
+    _next = 0  # optimizer steps of this fit after which it chooses; 0: no more
+
+    @override
+    def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        if self.replica != "node":
+            raise ConfigurationError(
+                f"replica={self.replica!r}: hetero_auto chooses the replicas with the strategy. Leave the option out."
+            )
+        if self.options.on_peer_loss == "continue":
+            raise UnsupportedError(
+                "hetero_auto with on_peer_loss='continue': who is lost with a rank would change with the strategy. "
+                "Name the strategy that it has chosen for you (see its log), or use on_peer_loss='error'."
+            )
+        return (tuple(range(topology.world)),) if self.chosen is None else self.chosen.replicas(topology)
+
+    @override
+    def make_averager(self) -> Averager:
+        return super().make_averager() if self.chosen is None else self.chosen.make_averager()
+
+    @override
+    def algorithm_options(self) -> dict[str, Any]:
+        return {**super().algorithm_options(), "chosen": self._chosen_name()}
+
+    def _chosen_name(self) -> str:
+        return "hetero_ddp" if self.chosen is None else type(self.chosen).saved_as
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.job is not None
+        undecided = self.chosen is None and not self.algorithm.exact and self.job.view.world > 1
+        left = max(self.algorithm.measure - self.trainer.global_step, 1)  # of a fit that goes on
+        self._next = self.engine.windows + left if undecided else 0
+        self._last = self._next + (_TRIES - 1) * self.algorithm.measure
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if self.trainer.lightning_module.automatic_optimization:
+            self._between_windows()
+        return output
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        if not self.trainer.lightning_module.automatic_optimization:
+            self._between_windows()
+        return output
+
+    def _between_windows(self) -> None:
+        """All that follows from an optimizer's step is done."""
+        if self._next and self.engine.windows >= self._next:
+            self._choose()
+
+    # -- the choice --------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        """Choose, and change, on all ranks after the same step (collective)."""
+        with self.timer.waiting():
+            self.share.listen()
+            if problem := next(filter(None, gather(changing.unchangeable(self), "whether replicas can change")), None):
+                self._stay(f"{problem}, so that the replicas cannot change within this fit.")
+                return
+            if self._cluster(_MEMORY, _MEMORY) is None:
+                self._next += self.algorithm.measure
+                if self._next > self._last:
+                    self._stay("not every rank has measured its speed, or steps differ in size.")
+                return
+            near, far = (self._measured(pairs) for pairs in links.pairs(self._nodes()))
+            cluster = self._cluster(near, far)
+            assert cluster is not None
+            step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
+            algorithm = self.algorithm
+            wish = Wish(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
+            self.choice = choose(cluster, step, wish)
+            if self.choice.prediction is None:
+                self._stay(self.choice.why)
+                return
+            self._next = 0
+            self._take(self.choice.prediction.name, self.choice.prediction.options)
+            rank_zero_info(f"hetero_auto goes on as {self.choice.prediction.strategy}. {self.choice.why}")
+            changing.divide(self)
+
+    def _stay(self, why: str) -> None:
+        self._next = 0
+        rank_zero_info(f"hetero_auto stays with hetero_ddp: {why}")
+
+    def _take(self, name: str, options: Mapping[str, Any]) -> None:
+        self.chosen = StrategyRegistry[name]["strategy"](**options)
+
+    def _nodes(self) -> list[list[int]]:
+        assert self.job is not None
+        return [list(ranks) for ranks in self.job.view.topology.nodes]
+
+    def _measured(self, pairs: list[tuple[int, int]]) -> Way:
+        """The slowest of some links (collective)."""
+        some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
+        ways = [Way(link.latency, link.bandwidth) for link in links.measure(some)]
+        return max(ways, key=lambda way: way.pair(1e6), default=_MEMORY)
+
+    def _cluster(self, within: Way, between: Way) -> Cluster | None:
+        """What has been measured, the same on all ranks; ``None``: not yet, or it is not known how large steps are."""
+        planner, reports = self.share.planner, self.share.reports
+        if not planner.total or len(reports) != planner.world:
+            return None
+        batches = self._batches()  # gradients travel once in so many
+        costs = [_straight(report, batches) for report in reports]
+        if not all(cost.is_valid() and cost.fixed >= 0 for cost in costs):
+            return None
+        size = sum(4 * p.numel() for p in self.trainer.lightning_module.parameters() if p.requires_grad)
+        nodes = tuple(tuple(costs[rank] for rank in ranks) for ranks in self._nodes())
+        shares = () if planner.auto else tuple(batches * n for n in planner.shares(self.share.step))
+        return Cluster(nodes, batches * planner.total, size, within, between, given=shares)
+
+    def _batches(self) -> int:
+        """Of an optimizer step."""
+        return self.trainer.accumulate_grad_batches
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    @override
+    def _identity(self) -> Identity:
+        own = super()._identity()
+        return own if self.chosen is None else own._replace(algorithm=type(self.chosen).saved_as)
+
+    @override
+    @saving.whole
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.chosen is None:  # one replica, which has nothing of its own
+            HeteroStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            return
+        choice = {"strategy": self._chosen_name(), "options": self.chosen.algorithm.options()}  # type: ignore[union-attr]
+        checkpoint.setdefault(KEY, {"format": FORMAT})["choice"] = {**choice, "replica": self.chosen.replica}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        choice, fits = part_of(checkpoint).get("choice"), False
+        if (trainer := _lightning.trainer_of(self.lightning_module)) is not None:
+            fits = trainer.state.fn == TrainerFn.FITTING
+        if choice is not None and fits and self.chosen is None and self.job is not None:
+            self._take(choice["strategy"], {**choice["options"], "replica": choice["replica"]})
+            self.build(Job(changing.divided(self), self.job.timeout, self.job.within))
+            rank_zero_info(f"hetero_auto goes on as {choice['strategy']}, as chosen before the checkpoint was saved.")
+        return checkpoint
+
+    @override
+    def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.chosen is None:
+            HeteroStrategy._restore_replicas(self, checkpoint)
+        else:
+            super()._restore_replicas(checkpoint)
+
+
+def _straight(report: Report, batches: int) -> Cost:
+    """A rank's cost of some batches as a straight line, through its time on as many samples as it has had lately."""
+    cost, samples = report.cost, max(report.samples, 1.0)
+    return Cost(batches * cost.fixed, (cost.seconds(samples) - cost.fixed) / samples)

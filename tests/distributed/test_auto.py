@@ -1,0 +1,229 @@
+"""`hetero_auto`: what it measures is what it goes by, and it goes on as the strategy it names would, by hand."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from ranks import attempt, run
+from tasks import FAST, Net, dataset, parameters
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import AutoStrategy, HeteroDDPStrategy
+from lightning_hetero.forecast import choice, links
+from lightning_hetero.strategies import auto
+
+EVERY, MEASURE, BATCH, SAMPLES = 4, 10, 4, 96
+FAST_LINK, SLOW_LINK = (1e-6, 1e12), (0.5, 1e3)  # seconds, bytes per second
+
+
+def _measured_as(way: tuple[float, float], candidates: tuple[str, ...] = choice.CANDIDATES) -> None:
+    """Let this rank measure such links, and long steps if they are slow, and choose among these strategies."""
+    links.measure = lambda chosen: [links.Link(pair, *way) for pair in chosen]  # type: ignore[assignment]
+    choice.CANDIDATES = candidates
+    slow = way == SLOW_LINK
+    auto.choose = lambda cluster, step, wish: choice.choose(cluster, 10.0 if slow else step, wish)
+
+
+def _said() -> list[str]:
+    """What is told to users from now on."""
+    said: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("lightning.pytorch").addHandler(Handler())
+    return said
+
+
+def _strategy(**options: Any) -> AutoStrategy:
+    given = {"every": EVERY, "measure": MEASURE, "balance": "off", "rebalance_every_n_steps": 3}
+    return AutoStrategy(**{**given, **options})
+
+
+def _trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    return pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, **options})
+
+
+def _data(workers: int = 0) -> DataLoader:
+    return DataLoader(dataset(SAMPLES), batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0)
+
+
+# -- by hand -------------------------------------------------------------------------------------------------
+
+
+def _averages(workers: int) -> Any:
+    _measured_as(SLOW_LINK, ("hetero_node",))
+    said, strategy, module = _said(), _strategy(), Net()
+    _trainer(strategy).fit(module, _data(workers))
+    assert type(strategy.chosen).__name__ == "NodeAverageStrategy"
+    return parameters(module), strategy.engine.windows, said, module.seen
+
+
+def _by_hand(seen: list[list[list[int]]]) -> torch.Tensor:
+    """Ten steps of one process on whole batches, then two replicas that average every fourth step.
+
+    Args:
+        seen: the samples of each rank, step by step.
+    """
+    data = dataset(SAMPLES)
+    replicas = [Net() for _ in range(2)]
+    optimizers = [replica.configure_optimizers() for replica in replicas]
+    assert len(seen[0]) == 2 * SAMPLES // (2 * BATCH)
+    for step, parts in enumerate(zip(*seen, strict=True), start=1):
+        for replica, optimizer, own in zip(replicas, optimizers, parts, strict=True):
+            rows = [*parts[0], *parts[1]] if step <= MEASURE else own
+            optimizer.zero_grad()
+            nn.functional.mse_loss(replica.net(data.tensors[0][rows]), data.tensors[1][rows]).backward()
+            optimizer.step()
+        if (step > MEASURE and step % EVERY == 0) or step == len(seen[0]):
+            with torch.no_grad():
+                for one, other in zip(*(replica.parameters() for replica in replicas), strict=True):
+                    one.copy_((one + other) / 2)
+                    other.copy_(one)
+    return parameters(replicas[0])
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_it_goes_on_as_the_strategy_that_it_names(workers: int) -> None:
+    found = run(_averages, 2, workers, nodes=[1, 1])
+    by_hand = _by_hand([seen for *_, seen in found])
+    for weights, windows, *_ in found:
+        assert windows == 24
+        torch.testing.assert_close(weights, by_hand, rtol=0, atol=1e-10)
+    said = [line for line in found[0][2] if "hetero_auto" in line]
+    assert len(said) == 1
+    assert "goes on as NodeAverageStrategy(every_n_steps=4)" in said[0]
+    assert "times the samples/s" in said[0]
+
+
+# -- staying -------------------------------------------------------------------------------------------------
+
+
+def _stays(way: tuple[float, float], options: dict[str, Any], callbacks: tuple[Any, ...]) -> Any:
+    _measured_as(way)
+    said, strategy, module = _said(), _strategy(**options), Net()
+    _trainer(strategy, callbacks=list(callbacks)).fit(module, _data())
+    assert strategy.chosen is None
+    reference = Net()
+    plain = HeteroDDPStrategy(balance="off", rebalance_every_n_steps=3)
+    again = [type(callback)(swa_lrs=0.01) for callback in callbacks]
+    _trainer(plain, callbacks=again).fit(reference, _data())
+    return parameters(module), parameters(reference), [line for line in said if "hetero_auto" in line]
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "callbacks", "words"),
+    [
+        (FAST_LINK, {"deterministic": True}, (), "not more than 1 + gain = 1.2"),
+        (SLOW_LINK, {"exact": True}, (), ""),
+        (SLOW_LINK, {"gain": 1e9}, (), "not more than 1 + gain"),
+        (SLOW_LINK, {"measure": 1000}, (), ""),
+        (SLOW_LINK, {}, (StochasticWeightAveraging(swa_lrs=0.01),), "StochasticWeightAveraging"),
+    ],
+    ids=["no gain", "exact", "gain", "too short", "swa"],
+)
+def test_it_stays_where_nothing_else_gains_or_can_be(
+    way: tuple[float, float], options: dict[str, Any], callbacks: tuple[Any, ...], words: str
+) -> None:
+    for rank, (weights, reference, said) in enumerate(run(_stays, 2, way, options, callbacks, nodes=[1, 1])):
+        assert torch.equal(weights, reference)
+        if rank == 0:
+            assert [words in line and "stays with hetero_ddp" in line for line in said] == [True] * bool(words)
+
+
+# -- every strategy that it may name -------------------------------------------------------------------------
+
+
+def _ends(name: str) -> Any:
+    _measured_as(SLOW_LINK, (name,))
+    strategy, module = _strategy(every=3), Net()
+    _trainer(strategy, max_epochs=3).fit(module, _data())
+    assert strategy.chosen is not None
+    return type(strategy.chosen).saved_as, strategy.averager is None, parameters(module), strategy.traffic.exchanges
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long(after=2)) for name in choice.CANDIDATES])
+def test_replicas_exchange_and_end_alike(name: str) -> None:
+    found = run(_ends, 4, name, nodes=[2, 2])
+    for chosen, over, weights, _ in found:
+        assert (chosen, over) == (name, True)
+        assert torch.equal(weights, found[0][2])
+        assert weights.isfinite().all()
+    assert sum(exchanges for *_, exchanges in found) > 0
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+class SaveAt(pl.Callback):
+    """Saves once."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def _resumed(path: str) -> Any:
+    _measured_as(SLOW_LINK, ("hetero_node",))
+    whole = Net()
+    _trainer(_strategy(), callbacks=[SaveAt(15, path)]).fit(whole, _data())
+    said, strategy, module = _said(), _strategy(), Net()
+    _measured_as(FAST_LINK)  # the choice is the checkpoint's
+    _trainer(strategy).fit(module, _data(), ckpt_path=path)
+    plain = Net()
+    _trainer(HeteroDDPStrategy(balance="off"), max_epochs=2).fit(plain, _data())
+    return parameters(whole), parameters(module), parameters(plain), [line for line in said if "hetero_auto" in line]
+
+
+def test_the_choice_is_in_the_checkpoint(tmp_path: Path) -> None:
+    whole, resumed, plain, said = run(_resumed, 2, str(tmp_path / "15.ckpt"), nodes=[1, 1])[0]
+    assert torch.equal(whole, resumed)
+    assert not torch.equal(whole, plain)
+    assert said == ["hetero_auto goes on as hetero_node, as chosen before the checkpoint was saved."]
+
+
+# -- bad input -----------------------------------------------------------------------------------------------
+
+
+def _refused(options: dict[str, Any]) -> None:
+    _trainer(_strategy(**options)).fit(Net(), _data())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replica": "rank"}, "chooses the replicas"),
+        ({"on_peer_loss": "continue"}, "on_peer_loss='continue'"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(options: dict[str, Any], words: str) -> None:
+    for outcome in attempt(_refused, 2, options, nodes=[1, 1]):
+        assert words in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gain": -0.1}, {"gain": True}, {"every": 0}, {"measure": 0}, {"wire": "topk:0.02"}, {"exact": "yes"}],
+    ids=str,
+)
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    [name] = options
+    with pytest.raises(ValueError, match=name):
+        AutoStrategy(**options)
+
+
+def test_links_are_measured_in_a_few_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(links, "measure", lambda some: asked.extend(some) or [links.Link(p, 0.1, 1e6) for p in some])
+    way = AutoStrategy()._measured([(i, i + 1) for i in range(1000)])
+    assert len(asked) <= 4
+    assert way == auto.Way(0.1, 1e6)

@@ -1,0 +1,82 @@
+"""The choice against brute force over the predictions, and what a user forbids."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.forecast.choice import CANDIDATES, EQUAL, Wish, choose
+from lightning_hetero.forecast.cluster import Cluster, Way
+from lightning_hetero.forecast.predictions import predictions
+from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.workload.shares import Cost
+
+
+def cluster(rate: float, speeds: tuple[float, ...] = (1.0, 1.0), nodes: int = 2, given: tuple[int, ...] = ()) -> Cluster:
+    ranks = tuple(Cost(0.01 / speed, 0.09 / 16 / speed) for speed in speeds)
+    return Cluster((ranks,) * nodes, 16 * nodes * len(speeds), 10e6, Way(2e-5, 5e9), Way(2e-4, rate), given=given)
+
+
+def ddp_step(some_cluster: Cluster) -> float:
+    return next(one.step for one in predictions(some_cluster) if one.name == "hetero_ddp")
+
+
+RATES = some.floats(1e5, 1e10)
+SPEEDS = some.lists(some.sampled_from([1.0, 0.5, 0.25]), min_size=1, max_size=3).map(tuple)
+
+
+@given(RATES, SPEEDS, some.integers(2, 4), some.floats(0, 2), some.booleans())
+def test_it_is_among_the_fastest_that_are_allowed_or_none_gains_enough(rate, speeds, nodes, gain, deterministic):
+    known = cluster(rate, speeds, nodes)
+    measured = ddp_step(known)
+    found = choose(known, measured, Wish(gain=gain, deterministic=deterministic)).prediction
+    allowed = [
+        one for one in predictions(known) if one.name in CANDIDATES and not (deterministic and not one.repeatable)
+    ]
+    best = max(one.speed for one in allowed) * measured / known.samples
+    if found is None:
+        assert best * (1 - EQUAL) <= 1 + gain
+    else:
+        assert found in allowed
+        assert best * (1 - EQUAL) <= found.speed * measured / known.samples
+        assert found.speed * measured / known.samples > 1 + gain
+
+
+def test_a_slow_link_is_left_out_of_the_step_and_a_fast_one_is_not():
+    assert choose(cluster(12.5e6), ddp_step(cluster(12.5e6)), Wish()).prediction is not None
+    assert choose(cluster(1e10), ddp_step(cluster(1e10)), Wish()).prediction is None
+
+
+def test_a_gain_over_the_model_alone_is_none_and_over_the_measurement_alone_neither():
+    slow, fast = cluster(12.5e6), cluster(1e10)
+    assert choose(slow, slow.split, Wish()).prediction is None  # it is not as slow as the model says
+    assert choose(fast, 10 * fast.split, Wish()).prediction is None  # it is slow for a reason that the model lacks
+
+
+def test_exact_stays_whatever_is_gained():
+    assert choose(cluster(1e5), 100.0, Wish(exact=True)).prediction is None
+
+
+def test_the_arithmetic_is_told():
+    known = cluster(12.5e6)
+    found = choose(known, 2.0, Wish())
+    assert "A step takes 2 s, of which 100 ms is work" in found.why
+    assert f"{known.gradients():.3g} s" in found.why
+    assert found.prediction is not None
+    assert found.prediction.strategy in found.why
+
+
+def test_shares_that_are_given_count():
+    even = cluster(1e10, (1.0, 0.5), given=(16, 16, 16, 16))
+    assert even.split == pytest.approx(even.even)
+    assert cluster(1e10, (1.0, 0.5)).split < even.split
+    assert even.with_nodes(4).given == ()
+    with pytest.raises(ConfigurationError, match="64 samples for 4 ranks"):
+        cluster(1e10, (1.0, 0.5), given=(64,))
+
+
+def test_candidates_are_strategies_and_repeatable_ones_come_first():
+    assert set(CANDIDATES) <= {entry.name for entry in ENTRIES}
+    repeatable = {one.name: one.repeatable for one in predictions(cluster(1e8))}
+    order = [repeatable[name] for name in CANDIDATES]
+    assert order == sorted(order, reverse=True)
