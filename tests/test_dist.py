@@ -101,7 +101,7 @@ def test_the_sdist_holds_what_its_tests_and_docs_need(built: Path) -> None:
 
 def test_its_dependencies_are_those_of_the_project(python: Path) -> None:
     script = "from importlib.metadata import requires; print('\\n'.join(requires('lightning-hetero')))"
-    needed = [line for line in run(python, "-c", script).splitlines() if "extra ==" not in line]
+    needed = [line for line in run(python, "-c", script, folder=python.parent).splitlines() if "extra ==" not in line]
     text = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert text is not None
     assert sorted(needed) == sorted(re.findall(r'"([^"]+)"', text.group(1)))
