@@ -17,6 +17,7 @@ def wait_for_news(wait: bool) -> None:
     """Whether an error waits until it is known which rank failed first. Where lost ranks are survived it need not."""
     global _waits_for_news
     _waits_for_news = wait
+    failures.wake_up(wait)
 
 
 @contextmanager
@@ -30,7 +31,8 @@ def deadline(what: str) -> Iterator[None]:
         CommunicationError: another rank did not take part in time, or has ended. Other errors are not changed.
     """
     try:
-        yield
+        with failures.waiting():
+            yield
     except RuntimeError as error:
         if isinstance(error, CommunicationError) or not of_communication(error):
             raise

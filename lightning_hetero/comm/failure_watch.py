@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
@@ -53,9 +53,11 @@ class Failures:
         rank: this process.
         world: number of ranks.
         host: on rank 0, the address to listen on.
+        told: called when another rank has told of its failure.
     """
 
-    def __init__(self, rank: int, world: int, host: str = "") -> None:
+    def __init__(self, rank: int, world: int, host: str = "", told: Callable[[], None] = lambda: None) -> None:
+        self._told = told
         self.rank, self.world, self.run = rank, world, 0
         self._changed = threading.Condition()  # guards all that follows
         self._known: dict[tuple[int, Kind], Failure] = {}  # in order
@@ -132,6 +134,8 @@ class Failures:
             self._known.pop((failure.rank, failure.kind), None)
             self._known[failure.rank, failure.kind] = failure
             self._changed.notify_all()
+            if failure.kind == "failed" and failure.rank != self.rank:
+                self._told()
 
     def _forward(self, failure: Failure) -> None:
         line = _line(failure._asdict())

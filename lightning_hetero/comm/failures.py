@@ -1,15 +1,26 @@
 """Finds out which rank failed first, also when other ranks have already ended."""
 
 import os
+import threading
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from lightning_hetero.comm import objects
 from lightning_hetero.comm.failure_watch import Failure, Failures, Kind
+from lightning_hetero.comm.leaving import cut
 
 _failures: Failures | None = None
 _world: object = None  # the process group of all ranks for which it was made
+
+_SOON = (
+    3.0  # seconds in which who waits for a rank that has failed gets an error by itself, if that rank's process ends
+)
+_wakes = True
+_since: dict[int, float] = {}  # when a thread began to wait for other ranks
 
 
 def _after_fork() -> None:
@@ -45,7 +56,7 @@ def watched() -> bool:
 
 def _connected(interface: str, seconds: float) -> Failures:
     """A connection between rank 0 and every other rank (collective over all ranks)."""
-    failures = Failures(dist.get_rank(), dist.get_world_size(), interface)
+    failures = Failures(dist.get_rank(), dist.get_world_size(), interface, told=_failed)
     where = objects.unpacked(objects.broadcast(objects.packed(failures.where if failures.rank == 0 else None), 0))
     if failures.rank == 0:
         failures.listen()
@@ -79,3 +90,39 @@ def first(seconds: float) -> Failure | None:
         seconds: longest wait for one.
     """
     return None if _failures is None else _failures.first(seconds)
+
+
+# -- who waits for a rank that has failed --------------------------------------------------------------
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """In this block the thread waits for other ranks."""
+    me = threading.get_ident()
+    outermost = _since.setdefault(me, now := time.monotonic()) is now
+    try:
+        yield
+    finally:
+        if outermost:
+            _since.pop(me, None)
+
+
+def wake_up(on: bool) -> None:
+    """Whether those who wait get an error when a rank has failed and its process lives on; not where ranks are lost."""
+    global _wakes
+    _wakes = on
+
+
+def _failed() -> None:
+    """A rank has failed. Its process may live on, so that connections to it do not break."""
+    heard = time.monotonic()
+
+    def wake() -> None:
+        time.sleep(_SOON)
+        while _wakes and first(0.0) is not None:  # until a new run begins
+            if any(time.monotonic() - max(since, heard) >= _SOON for since in list(_since.values())):
+                cut()
+                return
+            time.sleep(0.2)
+
+    threading.Thread(target=wake, name="failure-news", daemon=True).start()

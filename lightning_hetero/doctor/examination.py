@@ -74,7 +74,7 @@ def examine(
 
 def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int, save: Path | None) -> None:
     strategy.setup_environment()
-    topology = strategy.topology
+    topology = strategy.cluster
     assert topology is not None
     if config is None:
         work = speed.built_in(batch_size)

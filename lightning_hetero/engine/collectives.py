@@ -56,19 +56,31 @@ class Collectives:
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
         self._warned = False  # that a mean could not be weighted
         self._trial: Trial | None = None  # under way, if one is
+        self._name: str | None = None  # of the value that is being logged with a weight of its own
+        self._told: set[str] = set()  # names of values of which nothing was left
 
     @contextmanager
-    def weighing(self, samples: Callable[[], float | None]) -> Iterator[None]:
+    def weighing(self, samples: Callable[[], float | None], name: str | None = None) -> Iterator[None]:
         """Let means in this block weigh this rank by its samples.
 
         Args:
             samples: their number, ``None`` if it is unknown; asked only if something is reduced.
+            name: of the value to which the user has given this number.
         """
-        before, self._samples = self._samples, samples
+        before, self._samples, self._name = (self._samples, self._name), samples, name
         try:
             yield
         finally:
-            self._samples = before
+            self._samples, self._name = before
+
+    def tell_of_nothing(self, name: str) -> None:
+        """Say once why a logged value is not a number."""
+        if name not in self._told:
+            self._told.add(name)
+            rank_zero_warn(
+                f"What self.log({name!r}, ...) gave is NaN: its batch_size was 0 throughout, so that no value counts. "
+                "Give the samples that a value stands for; 0 only where another rank or batch has some."
+            )
 
     @contextmanager
     def trying(self, trial: Trial) -> Iterator[None]:
@@ -155,6 +167,8 @@ class Collectives:
         weighted, plain = sums[:-3].chunk(2)
         weight, ranks, unknown = sums[-3:].tolist()
         if not unknown:
+            if not weight and self._name is not None:
+                self.tell_of_nothing(self._name)
             return weighted / weight
         if not self._warned:
             self._warned = True

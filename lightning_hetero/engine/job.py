@@ -1,6 +1,7 @@
 """How a process joins a job, and how it tells the others why it ends."""
 
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -22,6 +23,8 @@ from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CommunicationError
 
+_LOOK = 0.5  # seconds from one look at the other processes to the next, while they join
+
 
 class Address(NamedTuple):
     """Where ranks meet, as the launcher says.
@@ -39,7 +42,9 @@ class Address(NamedTuple):
     world: int
 
 
-def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> None:
+def meet(
+    connect: Callable[[], None], address: Address, timeout: timedelta, ended: Callable[[], str | None] = lambda: None
+) -> None:
     """Join the world's process group, and listen for other ranks' failures (collective).
 
     Args:
@@ -47,6 +52,7 @@ def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> N
             the connection and then says nothing.
         address: where ranks meet.
         timeout: longest wait for the others.
+        ended: says which other process has ended before it could join, if it is known that one has.
 
     Raises:
         CommunicationError: not all ranks have come in time.
@@ -54,10 +60,21 @@ def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> N
     seconds = timeout.total_seconds()
     with deadline("join the job"):
         try:
-            Background(connect).result(seconds)
-        except dist.DistNetworkError as error:
+            _await(Background(connect), seconds, ended)
+        except _EndedError as error:
+            raise CommunicationError(
+                f"rank {address.rank} of {address.world} could not join the job: {error} before it had joined, so that "
+                "not all can come. Its own error, if it had one, is above."
+            ) from None
+        except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
-                raise
+                if address.rank == 0:
+                    raise
+                raise CommunicationError(
+                    f"rank {address.rank} of {address.world} could not join the job at {address.host}:{address.port}: "
+                    "who holds that port is not this job's rank 0, or has ended. Look for an error of rank 0. If "
+                    "another job of this machine holds the port, set MASTER_PORT to a free one, the same for all ranks."
+                ) from error
             raise CommunicationError(
                 f"rank {address.rank} of {address.world} could not join the job: another program of this machine, or "
                 f"another job, holds port {address.port}. Set MASTER_PORT to a free one, the same for all ranks."
@@ -71,8 +88,8 @@ def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> N
             else:
                 why = (
                     f"rank 0 did not let it in at {address.host}:{address.port}. Look for an error of rank 0. If "
-                    "there is none, another program may hold that port: set MASTER_PORT to a free one, the same for "
-                    "all ranks."
+                    "there is none, another job, or another program, may hold that port: set MASTER_PORT to a free "
+                    "one, the same for all ranks."
                 )
             raise CommunicationError(
                 f"rank {address.rank} of {address.world} could not join the job within {seconds:g} s (the "
@@ -80,6 +97,23 @@ def meet(connect: Callable[[], None], address: Address, timeout: timedelta) -> N
             ) from error
     with deadline("learn where failures are told"):
         failures.watch(interface_towards(address.host), seconds)
+
+
+class _EndedError(Exception):
+    """A process has ended before it could join."""
+
+
+def _await(joining: Background[None], seconds: float, ended: Callable[[], str | None]) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > _LOOK:
+        try:
+            return joining.result(_LOOK)
+        except TimeoutError:
+            if joining.running and (which := ended()) is not None:
+                raise _EndedError(which) from None
+            if not joining.running and isinstance(joining.error, TimeoutError):
+                raise
+    return joining.result(max(left, 0.0))
 
 
 class Follows(NamedTuple):

@@ -40,7 +40,7 @@ class AddressFile:
         path: of the file. Anyone who can read it can take part in the job.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def __str__(self) -> str:

@@ -42,6 +42,7 @@ class ObservedLauncher(SubprocessScriptLauncher):
     ) -> None:
         super().__init__(**kwargs)
         self.grace, self.survive, self.around = grace, survive, around
+        self.observer: Observer | None = None  # of the processes that it has started
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
@@ -51,7 +52,7 @@ class ObservedLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         with passed_on():
             start_ranks(self)
-        observer = Observer(self.procs, None if self.survive else self.grace)
+        observer = self.observer = Observer(self.procs, None if self.survive else self.grace)
         observer.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -100,6 +101,11 @@ class Observer(threading.Thread):
                 child.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def ended(self) -> str | None:
+        """Which child has failed, and how, in words; ``None``: none has."""
+        failed = self._failed()
+        return None if not failed else f"local rank {failed[0][0]} {_how(failed[0][1])}"
+
     def wait(self) -> None:
         """Wait until all children have ended."""
         for child in self.children:
@@ -117,11 +123,14 @@ class Observer(threading.Thread):
         if not failed or not self._told.acquire(blocking=False):
             return
         for rank, code in failed:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             then = "go on" if self.grace is None else f"have {self.grace:.0f} s to end"
             print(
-                f"lightning_hetero: local rank {rank} {how}; its own error, if it had one, is above. "
+                f"lightning_hetero: local rank {rank} {_how(code)}; its own error, if it had one, is above. "
                 f"The other ranks {then}.",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _how(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

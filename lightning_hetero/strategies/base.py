@@ -28,8 +28,9 @@ from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies import entering, joining, one_step, saving
 from lightning_hetero.strategies.evaluation import evaluation_step, values_shared
+from lightning_hetero.strategies.former_names import former_topology
 from lightning_hetero.strategies.going_on import GoingOn
-from lightning_hetero.strategies.guards import check_setup, running
+from lightning_hetero.strategies.guards import check_setup, running, served
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.replica_ddp import share_buffers
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
@@ -69,8 +70,6 @@ class HeteroStrategy(DDPStrategy):
         self._rank_state, self._shards = saving.RankState(self.options), Shards()
         self.survival = GoingOn(self) if self.options.on_peer_loss == "continue" else Survival()
 
-    # -- joining -----------------------------------------------------------------------------------
-
     job: Job | None = None  # once this process has joined
     entry: entering.Entry | None = None  # if it joins a job that runs, until training starts
     share: Workshare
@@ -98,9 +97,11 @@ class HeteroStrategy(DDPStrategy):
         return (tuple(range(topology.world)),)
 
     @property
-    def topology(self) -> Topology | None:
+    def cluster(self) -> Topology | None:
         """Which ranks live on which node, once this process has joined."""
         return None if self.job is None else self.job.view.topology
+
+    topology = former_topology()
 
     @override
     def set_world_ranks(self) -> None:
@@ -126,8 +127,7 @@ class HeteroStrategy(DDPStrategy):
         """
         former = None if self.job is None else self.parts
         parts = joining.make_parts(self, job, former, regrouping)
-        self.job, self.parts = job, parts
-        self.share, self.engine, self.step = parts.share, parts.engine, parts.step
+        self.job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
         return former
 
     def make_engine(self, job: Job, share: Workshare) -> Engine:
@@ -155,8 +155,7 @@ class HeteroStrategy(DDPStrategy):
     @property
     def trainer(self) -> pl.Trainer:
         """The Trainer that this strategy serves."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return served(self)
 
     @property
     @override

@@ -115,7 +115,8 @@ class GoingOn(Survival):
         if view.world == 1:
             return
         grace = None if options.grace == "auto" else float(options.grace)
-        terms = Terms(grace, options.min_replicas, options.limit.total_seconds())
+        unit = "rank" if view.ranks_leave else "replica"
+        terms = Terms(grace, options.min_replicas, options.limit.total_seconds(), unit)
         me, token = view.ids[view.rank], job.token()
         interface = regrouping.interface(self._strategy)
         membership = Membership(me, interface, token, terms, on_change=self._noticed, offer=self._offer)

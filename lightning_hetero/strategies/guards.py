@@ -36,6 +36,20 @@ def running(strategy: "HeteroStrategy") -> "pl.Trainer":
     return trainer
 
 
+def served(strategy: "HeteroStrategy") -> "pl.Trainer":
+    """The Trainer of a strategy.
+
+    Raises:
+        UnsupportedError: it has none yet.
+    """
+    if (trainer := trainer_of(strategy.lightning_module)) is None:
+        raise UnsupportedError(
+            "strategy.trainer is there from the beginning of a fit, validation, test or prediction on: a Trainer tells "
+            "its strategy of itself with the model. Ask for it there, such as in a callback's hook."
+        )
+    return trainer
+
+
 def check_setup(strategy: "HeteroStrategy", trainer: "pl.Trainer", layer_sync: Any) -> None:
     """Refuse a Trainer and a model that would hang or be wrong (collective).
 

@@ -110,7 +110,8 @@ def connect(strategy: "HeteroStrategy") -> None:
         with noting_sockets(of_all=True):
             _lightning.init_dist_connection(cluster, "gloo", timeout=timeout, **_store_of_restart(timeout))
 
-    meet(init, address, timeout)
+    observer = getattr(strategy.launcher, "observer", None)
+    meet(init, address, timeout, (lambda: None) if observer is None else observer.ended)
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:

@@ -26,12 +26,15 @@ def counting(
             batches, Lightning would look into the batch of the step before.
     """
 
-    def log(*args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+    def log(fx: str, name: str, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+        given = batch_size
         if batch_size is None and infers and (found := samples()) is not None:
             batch_size = int(found)
         counts = samples if batch_size is None else lambda: float(batch_size)
-        with collectives.weighing(counts):
-            type(results).log(results, *args, batch_size=batch_size, **kwargs)  # type: ignore[union-attr]
+        with collectives.weighing(counts, None if given is None else name):
+            type(results).log(results, fx, name, *args, batch_size=batch_size, **kwargs)  # type: ignore[union-attr]
+        if given == 0:
+            _explain(results, name, collectives.tell_of_nothing)
 
     with collectives.weighing(samples), _logging_by(results, log):
         yield
@@ -57,6 +60,30 @@ def counting_nothing(collectives: Collectives, results: Any | None) -> Iterator[
 
     with collectives.weighing(lambda: 0.0), _logging_by(results, log):
         yield
+
+
+def _explain(results: Any, name: str, tell: Callable[[str], None]) -> None:
+    """Let it be told if no value of a mean over an epoch counts.
+
+    Args:
+        results: the Trainer's collection of logged values.
+        name: of the value.
+        tell: called with the name if the mean is not a number for that reason.
+    """
+    for metric in results.values():
+        if metric.meta.name != name or not (metric.is_tensor and metric.meta.is_mean_reduction):
+            continue
+        if getattr(metric.compute, "explains", False):
+            continue
+
+        def compute(metric: Any = metric, compute: Callable[[], Tensor] = metric.compute) -> Tensor:
+            value = compute()
+            if not metric.cumulated_batch_size.any() and metric.value.isfinite().all() and value.isnan().any():
+                tell(name)
+            return value
+
+        compute.explains = True  # type: ignore[attr-defined]
+        metric.compute = compute
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
@@ -18,7 +19,7 @@ from lightning_hetero.workload.capacity import memory_per_rank
 from lightning_hetero.workload.planner import Planner
 
 S = TypeVar("S", bound=type)
-
+LEAST_GRACE = 0.5  # seconds
 
 #: Options that some strategies have, and others could be thought to have: which, and why.
 _ELSEWHERE = {
@@ -66,8 +67,8 @@ class Options:
         min_replicas: with ``on_peer_loss="continue"``, how many replicas (under ``hetero_ddp``, ranks) must be left to
             go on. More than half of them must be left at each loss, or half with the lowest, whatever this says.
         grace: with ``on_peer_loss="continue"``, seconds of silence after which a rank counts as lost. A dead process is
-            noticed at once; this is for frozen ones and for broken links. ``"auto"``: learned from how regularly ranks
-            are heard, 3 to 60 seconds.
+            noticed at once; this is for frozen ones and for broken links. At least 0.5. ``"auto"``: learned from how
+            regularly ranks are heard, 3 to 60 seconds.
         join_file: with ``on_peer_loss="continue"``, a file that all machines of the job see. A process that is started
             with the same file while the job runs joins it, as one more rank. Without it, only a rank that is started
             again by the same launcher finds the job, through ``MASTER_ADDR`` and ``MASTER_PORT``, as long as the first
@@ -93,7 +94,7 @@ class Options:
     on_peer_loss: Literal["error", "continue"] = "error"
     min_replicas: int = 1
     grace: Literal["auto"] | float = "auto"
-    join_file: str | None = None
+    join_file: str | os.PathLike[str] | None = None
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     process_group_backend: None = None
 
@@ -157,8 +158,13 @@ class Options:
     def _check_loss(self) -> None:
         one_of("on_peer_loss", self.on_peer_loss, ("error", "continue"))
         at_least_one("min_replicas", self.min_replicas)
-        if self.grace != "auto" and not (is_number(self.grace) and self.grace > 0):
-            raise ConfigurationError(f"grace={self.grace!r}: give seconds above 0, or 'auto'.")
+        if self.grace != "auto" and not (is_number(self.grace) and self.grace >= LEAST_GRACE):
+            raise ConfigurationError(
+                f"grace={self.grace!r}: give at least {LEAST_GRACE:g} seconds, or 'auto'. A busy machine may well let "
+                "a living process wait for longer than a shorter one allows, and its rank would count as lost."
+            )
+        if isinstance(self.join_file, os.PathLike):
+            object.__setattr__(self, "join_file", os.fspath(self.join_file))
         if not (self.join_file is None or (isinstance(self.join_file, str) and self.join_file)):
             raise ConfigurationError(f"join_file={self.join_file!r}: give the name of a file.")
         if self.on_peer_loss == "error" and self.join_file is not None:

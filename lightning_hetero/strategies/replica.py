@@ -35,6 +35,7 @@ from lightning_hetero.strategies.replica_guards import (
     averages_again,
     complex_parameters,
     go_on_with,
+    met,
     unfreezing,
     unsupported,
 )
@@ -132,8 +133,8 @@ class ReplicaStrategy(HeteroStrategy):
 
     @property
     def traffic(self) -> Traffic:
-        """What exchanges between replicas have cost since the ranks have met."""
-        return self.engine.traffic
+        """What exchanges between replicas have cost since the ranks have met; an error before they have."""
+        return met(self).engine.traffic
 
     def status(self) -> dict[str, float | str]:
         """The algorithm's own numbers and words, by name, such as its phase; empty outside of a fit."""

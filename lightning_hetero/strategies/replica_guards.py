@@ -14,6 +14,8 @@ from lightning_hetero.errors import ConfigurationError, HeteroError, Unsupported
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_hetero.strategies.replica import ReplicaStrategy
+
 
 def unsupported(callbacks: list[Callback]) -> HeteroError | None:
     """Why a callback cannot work where replicas differ, if one of them cannot."""
@@ -25,6 +27,20 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
                 "for each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
             )
     return None
+
+
+def met(strategy: "ReplicaStrategy") -> "ReplicaStrategy":
+    """A strategy of which the traffic is asked for.
+
+    Raises:
+        UnsupportedError: its ranks have not met yet.
+    """
+    if strategy.job is None:
+        raise UnsupportedError(
+            "strategy.traffic is there from the beginning of a fit on: it counts what exchanges have cost since the "
+            "ranks have met. Ask for it during the fit, or after it."
+        )
+    return strategy
 
 
 def unfreezing(trainer: "pl.Trainer", module: torch.nn.Module) -> HeteroError | None:

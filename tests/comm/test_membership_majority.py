@@ -45,6 +45,8 @@ def test_the_rule_in_small() -> None:
     assert decide({0, 3}, four, (), 1).units == ((0,), (3,))
     assert not decide({0, 3}, four, (), 1).lacks
     assert "only 2 of 4 replicas remain without rank 0" in decide({1, 3}, four, (), 1).lacks
+    assert "only 2 of 4 ranks remain without rank 0" in decide({1, 3}, four, (), 1, "rank").lacks
+    assert "only 3 ranks remain, and at least 4 are required" in decide({0, 1, 3}, four, (), 4, "rank").lacks
     assert "only 1 of 4" in decide({0}, four, (), 1).lacks
     assert not decide({1, 2, 3}, four, (), 1).lacks
     assert "at least 4 are required" in decide({1, 2, 3}, four, (), 4).lacks

@@ -71,7 +71,7 @@ def _copied(kind: Any, options: dict[str, Any]) -> list[torch.Tensor]:
     again.fit_loop.max_epochs = 2
     again.fit(module, _data())
     assert again.strategy is not first.strategy
-    assert first.strategy.topology is not None  # the copied one is as it was
+    assert first.strategy.cluster is not None  # the copied one is as it was
     return trained
 
 

@@ -44,9 +44,10 @@ def test_fewer_than_the_user_wants(tmp_path: Path, name: str) -> None:
         told.append(str(outcomes[rank].error))
         assert f"rank 1 {DIED}" in told[-1]
     # The one that hears of it last may find that the other has ended, too.
-    too_few = [f"Rank {rank} cannot go on: only 2 replicas remain, and at least 3 are required" for rank in (0, 2)]
+    what = "ranks" if name == "ddp" else "replicas"
+    too_few = [f"Rank {rank} cannot go on: only 2 {what} remain, and at least 3 are required" for rank in (0, 2)]
     assert too_few[0] in told[0]
-    assert too_few[1] in told[1] or "only 1 of 3 replicas remain without rank 0" in told[1]
+    assert too_few[1] in told[1] or f"only 1 of 3 {what} remain without rank 0" in told[1]
 
 
 def test_no_majority_is_left(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _ragged() -> dict[str, Any]:
     module = Net()
     trainer = pl.Trainer(strategy="hetero_ddp", **{**FAST, "max_epochs": 2})
     trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
-    topology = trainer.strategy.topology
+    topology = trainer.strategy.cluster
     return {"nodes": topology.nodes, "node": topology.node, "weights": parameters(module), "seen": module.seen}
 
 
@@ -143,7 +143,7 @@ def _as_nodes() -> Any:
     strategy = HeteroDDPStrategy(ranks_per_node=[1, 2])
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "limit_train_batches": 1})
     trainer.fit(Net(), DataLoader(dataset(96), batch_size=4))
-    return strategy.topology.nodes
+    return strategy.cluster.nodes
 
 
 def test_one_rank_alone() -> None:

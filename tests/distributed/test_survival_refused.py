@@ -67,7 +67,9 @@ def test_what_could_not_go_on_is_refused_before_the_first_step() -> None:
     [
         ({"min_replicas": 2}, "say when to go on without lost ranks"),
         ({"grace": 5.0}, "say when to go on without lost ranks"),
-        ({"on_peer_loss": "continue", "grace": 0}, "give seconds above 0"),
+        *(({"on_peer_loss": "continue", "grace": grace}, "give at least 0.5 seconds") for grace in (0, 1e-9, 0.49)),
+        ({"on_peer_loss": "continue", "join_file": 3}, "join_file=3: give the name of a file"),
+        ({"on_peer_loss": "continue", "join_file": ""}, "join_file='': give the name of a file"),
         ({"on_peer_loss": "continue", "start_method": "spawn"}, "that launcher ends all ranks when one fails"),
         ({"on_peer_loss": "ignore"}, "on_peer_loss"),
     ],

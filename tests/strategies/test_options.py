@@ -163,6 +163,7 @@ ROWS: list[tuple[Any, dict[str, Any], str]] = [
     (GossipStrategy, {"wire": "int8"}, "wire='int8': gossip rounds values"),
     (GossipStrategy, {"wire": "int9"}, "wire='int9' must be one of"),
     (GossipPushSumStrategy, {"wire": "int4"}, "nothing may be left out"),
+    (GossipPushSumStrategy, {"wire": "fp8"}, "wire='fp8' must be one of 'fp32', 'bf16', 'fp16'."),
     (GossipStrategy, {"replica": "socket"}, "replica='socket' must be one of"),
     (GossipStrategy, {"on_nan": "ignore"}, "on_nan='ignore'"),
     (GossipStrategy, {"topologie": "ring"}, "unknown option"),

@@ -65,7 +65,11 @@ def only_wide_wires(wire: str, strategies: str) -> None:
     Raises:
         ConfigurationError: it is not.
     """
-    if encoding_of(wire) is not None:
+    try:
+        low = encoding_of(wire) is not None
+    except ConfigurationError:
+        raise ConfigurationError(f"wire={wire!r} must be one of {', '.join(map(repr, DTYPES))}.") from None
+    if low:
         raise ConfigurationError(
             f"wire={wire!r}: {strategies}. Use one of {', '.join(map(repr, DTYPES))}; or hetero_node, hetero_daso, "
             "hetero_easgd, hetero_easgd_overlap, hetero_eamsgd or hetero_diloco, which also take "

@@ -167,7 +167,7 @@ class Gathering:
 
     def _propose(self, standings: dict[int, tuple[int, ...]]) -> Proposal | None:
         member, rosters = self._member, self._rosters()
-        units, lacks = decide(standings, rosters, member.gone.left, member.terms.minimum)
+        units, lacks = decide(standings, rosters, member.gone.left, member.terms.minimum, member.terms.unit)
         missing = {one: why for one, why in member.gone.reasons.items() if one in rosters[0].members}
         if lacks:
             listed = "; ".join(f"rank {one} {why}" for one, why in sorted(missing.items()))

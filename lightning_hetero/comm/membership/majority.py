@@ -52,7 +52,9 @@ class Decision(NamedTuple):
     lacks: str
 
 
-def decide(present: Collection[int], rosters: Collection[Roster], left: Collection[int], minimum: int) -> Decision:
+def decide(
+    present: Collection[int], rosters: Collection[Roster], left: Collection[int], minimum: int, unit: str = "replica"
+) -> Decision:
     """Whether the members that are present may go on without the others.
 
     They may if they hold more than half of the units of each view, or exactly half of them with the unit of the
@@ -64,6 +66,7 @@ def decide(present: Collection[int], rosters: Collection[Roster], left: Collecti
         rosters: the last view that was committed, and all views that were acknowledged after it.
         left: members that have left because their run was over.
         minimum: units that must remain.
+        unit: what people call a unit.
 
     Returns:
         The units that remain, and what they lack.
@@ -76,10 +79,10 @@ def decide(present: Collection[int], rosters: Collection[Roster], left: Collecti
         >>> decide({2, 3}, halves, (), 1).lacks
         'only 2 of 4 replicas remain without rank 0; it takes more than half, or half with rank 0'
     """
-    kept = tuple(unit for unit in min(rosters).units if set(present).issuperset(unit))
+    kept = tuple(one for one in min(rosters).units if set(present).issuperset(one))
     for roster in sorted(rosters):
-        voters = [unit for unit in roster.units if not set(left).intersection(unit)]
-        ours = [unit for unit in voters if unit in kept]
+        voters = [one for one in roster.units if not set(left).intersection(one)]
+        ours = [one for one in voters if one in kept]
         if 2 * len(ours) > len(voters):
             continue
         first = min(voters, default=())
@@ -88,7 +91,7 @@ def decide(present: Collection[int], rosters: Collection[Roster], left: Collecti
         lowest = f"rank {min(first, default=0)}"
         missing = "" if first in ours else f" without {lowest}"
         rule = f"it takes more than half, or half with {lowest}"
-        return Decision(kept, f"only {len(ours)} of {len(voters)} replicas remain{missing}; {rule}")
+        return Decision(kept, f"only {len(ours)} of {len(voters)} {unit}s remain{missing}; {rule}")
     if len(kept) < minimum:
-        return Decision(kept, f"only {len(kept)} replicas remain, and at least {minimum} are required")
-    return Decision(kept, "" if kept else "no replica remains")
+        return Decision(kept, f"only {len(kept)} {unit}s remain, and at least {minimum} are required")
+    return Decision(kept, "" if kept else f"no {unit} remains")

@@ -11,11 +11,13 @@ class Terms(NamedTuple):
             heard.
         minimum: units that must remain.
         timeout: longest wait, in seconds, for a living member to come to the agreement.
+        unit: what people call a unit.
     """
 
     grace: float | None
     minimum: int
     timeout: float
+    unit: str = "replica"
 
 
 class Agreed(NamedTuple):
