@@ -12,7 +12,7 @@ from heapq import heapify, heapreplace
 from pathlib import Path
 
 from gains import NODES, ddp, gain, of_nodes
-from lanes import BELOW, Lane, draw
+from lanes import BELOW, COLOURS, Lane, draw
 
 from lightning_hetero.averaging.mixing import one_peer_exponential, random_matching, sends
 from lightning_hetero.averaging.rhythm import Rhythm
@@ -41,19 +41,21 @@ def node() -> list[Lane]:
     return [lane]
 
 
-def daso(every: int = 4, wait: int = 2, lasts: float = 1.6) -> list[Lane]:
+def in_nodes(lane: Lane) -> None:
+    """A step of all ranks, with gradients averaged within nodes."""
+    for ranks in NODES:
+        for rank in ranks:
+            lane.step(rank)
+        lane.average(ranks)
+
+
+def cycle(lane: Lane, every: int, wait: int, lasts: float) -> None:
     """The rule of ``DASOAverager.after_step``: one rank of each node in turn; mixed in ``wait`` steps later."""
-    title = f"hetero_daso, global_every={every}, wait={wait}: warm-up, then an exchange in the background"
-    lane, member, since = Lane(title, of_nodes(), 21), 0, 0
+    step, member, since = 0, 0, 0
     pending: tuple[int, float] | None = None
-    for step in range(1, 40):
-        for ranks in NODES:
-            for rank in ranks:
-                lane.step(rank)
-            lane.average(ranks)
-        if phase(step, 1000, 2, 0) != "cycling":
-            lane.meet(range(4), 1.1)
-            continue
+    while lane.running:
+        step += 1
+        in_nodes(lane)
         if pending is not None and step - pending[0] >= wait:
             for rank in range(4):
                 lane.wait(rank, pending[1])
@@ -63,6 +65,30 @@ def daso(every: int = 4, wait: int = 2, lasts: float = 1.6) -> list[Lane]:
         if since >= every and pending is None:
             pending = (step, lane.begin([ranks[member] for ranks in NODES], lasts))
             since, member = 0, (member + 1) % 2
+
+
+def daso(every: int = 4, wait: int = 2, lasts: float = 1.6) -> list[Lane]:
+    """Blocking first, then in the background."""
+    title = f"hetero_daso, global_every={every}, wait={wait}: warm-up, then an exchange in the background"
+    lane, step = Lane(title, of_nodes(), 21), 1
+    while phase(step, 1000, 2, 0) != "cycling":
+        in_nodes(lane)
+        lane.meet(range(4), 1.1)
+        step += 1
+    cycle(lane, every, wait, lasts)
+    return [lane]
+
+
+def auto(measure: int = 3) -> list[Lane]:
+    """All gradients at every step, until another strategy gains enough."""
+    lane = Lane(f"hetero_auto, measure={measure}: hetero_ddp first; then what gains, here hetero_daso", of_nodes(), 21)
+    for _ in range(measure):
+        for rank in range(4):
+            lane.step(rank)
+        lane.meet(range(4), 2.2)
+    chosen = max(lane.now)
+    cycle(lane, 4, 2, 1.6)
+    lane.texts.append((chosen, -0.6, "measures the links, and chooses", COLOURS["compute"]))
     return [lane]
 
 
@@ -230,6 +256,7 @@ PICTURES: dict[str, tuple[int, Callable[[], list[Lane]]]] = {
     "hetero_ddp": (1, ddp),
     "hetero_node": (1, node),
     "hetero_daso": (1, daso),
+    "hetero_auto": (1, auto),
     "hetero_easgd": (
         1,
         lambda: [
