@@ -193,7 +193,8 @@ class Replicas:
 def possible(strategy: "HeteroStrategy") -> bool:
     """Whether ranks can save apart, each at its own time; the same on all ranks."""
     trainer, module = strategy.trainer, strategy.trainer.lightning_module
-    if strategy.options.on_peer_loss == "continue" or not _ours(type(strategy).save_checkpoint):
+    adds = strategy.adds_to_checkpoints or not _ours(type(strategy).save_checkpoint)
+    if strategy.options.on_peer_loss == "continue" or adds:
         return False
     if not isinstance(strategy, ReplicaStrategy):
         return True

@@ -122,6 +122,19 @@ def _load(path: Path) -> dict[str, Any]:
 KINDS = {"ddp": DDP, "diloco": DILOCO, "easgd": EASGD, "streaming": STREAMING, "daso": DASO}
 
 
+def _remembers(folder: str) -> None:
+    for name, background in (("waits", False), ("background", True)):
+        fit(f"{folder}/{name}", (HeteroDDPStrategy, {"wire": "int8"}), Dropping, background=background)
+
+
+def test_what_gradients_have_left_out_is_in_the_files_too(tmp_path: Path) -> None:
+    run(_remembers, 2, str(tmp_path), nodes=[1, 1])
+    for step in range(EVERY, STEPS, EVERY):
+        waits, other = (_load(tmp_path / how / f"step={step}.ckpt") for how in ("waits", "background"))
+        assert waits["lightning_hetero"]["gradients"]
+        assert _same(waits["lightning_hetero"]["gradients"], other["lightning_hetero"]["gradients"])
+
+
 @pytest.mark.parametrize("work", [None, _only_before_the_step, _some_at_once], ids=["thread", "step", "both"])
 @pytest.mark.parametrize(
     "kind",

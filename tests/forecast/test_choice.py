@@ -12,7 +12,9 @@ from lightning_hetero.strategies.registry import ENTRIES
 from lightning_hetero.workload.shares import Cost
 
 
-def cluster(rate: float, speeds: tuple[float, ...] = (1.0, 1.0), nodes: int = 2, given: tuple[int, ...] = ()) -> Cluster:
+def cluster(
+    rate: float, speeds: tuple[float, ...] = (1.0, 1.0), nodes: int = 2, given: tuple[int, ...] = ()
+) -> Cluster:
     ranks = tuple(Cost(0.01 / speed, 0.09 / 16 / speed) for speed in speeds)
     return Cluster((ranks,) * nodes, 16 * nodes * len(speeds), 10e6, Way(2e-5, 5e9), Way(2e-4, rate), given=given)
 
