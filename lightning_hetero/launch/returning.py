@@ -1,6 +1,5 @@
 """Brings what callbacks have learned back from processes that were forked or spawned."""
 
-import pickle
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from typing_extensions import override
 
 from lightning_hetero._lightning import MultiProcessingLauncher
+from lightning_hetero.comm.objects import packed, unpacked
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,14 +47,14 @@ class ReturningLauncher(MultiProcessingLauncher):
     def get_extra_results(self, trainer: "pl.Trainer") -> dict[str, Any]:
         given = [(_kind(callback), callback.give_back()) for callback in _giving(trainer)]
         path = Path(tempfile.mkdtemp(), "callbacks.pickle")
-        path.write_bytes(pickle.dumps(given))
+        path.write_bytes(packed(given))
         return {**super().get_extra_results(trainer), _FILE: str(path)}
 
     @override
     def update_main_process_results(self, trainer: "pl.Trainer", extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         path = Path(extra[_FILE])
-        given = pickle.loads(path.read_bytes())
+        given = unpacked(path.read_bytes())
         shutil.rmtree(path.parent)
         waiting = _giving(trainer)
         for kind, what in given:  # callbacks that a module has brought along exist in the other process only

@@ -116,7 +116,7 @@ def attempt(
         processes.append(process)
         ends.append(ours)
     outcomes = [Outcome() for _ in range(world)]
-    stacks = [Path(tempfile.gettempdir(), f"lightning-hetero-stacks-{process.pid}") for process in processes]
+    stacks = [Path(tempfile.gettempdir(), f"stacks-of-rank-{process.pid}") for process in processes]
     try:
         _begin(ends)
         open_ends, deadline = set(ends), time.monotonic() + timeout
@@ -221,7 +221,7 @@ def _rank(end: Connection, variables: dict[str, str], function: Callable[..., An
     # A child of the server would start a server of its own for each rank's dataloader workers.
     multiprocessing.set_start_method("fork", force=True)
     quiet()
-    stacks = f"{tempfile.gettempdir()}/lightning-hetero-stacks-{os.getpid()}"
+    stacks = f"{tempfile.gettempdir()}/stacks-of-rank-{os.getpid()}"
     faulthandler.register(signal.SIGUSR2, os.open(stacks, os.O_WRONLY | os.O_CREAT))
     end.send_bytes(b"started")
     end.recv_bytes()

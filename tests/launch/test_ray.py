@@ -23,7 +23,7 @@ from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
 from lightning_hetero.errors import LaunchError, UnsupportedError
 from lightning_hetero.launch import environment
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ray" / "train.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray" / "train_digits.py"
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'lightning-hetero[ray]'"
 )

@@ -1,7 +1,7 @@
 """Strategies of this package under Ray Train, which starts the workers, and starts them again after a failure.
 
-python examples/ray/train.py --workers 2
-python examples/ray/train.py --workers 2 --strategy hetero_diloco --folder /shared/run-7 --failures 3
+python examples/ray/train_digits.py --workers 2
+python examples/ray/train_digits.py --workers 2 --strategy hetero_diloco --folder /shared/run-7 --failures 3
 """
 
 import argparse
