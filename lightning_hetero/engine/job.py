@@ -4,6 +4,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -241,6 +242,21 @@ class Job:
     def report_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks for their reports; ``None`` for one rank (collective over all ranks)."""
         return self.groups.get("reports", range(self.view.world))
+
+    def await_all(self, what: str, enough: Callable[[], bool], seconds: float = 5.0) -> None:
+        """Wait until all ranks have come to the same point, where connections may be broken already.
+
+        Args:
+            what: names the point.
+            enough: ends the wait.
+            seconds: the longest one.
+        """
+        until, keys = time.monotonic() + seconds, [str(rank) for rank in range(self.view.world)]
+        with suppress(dist.DistError):
+            store = self.store(what)
+            store.set(keys[self.view.rank], "")
+            while not (store.check(keys) or enough() or time.monotonic() > until):
+                time.sleep(0.01)
 
     def store(self, purpose: str) -> dist.Store:
         """The store of the job, with keys of its own for a purpose."""

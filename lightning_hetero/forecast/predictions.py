@@ -105,7 +105,15 @@ _BLOCKING = (
     _Kind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO, wired=True),
     _Kind("hetero_diloco", "DiLoCoStrategy", options=_NODES, wired=True, nodes=True),
 )
-_DASO = _Kind("hetero_daso", "DASOStrategy", None, {"wait": "auto"}, wired=True, nodes=True, hides=True)
+_DASO = _Kind(
+    "hetero_daso",
+    "DASOStrategy",
+    None,
+    {"wait": "auto", "warmup": 0, "cooldown": 0},
+    wired=True,
+    nodes=True,
+    hides=True,
+)
 _OVERLAP = _Kind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, wired=True)
 _STREAMING = _Kind(
     "hetero_diloco (streaming)",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_hetero.errors import CommunicationError, ConfigurationError
 
 _KEY = "lightning_hetero/job"
-_HERE = timedelta(seconds=5)  # in which a store of this process answers
+_HERE = timedelta(seconds=30)  # in which a store of this process answers; it may ask for the names of addresses first
 
 
 class JobAddress(Protocol):
