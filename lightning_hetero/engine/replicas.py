@@ -282,7 +282,8 @@ class ReplicaEngine:
     def state_dict(self, optimizers: Sequence[Optimizer], precision: dict[str, Any]) -> dict[str, Any] | None:
         """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only."""
         rest = beside_values(self, optimizers, precision)
-        return {"values": [value.cpu() for value in self.own_values()], **rest} if self.view.leads else None
+        values = self.own_values()  # on all ranks: those of a replica make their buffers alike first
+        return {"values": [value.cpu() for value in values], **rest} if self.view.leads else None
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Continue from :meth:`state_dict`, and this rank's losses by that name."""
