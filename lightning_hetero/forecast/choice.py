@@ -79,7 +79,9 @@ def choose(cluster: Cluster, measured: float, wish: Wish) -> Choice:
     )
     if wish.exact:
         return Choice(None, f"{step}. Nothing else is exact.")
-    allowed = [found[name] for name in CANDIDATES if found[name].repeatable or not wish.deterministic]
+    measured_waits = [name for name, one in found.items() if one.options.get("wait") == "auto"]  # never twice alike
+    repeatable = [name for name in CANDIDATES if found[name].repeatable and name not in measured_waits]
+    allowed = [found[name] for name in (repeatable if wish.deterministic else CANDIDATES)]
     most = max(one.speed for one in allowed)
     best = next(one for one in allowed if one.speed >= (1 - EQUAL) * most)
     then = (

@@ -56,6 +56,7 @@ class AutoStrategy(ReplicaStrategy):
     algorithm: UndecidedAverager
     chosen: ReplicaStrategy | None = None  #: What goes on; ``None``: ``hetero_ddp``.
     choice: Choice | None = None  #: The latest one, with its arithmetic; ``None``: nothing has been chosen yet.
+    stays = False  #: Whether it has chosen to stay with ``hetero_ddp``.
     _next = 0  # optimizer steps of this fit after which it chooses; 0: no more
 
     @override
@@ -86,7 +87,8 @@ class AutoStrategy(ReplicaStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.job is not None
-        undecided = self.chosen is None and not self.algorithm.exact and self.job.view.world > 1
+        decided = self.stays or self.algorithm.exact or self.chosen is not None
+        undecided = not decided and self.job.view.world > 1 and not _lightning.searches_lr(self.trainer)
         left = max(self.algorithm.measure - self.trainer.global_step, 1)  # of a fit that goes on
         self._next = self.engine.windows + left if undecided else 0
         self._last = self._next + (_TRIES - 1) * self.algorithm.measure
@@ -140,7 +142,7 @@ class AutoStrategy(ReplicaStrategy):
             changing.divide(self)
 
     def _stay(self, why: str) -> None:
-        self._next = 0
+        self._next, self.stays = 0, True
         rank_zero_info(f"hetero_auto stays with hetero_ddp: {why}")
 
     def _take(self, name: str, options: Mapping[str, Any]) -> None:
@@ -159,7 +161,7 @@ class AutoStrategy(ReplicaStrategy):
     def _cluster(self, within: Way, between: Way) -> Cluster | None:
         """What has been measured, the same on all ranks; ``None``: not yet, or it is not known how large steps are."""
         planner, reports = self.share.planner, self.share.reports
-        if not planner.total or len(reports) != planner.world:
+        if planner.learns or not planner.total or len(reports) != planner.world:
             return None
         batches = self._batches()  # gradients travel once in so many
         costs = [_straight(report, batches) for report in reports]
@@ -185,6 +187,9 @@ class AutoStrategy(ReplicaStrategy):
     @saving.whole
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.chosen is None:  # one replica, which has nothing of its own
+            if self.stays:
+                own = {"strategy": "hetero_ddp", "options": {}, "replica": self.replica}
+                checkpoint.setdefault(KEY, {"format": FORMAT})["choice"] = own
             HeteroStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
             return
         choice = {"strategy": self._chosen_name(), "options": self.chosen.algorithm.options()}  # type: ignore[union-attr]
@@ -195,11 +200,14 @@ class AutoStrategy(ReplicaStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         choice, fits = part_of(checkpoint).get("choice"), False
+        if choice is not None and (self.algorithm.exact or choice["strategy"] == "hetero_ddp"):
+            self.stays, choice = True, None
         if (trainer := _lightning.trainer_of(self.lightning_module)) is not None:
             fits = trainer.state.fn == TrainerFn.FITTING
         if choice is not None and fits and self.chosen is None and self.job is not None:
             self._take(choice["strategy"], {**choice["options"], "replica": choice["replica"]})
             self.build(Job(changing.divided(self), self.job.timeout, self.job.within))
+            self._rank_state.read(checkpoint, self)  # the loaders are new ones
             rank_zero_info(f"hetero_auto goes on as {choice['strategy']}, as chosen before the checkpoint was saved.")
         return checkpoint
 

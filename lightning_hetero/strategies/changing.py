@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.replica import share_values
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.view import Member, View
 from lightning_hetero.strategies import plans, regrouping
@@ -50,6 +51,7 @@ def divide(strategy: "ReplicaStrategy") -> None:
     job = Job(divided(strategy), former.timeout, former.within)
     kept = tuple(range(former.view.world))
     regrouping.rebuild(strategy, job, Regrouping(kept, start, share.heard))
+    share_values(strategy.trainer.lightning_module)  # unlike devices round differently, and buffers are each rank's own
     strategy.begin_apart()
     regrouping.renew_model(strategy)
     if strategy.stop_request is not None:

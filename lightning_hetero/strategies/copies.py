@@ -99,11 +99,16 @@ class Copies:
             lasting: whether this goes for what only an exchange changes, too.
         """
         self._awaited = True
-        with self._copying:  # or the thread is in the midst of a piece
-            for pieces in (self._left, self._lasting) if lasting else (self._left,):
-                while pieces:
-                    self._take(pieces)
-        self._awaited = False
+        try:
+            with self._copying:  # or the thread is in the midst of a piece
+                for pieces in (self._left, self._lasting) if lasting else (self._left,):
+                    while pieces:
+                        self._take(pieces)
+        except BaseException:  # Ctrl+C, say: a piece may be lacking
+            self.changed = True
+            raise
+        finally:
+            self._awaited = False
 
     def _take(self, pieces: deque[_Piece]) -> None:
         if pieces:

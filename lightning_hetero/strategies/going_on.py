@@ -239,8 +239,8 @@ class GoingOn(Survival):
                     raise
                 if time.monotonic() - began > limit:
                     raise MembershipLostError(
-                        f"Rank {self._membership_id} cannot go on: since {limit:g} s (the strategy's `timeout`) the "
-                        f"ranks that remain have tried in vain to meet, at last in view {agreed.number}: {error}"
+                        f"Rank {self._membership_id} cannot go on: for {limit:g} s (the strategy's `timeout`) the "
+                        f"ranks that remain have tried in vain to meet, most recently in view {agreed.number}: {error}"
                     ) from error
                 _log.info("rank %d could not join view %d: %s", self._membership_id, agreed.number, error)
         self._growth.go_on()

@@ -19,6 +19,7 @@ from lightning_hetero.engine.own_state import beside_values
 from lightning_hetero.strategies.background import Files
 from lightning_hetero.strategies.copies import Copies, identity
 from lightning_hetero.strategies.replica import ReplicaStrategy
+from lightning_hetero.strategies.resumable import Resumable
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
 if TYPE_CHECKING:
@@ -204,6 +205,9 @@ def possible(strategy: "HeteroStrategy") -> bool:
     kind = type(averager)
     if kind.consensus not in (Averager.consensus, CenteredAverager.consensus) or not _ours(kind.state_dict):
         return False  # they may wait for others
+    others = [one for one in trainer.checkpoint_callbacks if not isinstance(one, Resumable)]
+    if others:
+        return False  # the model holds the consensus while they save
     if any(map(averages_weights, callbacks)) or not all(_knows(hook) for hook in (module, *callbacks)):
         return False
     values = {identity(value) for value in (*module.parameters(), *module.buffers())}

@@ -191,6 +191,20 @@ def test_the_choice_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert said == ["hetero_auto goes on as hetero_node, as chosen before the checkpoint was saved."]
 
 
+def _stayed(path: str) -> Any:
+    _measured_as(FAST_LINK)
+    whole = Net()
+    _trainer(_strategy(deterministic=True), callbacks=[SaveAt(15, path)]).fit(whole, _data())
+    said, strategy, module = _said(), _strategy(deterministic=True), Net()
+    _measured_as(SLOW_LINK)  # it has chosen before
+    _trainer(strategy).fit(module, _data(), ckpt_path=path)
+    return strategy.chosen is None, [line for line in said if "hetero_auto" in line]
+
+
+def test_that_it_stays_is_in_the_checkpoint_too(tmp_path: Path) -> None:
+    assert run(_stayed, 2, str(tmp_path / "15.ckpt"), nodes=[1, 1]) == [(True, []), (True, [])]
+
+
 # -- bad input -----------------------------------------------------------------------------------------------
 
 
