@@ -1,10 +1,10 @@
 """Strategies under Ray Train: in its environment and its process group; with Ray itself, where that is installed."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from lightning_hetero.launch import environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray" / "train_digits.py"
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'lightning-hetero[ray]'"
+    "ray" not in packages_distributions(), reason="Ray is not installed: pip install 'lightning-hetero[ray]'"
 )
 
 
