@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ def _check_script(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPat
     path = ROOT / name
     assert path.exists(), path
     source = (path / "__main__.py" if path.is_dir() else path).read_text()
-    if "import ray" in source and importlib.util.find_spec("ray") is None:
+    if "import ray" in source and "ray" not in packages_distributions():
         for option in (word for word in arguments if word.startswith("--")):
             assert f'.add_argument("{option}"' in source, option
     elif arguments and (".parse_args(" in source or "jobs.options(" in source):
