@@ -2,13 +2,13 @@
 
 import csv
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from leftovers import watched
+from ranks import free_port
 from scripts import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -38,9 +38,7 @@ def test_digits(tmp_path: Path, devices: str) -> None:
 def test_torchrun_with_two_ranks_on_one_node_and_one_on_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # which no connection gets in the meantime
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     output = run([EXAMPLES / "torchrun" / "launch.sh"], tmp_path)
     ranks = re.findall(r"rank (\d) of 3, on node (\d): (\d+) samples per step", output)
