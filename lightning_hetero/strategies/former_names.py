@@ -18,7 +18,7 @@ class former_topology:  # noqa: N801 - it is used as `property` is
             return options["topology"]
         warnings.warn(
             "strategy.topology is called strategy.cluster now: under gossip `topology` is an option.",
-            DeprecationWarning,
+            FutureWarning,
             stacklevel=2,
         )
         return strategy.cluster

@@ -26,7 +26,7 @@ def test_the_topology_of_gossip_is_its_option() -> None:
 
 
 def test_the_former_name_of_the_cluster_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match=r"strategy\.topology is called strategy\.cluster now"):
+    with pytest.warns(FutureWarning, match=r"strategy\.topology is called strategy\.cluster now"):
         assert HeteroDDPStrategy().topology is None
 
 
