@@ -151,7 +151,7 @@ class GoingOn(Survival):
         if self._membership is not None:
             if getattr(exception, "on_every_rank", False) and self._strategy.job is not None:
                 # Who hears of a loss before it has raised the same error would go on instead.
-                self._strategy.job.await_all("the error of all", lambda: self.changing)
+                self._strategy.job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
             what = str(exception).strip().split("\n")[0]
             self._membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
             self._membership.close()

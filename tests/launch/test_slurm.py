@@ -58,21 +58,25 @@ print(f"rank {{trainer.global_rank}} is at step {{trainer.global_step}}", flush=
 """
 
 
-@pytest.mark.long
-def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
+def _allocation(tmp_path: Path) -> dict[str, str]:
+    """What SLURM tells a batch script on two nodes, with stand-ins for its commands."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    variables = {
+    return {
         "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "localhost,elsewhere",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_NNODES": "2",
         "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_JOB_NAME": "hetero",
         "SLURM_JOB_ID": str(_job_with_a_free_port()),
     }
+
+
+@pytest.mark.long
+def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
+    variables = {**_allocation(tmp_path), "SLURM_NTASKS_PER_NODE": "1"}
     command = [SCRIPT, "-m", "lightning_hetero", "doctor", "--accelerator", "cpu", "--timeout", "60"]
     with watched() as running:
         done = subprocess.run(
@@ -91,18 +95,9 @@ def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
 
 def _batch(tmp_path: Path, script: str, restarts: int, **more: str) -> subprocess.Popen:
     """Starts the batch script with a training."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").write_text(script)
     variables = {
-        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "localhost,elsewhere",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_NNODES": "2",
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_NAME": "hetero",
-        "SLURM_JOB_ID": str(_job_with_a_free_port()),
+        **_allocation(tmp_path),
         "SLURM_RESTART_COUNT": str(restarts),
         "FIRST": "1",
         "REQUEUED": str(tmp_path / "requeued"),
