@@ -1,6 +1,8 @@
 """How a process joins a job, and how it tells the others why it ends."""
 
+import os
 import secrets
+import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.groups import Groups, end_unused
 from lightning_hetero.comm.leaving import noting_sockets
 from lightning_hetero.comm.mixed_group import MixedGroup
+from lightning_hetero.comm.own_group import default_store
 from lightning_hetero.comm.sharing import Sharing, Within
 from lightning_hetero.comm.topology import Place, Topology, discover
 from lightning_hetero.engine.drift import SameParameters
@@ -56,9 +59,9 @@ def meet(
         ended: says which other process has ended before it could join, if it is known that one has.
 
     Raises:
-        CommunicationError: not all ranks have come in time.
+        CommunicationError: not all ranks have come in time, or another job's have.
     """
-    seconds = timeout.total_seconds()
+    seconds, made = timeout.total_seconds(), dist.is_initialized()
     with deadline("join the job"):
         try:
             _await(Background(connect), seconds, ended)
@@ -96,8 +99,23 @@ def meet(
                 f"rank {address.rank} of {address.world} could not join the job within {seconds:g} s (the "
                 f"strategy's `timeout`): {why}"
             ) from error
+    if not made:
+        _take_place(address)
     with deadline("learn where failures are told"):
         failures.watch(interface_towards(address.host), seconds)
+
+
+def _take_place(address: Address) -> None:
+    """Enter this process as its rank. A store lets in whoever comes, also ranks of a second job at the same port."""
+    mine = f"process {os.getpid()} of {socket.gethostname()}"
+    with deadline("take its place in the job"):
+        theirs = default_store().compare_set(f"rank {address.rank} is", "", mine).decode()
+    if theirs != mine:
+        raise CommunicationError(
+            f"rank {address.rank} of {address.world} could not join the job at {address.host}:{address.port}: rank "
+            f"{address.rank} there is {theirs}, and this is {mine}. So another job holds that port. Set MASTER_PORT to "
+            "a free one, the same for all ranks."
+        )
 
 
 class _EndedError(Exception):

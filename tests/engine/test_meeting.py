@@ -1,0 +1,38 @@
+"""A rank's place in a job: for one process."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.comm.own_group import default_store
+from lightning_hetero.engine.job import Address, meet
+from lightning_hetero.errors import CommunicationError
+
+HERE, LIMIT = Address("127.0.0.1", 29400, 0, 1), timedelta(seconds=10)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+def _connect() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=LIMIT)
+
+
+def test_a_place_that_is_taken_is_said_with_who_has_taken_it():
+    def connect_where_another_is() -> None:
+        _connect()
+        default_store().set("rank 0 is", "process 1 of elsewhere")
+
+    with pytest.raises(CommunicationError, match=r"rank 0 there is process 1 of elsewhere.*another job"):
+        meet(connect_where_another_is, HERE, LIMIT)
+
+
+def test_a_process_comes_back_to_its_own_place():
+    meet(_connect, HERE, LIMIT)
+    assert default_store().get("rank 0 is").startswith(b"process ")
+    meet(lambda: None, HERE, LIMIT)  # the group is there already: nothing is taken
