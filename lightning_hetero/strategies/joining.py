@@ -19,7 +19,8 @@ from lightning_hetero.comm.leaving import noting_sockets
 from lightning_hetero.comm.topology import place_of
 from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.finite import FiniteSteps
-from lightning_hetero.engine.job import Address, Follows, Job, meet
+from lightning_hetero.engine.job import Follows, Job
+from lightning_hetero.engine.meeting import Address, meet
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.streams import StreamPeers

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.comm.own_group import default_store
-from lightning_hetero.engine.job import Address, meet
+from lightning_hetero.engine.meeting import Address, meet
 from lightning_hetero.errors import CommunicationError
 
 HERE, LIMIT = Address("127.0.0.1", 29400, 0, 1), timedelta(seconds=10)
