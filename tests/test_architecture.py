@@ -24,7 +24,7 @@ MAY = {
     "workload": set(),
     "comm": {"workload"},
     "forecast": {"workload", "comm"},
-    "averaging": {"comm"},
+    "averaging": {"comm", "forecast"},
     "engine": {"averaging", "workload", "comm"},
     "launch": {"comm"},
     "strategies": {"engine", "averaging", "forecast", "workload", "comm", "launch"},

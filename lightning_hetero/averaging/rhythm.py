@@ -5,29 +5,16 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal
 
+from lightning_hetero.forecast.rhythm import smallest_tau
+
 FIRST = 8  # steps, before anything has been measured
-SHARE = 0.05  # of the steps' time, for which replicas may wait
-
-
-def smallest_tau(exchanges: Sequence[float], delay: int, longest: int) -> int:
-    """The least tau with exchanges that are hidden, or for which replicas wait at most a twentieth of the time.
-
-    Args:
-        exchanges: how long that of each fragment lasts, in steps.
-        delay: steps for which an exchange may last in the background.
-        longest: the largest tau.
-    """
-    waited = sum(max(0.0, each - delay) for each in exchanges)
-    carried = sum(exchanges) if delay else 0.0  # one exchange after another: the links carry them all within tau
-    least = max(math.ceil(waited / SHARE - 1e-9), math.ceil(carried - 1e-9), delay + 1)
-    return min(least, longest)
 
 
 class Rhythm:
     """Tau in the midst of a fit, the same on all ranks.
 
     Args:
-        tau: steps between two exchanges of a fragment; ``"auto"``: :func:`smallest_tau`, as measured.
+        tau: steps between two exchanges of a fragment; ``"auto"``: the smallest by the arithmetic, as measured.
         delay: steps for which an exchange may last in the background.
         longest: the largest tau that ``"auto"`` chooses.
         fragments: how many there are.

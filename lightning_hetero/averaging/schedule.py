@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lightning_hetero.checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.forecast.rhythm import smallest_wait
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
 
@@ -79,7 +80,7 @@ class RateSchedule:
 
     def _hide(self) -> None:
         if self.auto:
-            self.wait = min(self.every, max(math.ceil(median(self.lasted)), 1) if self.lasted else self.every)
+            self.wait = smallest_wait(median(self.lasted), self.every) if self.lasted else self.every
 
     def state_dict(self) -> dict[str, Any]:
         """Builtins only."""

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_hetero.forecast.changes import PRICE
 from lightning_hetero.forecast.cluster import HIDDEN
 from lightning_hetero.forecast.links import Link
+from lightning_hetero.forecast.rhythm import PRICE, smallest_tau
 from lightning_hetero.workload.shares import Cost, makespan, split
 
 #: Steps from one background exchange of DASO to the next: by default, and at most.
@@ -88,7 +88,7 @@ def between_nodes(steps: float) -> Advice:
     if steps / 2 <= MOST:
         reasons.append(f"In bf16 it takes {steps / 2:.1f} steps: do it in the background, once every {MOST} steps.")
         return Advice(f'DASOStrategy(global_every={MOST}, wait="auto", wire="bf16")', reasons)
-    tau = math.ceil(steps / PRICE)
+    tau = smallest_tau([steps], delay=0)
     reasons.append(
         f"Even in bf16 it takes more than {MOST} steps: once every {tau} steps it takes {PRICE:.0%} of the time."
     )

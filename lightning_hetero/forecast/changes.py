@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from lightning_hetero.forecast.cluster import Cluster
 from lightning_hetero.forecast.predictions import WIRES, Prediction, predictions
-
-#: What rare exchanges may take of the time.
-PRICE = 0.05
+from lightning_hetero.forecast.rhythm import PRICE
 
 
 class Change(NamedTuple):

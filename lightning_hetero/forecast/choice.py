@@ -15,7 +15,7 @@ CANDIDATES = (
     "hetero_gossip_async",
 )
 #: Predictions nearer than this, as a fraction, are about equal.
-EQUAL = 0.05
+EQUAL = 0.03
 
 
 class Wish(NamedTuple):

@@ -9,8 +9,10 @@ from typing import NamedTuple
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.workload.shares import Cost, makespan, split
 
-#: Part of a step during which DDP's buckets can travel: the backward pass, but for its first bucket.
+#: Part of a step during which gradients can travel: the backward pass, but for its first layers.
 HIDDEN = 0.5
+#: Bytes of DDP's buckets. This package makes them smaller where one would take longer than ``TRAVEL`` seconds.
+BUCKET, LEAST, TRAVEL = 25 * 2**20, 2**20, 0.01
 
 
 class Way(NamedTuple):
@@ -55,7 +57,7 @@ class Cluster:
         size: bytes of the gradients in fp32, which is that of the parameters.
         within: the way between ranks of a node.
         between: the way out of a node, which all of its ranks share.
-        hidden: part of a step during which gradients can travel.
+        hidden: part of a step during which gradients can travel, if they travel in small enough buckets.
         given: samples of each rank in a step, if they do not follow its speed.
 
     Raises:
@@ -154,6 +156,30 @@ class Cluster:
             size: bytes. Default: those of the parameters.
         """
         return self.between.all_reduce(self.size if size is None else size, len(self.nodes))
+
+    def exposed(self, seconds: float, work: float, *, by_link: bool = True) -> float:
+        """Seconds for which ranks wait for their gradients after a backward pass.
+
+        Gradients travel a bucket at a time while the pass goes on. The last bucket is complete only when the pass is
+        over, so ranks always wait for it. A model that fits in one bucket hides nothing.
+
+        Args:
+            seconds: that all gradients take.
+            work: seconds of the step.
+            by_link: whether the size of buckets follows the link, as in this package, or is the default of DDP.
+
+        Example: 0.4 s of gradients behind a step of 0.6 s, in many buckets and in one::
+
+            >>> from lightning_hetero.forecast.cluster import Cluster, Way
+            >>> from lightning_hetero.workload.shares import Cost
+            >>> cluster = Cluster(((Cost(0.2, 0.01),), (Cost(0.2, 0.01),)), 80, 4e6, Way(0, 1e9), Way(0, 1e7))
+            >>> round(cluster.exposed(0.4, cluster.split), 3), cluster.exposed(0.4, cluster.split, by_link=False)
+            (0.105, 0.4)
+        """
+        if not seconds:
+            return 0.0
+        bucket = min(max(TRAVEL * self.size / seconds, LEAST), BUCKET) if by_link else BUCKET
+        return max(seconds - self.hidden * work, seconds * min(bucket / self.size, 1.0))
 
     def with_nodes(self, count: int) -> "Cluster":
         """The same cluster with another number of nodes, whose kinds repeat, and as many samples for each rank."""

@@ -139,17 +139,18 @@ DASO_EVERY = 4  # steps between two exchanges, by default
 
 
 def _ddp(cluster: Cluster) -> Prediction:
-    return _made(cluster, "ddp", _gradients(cluster, cluster.even), exact=True)
+    return _gradients(cluster, "ddp", cluster.even, by_link=False)
 
 
 def _hetero_ddp(cluster: Cluster) -> Prediction:
-    return _made(cluster, "hetero_ddp", _gradients(cluster, cluster.split), exact=True)
+    return _gradients(cluster, "hetero_ddp", cluster.split, by_link=True)
 
 
-def _gradients(cluster: Cluster, work: float) -> _Load:
+def _gradients(cluster: Cluster, name: str, work: float, by_link: bool) -> Prediction:
     """One all-reduce of the gradients over all ranks in a step, behind a part of it."""
-    exposed = max(cluster.gradients() - cluster.hidden * work, 0.0)
-    return _Load(work, exposed, _ring(cluster.size, cluster.world, len(cluster.nodes)))
+    exposed = cluster.exposed(cluster.gradients(), work, by_link=by_link)
+    load = _Load(work, exposed, _ring(cluster.size, cluster.world, len(cluster.nodes)))
+    return _made(cluster, name, load, exact=True)
 
 
 def _blocking(cluster: Cluster, every: int, wire: str, kind: _Kind) -> Prediction:
@@ -225,7 +226,7 @@ def _between(cluster: Cluster, wire: str, nodes: bool) -> tuple[float, float, fl
     size, count = cluster.size * WIRES[wire], len(cluster.nodes)
     if not nodes:
         return cluster.split, cluster.gradients(size), _ring(size, cluster.world, count)
-    gradients = max(cluster.inside() - cluster.hidden * cluster.split, 0.0)  # within a replica
+    gradients = cluster.exposed(cluster.inside(), cluster.split)  # within a replica
     return cluster.split + gradients, cluster.across(size), _ring(size, count, count)
 
 

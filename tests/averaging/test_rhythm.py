@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from lightning_hetero.averaging.rhythm import Rhythm, smallest_tau
+from lightning_hetero.averaging.rhythm import Rhythm
+from lightning_hetero.forecast.rhythm import smallest_tau
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,22 @@ def test_it_goes_on_as_the_strategy_that_it_names(workers: int) -> None:
     assert "times the samples/s" in said[0]
 
 
+def _sent(wire: str) -> Any:
+    _measured_as(SLOW_LINK, ("hetero_node",))
+    strategy, module = _strategy(wire=wire), Net()
+    _trainer(strategy).fit(module, _data())
+    return strategy.traffic.bytes, strategy.traffic.exchanges, parameters(module)
+
+
+def test_its_wire_is_that_of_the_strategy_that_goes_on():
+    whole, narrow = run(_sent, 2, "fp32", nodes=[1, 1])[0], run(_sent, 2, "bf16", nodes=[1, 1])[0]
+    assert whole[1] == narrow[1] > 1
+    last = whole[0] / whole[1]  # the average that ends the fit is not rounded; parameters have 8 bytes
+    assert narrow[0] == (whole[0] - last) * 2 / 8 + last
+    assert not torch.equal(whole[2], narrow[2])
+    torch.testing.assert_close(whole[2], narrow[2], rtol=0.05, atol=0.05)
+
+
 # -- staying -------------------------------------------------------------------------------------------------
 
 

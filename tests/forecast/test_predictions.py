@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from lightning_hetero.comm import buckets
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.forecast.changes import changes
 from lightning_hetero.forecast.cluster import Cluster, Way
@@ -71,6 +72,40 @@ def test_a_ring_takes_as_many_rounds_as_it_has_when_played_through():
 
 def test_nothing_leaves_a_single_node():
     assert all(one.sent == 0 for one in predictions(cluster((4,))))
+
+
+# -- gradients behind a backward pass ------------------------------------------------------------------------
+
+
+def after_the_pass(count, seconds, work, hidden):
+    """Play a pass through: buckets get ready evenly over its last part, and travel one after the other."""
+    free = 0.0
+    for bucket in range(count):
+        ready = work * (1 - hidden) + work * hidden * (bucket + 1) / count
+        free = max(free, ready) + seconds / count
+    return free - work
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 64])
+@pytest.mark.parametrize("seconds", [0.01, 0.2, 1.0, 5.0])
+def test_gradients_are_exposed_as_when_their_buckets_are_played_through(count, seconds):
+    some_cluster = cluster(size=count * buckets.DEFAULT * buckets.MEBIBYTE, hidden=0.6)
+    found = some_cluster.exposed(seconds, 1.0, by_link=False)
+    assert found == pytest.approx(after_the_pass(count, seconds, 1.0, 0.6), abs=min(seconds, 0.6) / count + 1e-9)
+    assert found >= seconds / count - 1e-9  # the last bucket
+    assert count > 1 or found == pytest.approx(seconds)
+
+
+@given(some.floats(1e-4, 100.0), some.floats(1e6, 1e9))
+def test_buckets_by_the_link_are_as_large_as_those_that_are_chosen_in_training(seconds, size):
+    some_cluster = cluster(size=size, step=1e-9)  # nothing to hide behind: all but the last bucket travel before
+    chosen = buckets.Travel(0.0, seconds / size).bucket_mib() or buckets.DEFAULT
+    last = replace(some_cluster, hidden=1.0).exposed(seconds, 1e6) / seconds * size
+    assert last <= size
+    # A power of 2 there: up to half as large.
+    assert (
+        last == pytest.approx(size) or chosen * buckets.MEBIBYTE <= last * (1 + 1e-9) < 2.1 * chosen * buckets.MEBIBYTE
+    )
 
 
 # -- what was measured ---------------------------------------------------------------------------------------
