@@ -2,24 +2,31 @@
 
     sudo python benchmarks/cluster/predicted.py                        # 24 clusters, some forty minutes
     sudo python benchmarks/cluster/predicted.py --rates 20mbit --shapes 2x1    # ten minutes for two more
+    sudo python benchmarks/cluster/predicted.py --rates 1gbit --into all.json  # in parts; the summary is of all parts
 
-Devices by delay. In each cluster every device trains by itself first: its time per step, and the numbers that were
-given for the links, are all that the prediction knows (`lightning-hetero doctor` would measure them). `hetero_auto`
-measures for itself, while it trains, and is compared with the fastest of the others after that.
+Devices by delay. In each cluster every device trains by itself first, and the links are measured as
+`lightning-hetero doctor` does it: that, and how early in a step the model's gradients are ready, is all that the
+prediction knows. `hetero_auto` measures for itself, while it trains, and is compared with the fastest of the others
+after that.
 """
 
 import argparse
 import json
 import os
 import statistics
-from typing import NamedTuple
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import runner
+import torch
+from digits import cnn
 from rich.console import Console
 from rich.table import Table
 
+from lightning_hetero.callbacks import EmulatedSpeed
 from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.forecast.command import bytes_per_second
 from lightning_hetero.forecast.predictions import WIRES, predictions
 from lightning_hetero.workload.shares import Cost
 
@@ -35,16 +42,17 @@ class Contender(NamedTuple):
     wire: str = "fp32"
 
 
+SOON = "rebalance_every_n_steps=4"  # short runs: shares follow the speeds before the measured steps
 CONTENDERS = (
     Contender("ddp", "ddp"),
-    Contender("hetero_ddp", "hetero_ddp"),
-    Contender(f"hetero_node:every_n_steps={EVERY}", "hetero_node"),
-    Contender(f"hetero_node:every_n_steps={EVERY},wire=int8", "hetero_node", "int8"),
-    Contender("hetero_daso:warmup=0,cooldown=0,patience=1000,wait=auto", "hetero_daso"),
-    Contender(f"hetero_easgd:tau={EVERY},moving_rate=auto", "hetero_easgd"),
-    Contender(f"hetero_gossip:every_n_steps={EVERY}", "hetero_gossip"),
+    Contender(f"hetero_ddp:{SOON}", "hetero_ddp"),
+    Contender(f"hetero_node:every_n_steps={EVERY},{SOON}", "hetero_node"),
+    Contender(f"hetero_node:every_n_steps={EVERY},wire=int8,{SOON}", "hetero_node", "int8"),
+    Contender(f"hetero_daso:warmup=0,cooldown=0,patience=1000,wait=auto,{SOON}", "hetero_daso"),
+    Contender(f"hetero_easgd:tau={EVERY},moving_rate=auto,{SOON}", "hetero_easgd"),
+    Contender(f"hetero_gossip:every_n_steps={EVERY},{SOON}", "hetero_gossip"),
 )
-AUTO = f"hetero_auto:every={EVERY},measure=16,rebalance_every_n_steps=4"
+AUTO = f"hetero_auto:every={EVERY},measure=16,{SOON}"
 SPEEDS = {"alike": (0.3,), "4:2:1:1": (0.8, 0.4, 0.2, 0.2)}  # samples per millisecond, repeated
 
 
@@ -69,10 +77,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=37, help="of each run")
     parser.add_argument("--skip", type=int, default=20, help="the first steps, which are not measured")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a cluster")
+    parser.add_argument("--into", type=Path, help="JSON file for the outcomes; those in it count in the summary")
     options = parser.parse_args()
     console = Console(highlight=False, width=120)
     console.print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}")
     everything: list[list[Outcome]] = []
+    if options.into and options.into.exists():
+        everything = [[Outcome(*one) for one in found] for found in json.loads(options.into.read_text())]
     for rate in options.rates:
         for shape in options.shapes:
             for speeds in options.speeds:
@@ -80,6 +91,8 @@ def main() -> None:
                 found = on_cluster(options, SPEEDS[speeds], console)
                 console.print(table(f"{shape} ranks, {rate}, {speeds}", found))
                 everything.append(found)
+                if options.into:
+                    options.into.write_text(json.dumps(everything))
     console.print(summary(everything))
     console.print(f"load average at the end {os.getloadavg()[0]:.2f}")
 
@@ -90,22 +103,48 @@ def on_cluster(options: argparse.Namespace, speeds: tuple[float, ...], console: 
     costs = [[FIXED, 1e-3 / speeds[rank % len(speeds)]] for rank in range(world)]
     numbers = 1, options.steps, options.skip, options.batch, json.dumps(costs)
     texts = [contender.text for contender in CONTENDERS]
-    runs = runner.run_script("unequal_job.py", ["cnn", *numbers, "alone", *texts, AUTO], options, None, console)
+    names = ["alone", *texts, AUTO]
+    links, *runs = runner.run_script("predicted_job.py", ["cnn", *numbers, *names], options, None, console)
     times = {run["contender"]: [statistics.mean(rank["steps"]) for rank in run["ranks"]] for run in runs}
-    cluster = cluster_of(options, costs, times["alone"])
+    cluster = cluster_of(options, costs, times["alone"], links)
     known = {(one.name, wire): one.step for wire in WIRES for one in predictions(cluster, EVERY, wire)}
     found = [Outcome(text, known[name, wire], max(times[text])) for text, name, wire in CONTENDERS]
     return [*found, Outcome(AUTO, None, max(times[AUTO]))]
 
 
-def cluster_of(options: argparse.Namespace, costs: list[list[float]], alone: list[float]) -> Cluster:
+def cluster_of(
+    options: argparse.Namespace, costs: list[list[float]], alone: list[float], links: dict[str, Any]
+) -> Cluster:
     """What is known before anything is trained together."""
     ranks = []
     for (_, per_sample), seconds in zip(costs, alone, strict=True):
         ranks.append(Cost(max(seconds - per_sample * options.batch, 0.0), per_sample))
     nodes = tuple(tuple(ranks[i : i + options.ranks]) for i in range(0, len(ranks), options.ranks))
-    way = Way(3e-4, bytes_per_second(options.rate))
-    return Cluster(nodes, options.batch * len(ranks), 4 * PARAMETERS, Way(1e-4, 1.5e9), way)
+    between = Way(*links["between"])
+    within = Way(*links["within"]) if links["within"] else between
+    return Cluster(nodes, options.batch * len(ranks), 4 * PARAMETERS, within, between, hidden(options.batch))
+
+
+def hidden(batch: int) -> float:
+    """The part of a step that is left, in the mean over all gradients, when they are ready."""
+    net = cnn()
+    parameters = list(net.parameters())
+    ready = [0.0] * len(parameters)
+
+    def note(index: int, _: torch.Tensor) -> None:
+        ready[index] = time.thread_time()
+
+    for index, parameter in enumerate(parameters):
+        parameter.register_hook(partial(note, index))
+    left = []
+    for _ in range(20):
+        loss = net(torch.randn(batch, 1, 8, 8)).sum()
+        began = time.thread_time()
+        loss.backward()
+        ended = time.thread_time()
+        sizes = zip(parameters, ready, strict=True)
+        left.append(sum(p.numel() * (ended - at) for p, at in sizes) / (ended - began) / PARAMETERS)
+    return EmulatedSpeed.BACKWARD * statistics.median(left)
 
 
 def table(title: str, found: list[Outcome]) -> Table:
@@ -113,7 +152,12 @@ def table(title: str, found: list[Outcome]) -> Table:
     result = Table("strategy", "predicted, ms", "measured, ms", "error", title=title, title_justify="left")
     for name, predicted, measured in found:
         error = "" if predicted is None else f"{predicted / measured - 1:+.0%}"
-        result.add_row(name, "" if predicted is None else f"{1e3 * predicted:.0f}", f"{1e3 * measured:.0f}", error)
+        result.add_row(
+            name.replace(f",{SOON}", "").replace(f":{SOON}", ""),
+            "" if predicted is None else f"{1e3 * predicted:.0f}",
+            f"{1e3 * measured:.0f}",
+            error,
+        )
     return result
 
 

@@ -1,0 +1,43 @@
+"""What each rank of `predicted.py` runs: the links are measured, and then every contender trains in turn."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import contenders
+import torch.distributed as dist
+from unequal_job import fit
+
+from lightning_hetero.forecast import links
+
+
+def ways() -> dict[str, tuple[float, float] | None]:
+    """Seconds and bytes per second of the slowest link within the nodes, and of that between them (collective)."""
+    size = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+    within, between = (
+        min(links.measure(pairs), key=lambda link: link.bandwidth, default=None) for pairs in links.pairs(nodes)
+    )
+    return {"within": within and within[1:], "between": between and between[1:]}
+
+
+def main() -> None:
+    output, model, names = Path(sys.argv[1]), sys.argv[2], sys.argv[8:]
+    _, steps, skip, batch = map(int, sys.argv[3:7])
+    costs = json.loads(sys.argv[7])
+    with contenders.on_cluster():
+        everything: list[dict[str, Any]] = [ways()]
+        for name in names:
+            dist.barrier()
+            mine = fit(name, model, steps, skip, batch, costs)
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, mine)
+            everything.append({"contender": name, "ranks": ranks})
+        if dist.get_rank() == 0:
+            output.write_text(json.dumps(everything))
+
+
+if __name__ == "__main__":
+    main()
