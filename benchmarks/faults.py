@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--step", type=float, default=0.05, help="seconds that a step takes while all ranks are there")
     parser.add_argument("--save", type=float, default=5.0, help="seconds between checkpoints; all ranks meet")
+    parser.add_argument("--grace", type=_grace, default="auto", help="the strategies' option: seconds, or auto")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--restart", type=float, help="seconds after which a lost rank is started again, and joins")
@@ -100,6 +101,10 @@ def row(name: str, plain: list[Result], struck: list[Result]) -> str:
     losses = (" ".join(_loss(result) for result in results) for results in (plain, struck))
     cells = [sum(counts.values()), *counts.values(), sum(result.joined for result in struck), *stalls, f"{kept:.0%}"]
     return f"| `{name}` | {' | '.join(map(str, [*cells, *losses]))} |"
+
+
+def _grace(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 def _loss(result: Result) -> str:

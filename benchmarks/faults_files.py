@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 #: Samples per rank and step at the beginning; the global batch stays what it is then.
 BATCH = 8
+#: Seconds after which a fault should have been noticed, and of the longest wait.
 GRACE, TIMEOUT = 5.0, 60.0
 #: Positions in the file of a process: samples trained on, optimizer steps, when the latest one ended, the longest time
 #: from one to the next, the current rank, when the first one ended.
@@ -31,6 +32,7 @@ class Place:
         steps: of the fit.
         step: seconds that a step takes while all ranks are there.
         save: seconds between two checkpoints.
+        grace: the strategy's option.
         joins: whether processes that are started again join the running fit.
         variables: of its environment.
         space: network namespace, if it has one of its own.
@@ -44,6 +46,7 @@ class Place:
     steps: int
     step: float
     save: float
+    grace: float | str
     joins: bool
     variables: dict[str, str] = field(default_factory=dict)
     space: str | None = None

@@ -15,7 +15,6 @@ import torch
 from faults_files import (
     BATCH,
     FIRST,
-    GRACE,
     LATEST,
     PAUSE,
     RANK,
@@ -105,7 +104,7 @@ def _fit(place: Place) -> dict[str, Any]:
     [entry] = [entry for entry in ENTRIES if entry.name == place.strategy]
     options: dict[str, Any] = {
         "on_peer_loss": "continue",
-        "grace": GRACE,
+        "grace": place.grace,
         "timeout": TIMEOUT,
         **entry.options,
     } | place.options

@@ -137,6 +137,7 @@ class Fit:
             steps=int(options.seconds / options.step),
             step=options.step,
             save=options.save,
+            grace=getattr(options, "grace", GRACE),
             joins=options.restart is not None,
             variables=variables,
             space=links.space(slot) if links else None,

@@ -4,21 +4,17 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import accumulates, resume_by
+from lightning_hetero.callbacks.beside import Beside
 from lightning_hetero.checks import at_least_one, is_number
-from lightning_hetero.engine.agreed_batch import AgreedBatch
-from lightning_hetero.engine.job import Job
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.strategies.apart import Apart
-from lightning_hetero.strategies.background import BackgroundFiles
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.newest import clean, newest_first, newest_whole, path_of
-from lightning_hetero.strategies.noted import possible
 from lightning_hetero.strategies.resumable import Resumable
 
 if TYPE_CHECKING:
@@ -82,10 +78,8 @@ class ResumableCheckpoint(Resumable):
         self.dirpath, self.every_n_steps, self.every_n_seconds = str(dirpath), every_n_steps, every_n_seconds
         self.keep, self.background = keep, background
         self._ended = {"complete": False, "stopped": False}  # how the fit that is gone on with has ended
-        self._files: BackgroundFiles | None = None  # of the running fit
-        self._apart: Apart | None = None  # of the running fit, where ranks need not wait for each other to save
-        self._clock: AgreedBatch | None = None  # of the running fit, where it goes by time
-        self._job: Job | None = None  # of the running fit; another one when ranks are lost
+        self._beside: Beside | None = None  # of the running fit; another one when ranks are lost
+        self._owed: BaseException | None = None  # what could not be written, until the next save tells it
         self._fit = 0  # a number that all ranks give the running fit
         self._kept: list[str] = []  # checkpoints, the oldest first
         self._at = 0  # the step at which it has last looked whether to save
@@ -93,7 +87,7 @@ class ResumableCheckpoint(Resumable):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without what belongs to the running fit."""
-        return {**self.__dict__, "_files": None, "_apart": None, "_clock": None, "_job": None}
+        return {**self.__dict__, "_beside": None, "_owed": None}
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -111,7 +105,7 @@ class ResumableCheckpoint(Resumable):
             )
         self._ended = {"complete": False, "stopped": False}
         joins = getattr(trainer.strategy, "entry", None) is not None  # a job that runs, and has its checkpoints
-        self._kept = self._kept if joins else []
+        self._kept, self._owed = (self._kept, self._owed) if joins else ([], None)
         if stage == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False):
             strategy = trainer.strategy
             if not joins:
@@ -145,7 +139,7 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
-        if self._ended["complete"] and self._files is None:
+        if self._ended["complete"] and self._beside is None:
             rank_zero_info(
                 f"The run in {self.dirpath} is complete, so nothing was left to train. To train on, raise max_epochs "
                 "or max_steps, or give one of its checkpoints as ckpt_path. To begin anew, give another folder."
@@ -168,56 +162,52 @@ class ResumableCheckpoint(Resumable):
     def _open(self, strategy: HeteroStrategy) -> None:
         """Begin to save for the ranks that there are now."""
         self._close()
-        self._job = strategy.job
-        assert self._job is not None
-        store, limit = self._job.store(f"checkpoints of fit {self._fit}"), strategy.options.limit.total_seconds()
-        self._files = BackgroundFiles(strategy.checkpoint_io, store, limit)
-        apart = self.background and possible(strategy)
-        self._apart = Apart(strategy, self._files, dist.PrefixStore("apart", store), limit) if apart else None
-        if self.every_n_seconds is not None:
-            self._clock = AgreedBatch(dist.PrefixStore("batch", store), self.every_n_seconds, limit)
+        self._beside = Beside(strategy, self._fit, self.background, self.every_n_seconds, self._owed)
+        self._owed = None
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        if self._files is None:
+        if self._beside is None:
             return
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
-        if strategy.job is not self._job:  # ranks were lost
+        if strategy.job is not self._beside.job:  # ranks were lost
             self._open(strategy)
-        batch = trainer.fit_loop.epoch_loop.total_batch_idx
-        timed = self._clock is not None and self._clock.batch_ended(batch)
+        timed = self._beside.due(trainer.fit_loop.epoch_loop.total_batch_idx)
         if accumulates(trainer):
             return
         before, self._at = self._at, trainer.global_step
         counted = self.every_n_steps is not None and self._at // self.every_n_steps > before // self.every_n_steps
         if timed or counted:
-            self._save(trainer)
-        if timed and self._clock is not None:
-            self._clock.done()
+            self._save(trainer, self._beside)
+        if timed:
+            self._beside.done()
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
-        if self._files is not None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, HeteroStrategy)
+        if self._beside is not None:
+            if strategy.job is not self._beside.job:
+                self._open(strategy)
             self.complete()
             self._ended = {"complete": True, "stopped": bool(trainer.should_stop)}
-            self._save(trainer)
+            self._save(trainer, self._beside)
             self.complete()
-            self._files.agree()
+            self._beside.files.agree()
 
-    def _save(self, trainer: "pl.Trainer") -> None:
+    def _save(self, trainer: "pl.Trainer", beside: Beside) -> None:
         """Save now, unless the save before is not done yet (collective; in the background no rank waits for another).
 
         Raises:
             CheckpointError: on every rank, if one could not write.
         """
-        strategy, files, step = trainer.strategy, self._files, trainer.global_step
+        strategy, files, step = trainer.strategy, beside.files, trainer.global_step
         assert isinstance(strategy, HeteroStrategy)
-        assert files is not None
         moment: Literal["", "-complete"] = "-complete" if self._ended["complete"] else ""
         path = path_of(self.dirpath, step, moment)
-        if self._apart is not None and not moment:
-            self._left_out(self._apart.save(trainer, path, lambda: self._remove(strategy, self._keep(path))))
+        if beside.apart is not None and not moment:
+            self._left_out(beside.apart.save(trainer, path, lambda: self._remove(strategy, self._keep(path))))
             return
         if files.agree():
             return self._left_out(step)
@@ -253,6 +243,10 @@ class ResumableCheckpoint(Resumable):
 
     # -- what is noted is copied until it may change -------------------------------------------------
 
+    @property
+    def _apart(self) -> Apart | None:
+        return None if self._beside is None else self._beside.apart
+
     @override
     def on_before_optimizer_step(self, trainer: "pl.Trainer", *_: Any) -> None:
         if self._apart is not None:
@@ -276,8 +270,8 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def complete(self) -> None:
-        if self._files is not None:
-            self._files.complete()
+        if self._beside is not None:
+            self._beside.files.complete()
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -289,12 +283,10 @@ class ResumableCheckpoint(Resumable):
 
     def _close(self) -> None:
         """End what runs beside the training, on this rank."""
-        if self._clock is not None:
-            self._clock.close()
-            self._clock = None
-        self.complete()
+        if self._beside is not None:
+            self._owed = self._beside.close()
+            self._beside = None
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
         self._close()
-        self._files = self._apart = None

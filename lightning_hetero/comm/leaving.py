@@ -16,11 +16,13 @@ from typing import Protocol
 
 THREADS = "hetero-"  # their names begin with this
 _PATIENCE = 3.0  # seconds to wait for their end; a thread that waits for something else than gloo does no harm
+_LINGER = 2.0  # seconds for which a connection that was cut here stays open for its other end
 
 _sockets: set[str] = set()  # of process groups
 _sockets_of_all: set[str] = set()  # of the group of all ranks, and of the store with which they have met
 _others: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # between peers
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
+_lingering: dict[str, socket.socket] = {}  # that were cut here, by the kernel's names
 
 
 class Closable(Protocol):
@@ -54,7 +56,7 @@ def cut_too(connection: socket.socket) -> None:
 
 
 def cut() -> None:
-    """Break the connections of all process groups: who waits on them, here or elsewhere, gets an error at once.
+    """Break the connections of all process groups: who waits on them here gets an error at once, elsewhere a bit later.
 
     Those of the store, too: ranks wait for each other there when they make a group.
     """
@@ -77,12 +79,33 @@ def _open_sockets() -> list[tuple[int, str]]:
 
 
 def _cut(names: set[str]) -> None:
-    """Break connections: threads that wait on them get an error at once."""
+    """Break connections: threads that wait on them get an error at once.
+
+    Nothing can be read from them any more, which gloo takes for their end. They can still be written to, and stay open
+    for a while. For what fails in being sent is forgotten by gloo once its connection is known to have ended: who waits
+    for it would wait until the timeout, where gloo's own thread notices the end later than somebody sends.
+    """
+    lingering: dict[str, socket.socket] = {}
     for descriptor, name in _open_sockets():
-        if name in names:
+        if name in names and name not in _lingering:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if f"socket:[{os.fstat(connection.fileno()).st_ino}]" != name:
+                    continue  # it has just been closed, and another one has its number
                 connection.getpeername()  # raises for a listening socket: gloo does not survive the end of that one
-                connection.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RD)
+                lingering[name] = connection.dup()
+    _lingering.update(lingering)
+    if lingering:
+        end = threading.Timer(_LINGER, _end, [lingering])
+        end.daemon = True
+        end.start()
+
+
+def _end(lingering: dict[str, socket.socket]) -> None:
+    """Close connections that were cut."""
+    for name, connection in lingering.items():
+        _lingering.pop(name, None)
+        connection.close()
 
 
 def _running() -> list[threading.Thread]:

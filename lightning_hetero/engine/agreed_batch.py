@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -24,10 +25,14 @@ class AgreedBatch:
         store: of the job, with keys of its own.
         seconds: from one time to the next.
         limit: longest wait for the other ranks' answers, seconds.
+        patience: gives the seconds for which ranks go on without an answer that does not come. Where they need not
+            meet otherwise, a rank that is lost is known by then, and nobody has waited for it.
     """
 
-    def __init__(self, store: dist.Store, seconds: float, limit: float) -> None:
-        self._store, self._seconds, self._limit = store, seconds, limit
+    def __init__(
+        self, store: dist.Store, seconds: float, limit: float, patience: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._store, self._seconds, self._limit, self._patience = store, seconds, limit, patience
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._lock, self._closed, self._known = threading.Lock(), threading.Event(), threading.Event()
         self._done = self._round = 0  # the latest batch, and how often ranks have agreed
@@ -87,8 +92,9 @@ class AgreedBatch:
             self._known.set()
 
     def _agree(self) -> None:
+        notice = max(_NOTICE, self._patience())
         with self._lock:
-            ahead = 0 if math.isinf(self._pace) else math.ceil(_NOTICE / max(self._pace, 1e-4))
+            ahead = 0 if math.isinf(self._pace) else math.ceil(notice / max(self._pace, 1e-4))
             self._bound = self._done + 1 + ahead
         keys = {rank: f"{self._round}/{rank}" for rank in range(self._world)}
         self._store.set(keys[self._rank], str(self._bound))

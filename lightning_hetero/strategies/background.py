@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from lightning_hetero._lightning import WrappingCheckpointIO
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.background import Background, come_last
+from lightning_hetero.comm.deadline import of_communication
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.copies import Copies
 
@@ -31,15 +33,18 @@ class BackgroundFiles(WrappingCheckpointIO):
         files: writes them.
         store: of the job, with keys of its own.
         limit: longest wait for another rank, seconds.
+        owed: why this rank could not write something earlier, if that has yet to be told.
     """
 
-    def __init__(self, files: CheckpointIO, store: dist.Store, limit: float) -> None:
+    def __init__(self, files: CheckpointIO, store: dist.Store, limit: float, owed: BaseException | None = None) -> None:
         # One thread is enough.
         super().__init__(files.checkpoint_io if isinstance(files, AsyncCheckpointIO) else files)
         self._store, self._limit = store, limit
         self._copies = Copies()
         self._jobs: Files = []  # what is to be written
         self._number = 0  # of saves, the same on every rank
+        self._owed = owed
+        self._alone = False  # whether the latest save has ended because another rank is lost
         self._running: Background[None] | None = None
         self.seconds = 0.0  # that the latest save has taken
 
@@ -67,6 +72,7 @@ class BackgroundFiles(WrappingCheckpointIO):
             prepare: gives it, on the thread that writes; ``None``: nothing, on any rank.
             then: called on rank 0 once all of it is written, on all ranks.
         """
+        self._alone = False
         self._running = Background(lambda: self._write(prepare, save, then))
 
     @property
@@ -81,7 +87,15 @@ class BackgroundFiles(WrappingCheckpointIO):
 
     def problem(self) -> BaseException | None:
         """Why this rank could not write, if it could not."""
+        if self._owed is not None:
+            return self._owed
         return None if self._running is None or self._running.running else self._running.error
+
+    def owed(self) -> BaseException | None:
+        """The same, for those that remain when a rank is lost: a save that ends because of the loss is no problem."""
+        if (problem := self.problem()) is None or problem is self._owed:
+            return problem
+        return None if self._alone or of_communication(problem) else problem
 
     def agree(self) -> bool:
         """Whether any rank still writes (collective).
@@ -101,19 +115,18 @@ class BackgroundFiles(WrappingCheckpointIO):
     def _write(self, prepare: Callable[[], Files | None], save: str, then: Callable[[], Any]) -> None:
         began, first = time.perf_counter(), dist.get_rank() == 0
         assert self.checkpoint_io is not None
-        text = ""
         try:
             jobs = prepare()
             come_last()
-            if jobs is None:
-                return
-            for checkpoint, path, options in jobs[: len(jobs) - first]:
+            for checkpoint, path, options in (jobs or ())[: len(jobs or ()) - first]:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, options)
         except BaseException as error:
-            text = str(error) or type(error).__name__
+            with suppress(dist.DistError):  # what has happened here comes first
+                self._store.set(f"{save}/{dist.get_rank()}", str(error) or type(error).__name__)
             raise
-        finally:
-            self._store.set(f"{save}/{dist.get_rank()}", text or "written")
+        self._store.set(f"{save}/{dist.get_rank()}", "written")
+        if jobs is None:
+            return
         if first:
             self._wait_for_others(save)
             checkpoint, path, options = jobs[-1]
@@ -125,6 +138,7 @@ class BackgroundFiles(WrappingCheckpointIO):
         until, others = time.monotonic() + self._limit, [f"{save}/{rank}" for rank in range(1, dist.get_world_size())]
         while not all(self._store.check([other]) for other in others):
             if failures.first(0.0) is not None or time.monotonic() > until:
+                self._alone = True
                 raise CheckpointError("another rank has not written its part of the checkpoint. Nothing was replaced.")
             time.sleep(0.02)
         for rank, other in enumerate(others, 1):

@@ -5,11 +5,11 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import leaving
+from lightning_hetero.comm import garbage, leaving
 from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
 from lightning_hetero.comm.collective import Survivor, repeat_by
 from lightning_hetero.comm.deadline import deadline, of_communication
@@ -20,6 +20,7 @@ from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.entering import entered
 from lightning_hetero.strategies.growth import Growth
 from lightning_hetero.strategies.repeated_metrics import leave_metrics, repeat_metrics
+from lightning_hetero.strategies.standing import Behind, Standing
 from lightning_hetero.strategies.survival import Loss, Survival
 from lightning_hetero.strategies.survival_guards import say_what_launchers_do, unsurvivable
 from lightning_hetero.workload.regrouping import Regrouping
@@ -31,36 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-class Standing(NamedTuple):
-    """How far a rank has come.
-
-    Attributes:
-        windows: optimizer steps.
-        meetings: exchanges between replicas.
-        calls: collectives over all ranks.
-        next_step: the first step that it has not drawn yet.
-        reports: how many times it has acted on the reports of all ranks.
-    """
-
-    windows: int
-    meetings: int
-    calls: int
-    next_step: int
-    reports: int
-
-
-class Behind(NamedTuple):
-    """What others have completed while this rank lost its connections.
-
-    Attributes:
-        step: the running optimizer step; the weights after it are there now.
-        exchange: the exchange between replicas that follows a step.
-    """
-
-    step: bool
-    exchange: bool
+_AGREED = 1.0  # seconds in which the news of a loss has normally come to all
 
 
 class GoingOn(Survival):
@@ -75,6 +47,7 @@ class GoingOn(Survival):
         self._strategy = strategy
         self._survivor = Survivor(self._recover)
         self._membership: Membership | None = None
+        self._longest: float | None = None  # silence of a rank that lives, as far as is known
         self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
         self._in_step = False
         self._over = False  # training has ended
@@ -94,6 +67,11 @@ class GoingOn(Survival):
     def changing(self) -> bool:
         """Whether the ranks are about to agree on who remains."""
         return self._membership is not None and self._membership.changing
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which it is known that a rank is lost, while ranks may be lost; else 0."""
+        return 0.0 if self._membership is None else self._membership.grace + _AGREED
 
     def begin(self) -> None:
         """Training starts: from now on the ranks watch each other (collective).
@@ -120,14 +98,17 @@ class GoingOn(Survival):
         me, token = view.ids[view.rank], job.token()
         interface = regrouping.interface(self._strategy)
         membership = Membership(me, interface, token, terms, on_change=self._noticed, offer=self._offer)
-        addresses = dict(gather((me, membership.address), "where ranks can be reached"))
-        membership.begin(view.number, view.units, addresses)
+        everyone = gather((me, membership.address, self._longest), "where ranks can be reached")
+        addresses = {id: address for id, address, _ in everyone}
+        known = [silence for *_, silence in everyone if silence is not None]
+        membership.begin(view.number, view.units, addresses, max(known, default=None))
         self._membership = membership
         repeat_by(self._survivor)
         repeat_metrics(self._strategy.lightning_module)
 
     def end(self) -> None:
         """Training has ended: from now on a lost rank is an error (collective)."""
+        garbage.take_in_all()
         self.pause()
         self._growth.end()
 
@@ -139,12 +120,14 @@ class GoingOn(Survival):
             self._over = True
             with suppress(CommunicationError), deadline("end the fit"):
                 dist.barrier()  # who is lost now has done its part
+            self._longest = self._membership.longest
             self._membership.leave()
             self._membership.close()
             self._membership = None
 
     def failed(self, exception: BaseException) -> None:
         """Let the others know why this rank ends; they go on."""
+        garbage.take_in_all()
         repeat_by(None)
         leave_metrics(self._strategy.lightning_module)
         self._growth.end()
@@ -229,6 +212,7 @@ class GoingOn(Survival):
         limit = self._strategy.options.limit.total_seconds()
         self._in_step = False
         while True:
+            leaving.cut()  # this thread has noticed the loss, other threads of this rank need not have
             agreed = self._membership.agree(own)
             lost |= agreed.lost
             try:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_hetero import _lightning
-from lightning_hetero.comm import failures
+from lightning_hetero.comm import failures, garbage
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.leaving import noting_sockets
 from lightning_hetero.comm.topology import place_of
@@ -97,7 +98,11 @@ def connect(strategy: "HeteroStrategy") -> None:
         UnsupportedError: the fit is to go on when ranks are lost, and cannot in that group.
     """
     if strategy.entry is None:
-        check_process_group(failures.watched(), strategy.options.on_peer_loss == "continue")
+        survives = strategy.options.on_peer_loss == "continue"
+        check_process_group(failures.watched(), survives)
+        trainer = _lightning.trainer_of(strategy.lightning_module)
+        if survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            garbage.leave_out()  # before others wait for this rank
     if strategy.job is None and strategy.entry is None and (found := entering.find(strategy)) is not None:
         entering.enter(strategy, *found)
     if strategy.entry is not None:

@@ -77,6 +77,11 @@ class Survival:
         """Whether the ranks are about to agree on who remains."""
         return False
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which it is known that a rank is lost, while ranks may be lost; else 0."""
+        return 0.0
+
     def begin(self) -> None:
         """Training starts (collective)."""
 

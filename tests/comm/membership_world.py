@@ -49,6 +49,9 @@ class Node:
     def now(self) -> float:
         return self.world.time
 
+    def busy(self) -> float:
+        return 1.0
+
     def note(self, what: str, member: int, why: str = "") -> None:
         self.world.noted(self, what, member, why)
         if what == "over":

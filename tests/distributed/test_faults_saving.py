@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
 
+from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import CheckpointError, CommunicationError
 
 FEW = ["ddp", "node", "easgd", "gossip"]
@@ -102,3 +103,26 @@ def test_a_full_disk_ends_all_and_leaves_the_checkpoint_before(tmp_path: Path, n
         assert isinstance(outcome.error, CheckpointError), outcome.trace
         assert "No space left on device" in str(outcome.error)
     assert torch.load(tmp_path / "saved" / "step=4.ckpt", weights_only=True)["global_step"] == 4
+
+
+def _saves_beside(folder: str, name: str, strikes: list[Strike], options: dict[str, Any]) -> Seen:
+    """Saves after every fourth step, beside the training; rank 0 cannot write the first one."""
+    write = torch.save
+
+    def full(value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, dict) and value.get("global_step") == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(value, *args, **kwargs)
+
+    if os.environ["RANK"] == "0":
+        torch.save = full
+    saving = ResumableCheckpoint(f"{folder}/saved", every_n_steps=4)
+    return fit(folder, name, strikes, options, callbacks=[saving], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("name", ["ddp", "gossip_async"])
+def test_what_could_not_be_written_before_a_loss_is_heard_after_it(tmp_path: Path, name: str) -> None:
+    outcomes = strike(tmp_path, name, [Strike(2, 6, "killed")], run=_saves_beside)
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome.error, CheckpointError), outcome.trace
+        assert "No space left on device" in str(outcome.error)

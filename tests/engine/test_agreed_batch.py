@@ -1,5 +1,6 @@
 """Ranks that are not at the same batch agree on one, and nobody waits for it."""
 
+import threading
 import time
 from typing import Any
 
@@ -11,9 +12,10 @@ from lightning_hetero.engine.agreed_batch import AgreedBatch
 from lightning_hetero.errors import CommunicationError
 
 
-def _open(seconds: float, limit: float = 60.0) -> AgreedBatch:
+def _open(seconds: float, limit: float = 60.0, patience: float = 0.0) -> AgreedBatch:
     dist.init_process_group("gloo")
-    return AgreedBatch(dist.PrefixStore("test", dist.distributed_c10d._get_default_store()), seconds, limit)
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    return AgreedBatch(store, seconds, limit, lambda: patience)
 
 
 def _steps(paces: list[float], seconds: float) -> tuple[list[int], list[float]]:
@@ -67,3 +69,28 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_without_end() -> None:
     assert "could not agree with the others on a step to save at: no answer from rank(s) [1] within 2 s" in str(
         outcome.error
     )
+
+
+def _without_an_answer(patience: float) -> int:
+    """How many batches a rank takes in 6 s, though another one never answers."""
+    agreed = _open(0.3, patience=patience)
+    if dist.get_rank() == 1:
+        agreed._closed.set()
+        dist.distributed_c10d._get_default_store().get("done")
+        return 0
+    until, batch = time.monotonic() + 6.0, 0
+    closing = threading.Timer(8.0, agreed._known.set)  # else it waits for the limit
+    closing.start()
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        batch += 1
+        agreed.batch_ended(batch)
+    dist.distributed_c10d._get_default_store().set("done", "1")
+    closing.cancel()
+    return batch
+
+
+def test_who_has_patience_goes_on_until_it_is_known_who_is_lost() -> None:
+    """A lost rank is left out by then, and nobody has waited for it."""
+    assert run(_without_an_answer, 2, 30.0, timeout=60)[0] > 80
+    assert run(_without_an_answer, 2, 0.0, timeout=60)[0] < 60

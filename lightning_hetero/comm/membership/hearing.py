@@ -1,44 +1,86 @@
 """When other members were last heard, and how long a silence is normal."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 
 BEAT = 2.0  # seconds between heartbeats, unless a smaller grace needs them more often
-_FIRST, _LEAST, _MOST = 10.0, 3.0, 60.0  # seconds: grace before it is learned, and its limits
+_OFTEN, _MANY = 0.25, 64  # seconds between heartbeats while the grace is learned; of so many members, more for more
+_FIRST, _LEAST, _MOST = 10.0, 2.0, 60.0  # seconds: grace before it is learned, and its limits
 _TIMES = 5  # the longest gap between two messages, to be on the safe side
-_ENOUGH = 8  # gaps to learn from
+_ENOUGH, _LISTENED = 8, 8.0  # gaps to learn from, and seconds in which they were heard
+_PERIODS, _PERIOD = 10, 60.0  # seconds of a period, and for how many of them a long gap is remembered
 
 
 class Hearing:
     """Judges how long a member has been silent.
 
+    What is learned is the longest gap of the last ten minutes, over all members: what keeps one of them busy may well
+    happen to another one. Where processes wait for a core, a silence means less; members tell each other of that.
+
     Args:
         grace: seconds of silence after which a member counts as lost; ``None``: learned.
+        members: how many there are.
+
+    Attributes:
+        before: the longest gap that was heard earlier, in another view, in seconds; ``None``: nothing is known.
     """
 
-    def __init__(self, grace: float | None) -> None:
-        self._given = grace
+    def __init__(self, grace: float | None, members: int = 2) -> None:
+        self._given, self._members = grace, members
         self._last: dict[int, float] = {}
-        self._gaps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=32))
+        self._periods: deque[tuple[float, float]] = deque(maxlen=_PERIODS)  # when they began, and their longest gaps
+        self.before: float | None = None
+        self._gaps, self._since = 0, float("inf")
+        self._latest = -float("inf")
+        self._busy: dict[int, float] = {}
 
     @property
     def beat(self) -> float:
         """Seconds between heartbeats."""
-        return BEAT if self._given is None else min(BEAT, self._given / 4)
+        if self._given is None:
+            return min(BEAT, _OFTEN * max(1.0, self._members / _MANY))
+        return min(BEAT, self._given / 4)
+
+    @property
+    def lapse(self) -> float:
+        """Seconds for which this process may stand still itself before it judges nobody by them."""
+        return self.beat if self._given is not None else max(self.beat, self.grace / 4)
+
+    @property
+    def longest(self) -> float | None:
+        """The longest gap that is remembered; ``None`` if there were too few."""
+        if self._gaps < _ENOUGH or self._latest - self._since < _LISTENED:
+            return self.before
+        gaps = [gap for _, gap in self._periods]
+        return max(gaps if self.before is None else [*gaps, self.before])
 
     @property
     def grace(self) -> float:
         """Seconds of silence after which a member counts as lost."""
         if self._given is not None:
             return self._given
-        gaps = [gap for of_member in self._gaps.values() for gap in of_member]
-        return min(max(_TIMES * max(gaps), _LEAST), _MOST) if len(gaps) >= _ENOUGH else _FIRST
+        if (longest := self.longest) is None:
+            return _FIRST
+        return min(max(_TIMES * longest, _LEAST) * max([1.0, *self._busy.values()]), _MOST)
+
+    def busy(self, member: int, processes: float) -> None:
+        """A member tells how many processes there are for each core of its machine."""
+        self._busy[member] = processes
 
     def hear(self, member: int, now: float) -> None:
         """A message has come from a member."""
         if member in self._last and self._last[member] < now:
-            self._gaps[member].append(now - self._last[member])
+            self._learn(now - self._last[member], now)
         self._last[member] = now
+
+    def _learn(self, gap: float, now: float) -> None:
+        self._gaps, self._since, self._latest = self._gaps + 1, min(self._since, now), now
+        if not self._periods or now - self._periods[-1][0] >= _PERIOD:
+            if len(self._periods) == _PERIODS:
+                self.before = None  # it is long ago
+            self._periods.append((now, gap))
+        elif gap > self._periods[-1][1]:
+            self._periods[-1] = self._periods[-1][0], gap
 
     def expect(self, members: Iterable[int], at: float) -> None:
         """Judge the silence of members from a time on, unless they have been heard later."""

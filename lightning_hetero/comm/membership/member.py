@@ -40,7 +40,7 @@ class Member:
 
     def __init__(self, me: int, first: Roster, terms: Terms, around: Surroundings) -> None:
         self.me, self.view, self.terms, self.around = me, first, terms, around
-        self.hearing = Hearing(terms.grace)
+        self.hearing = Hearing(terms.grace, len(first.members))
         self.acked: dict[Key, Proposal] = {}
         self.gone = Casualties(me)
         self.changing, self.began = False, 0.0
@@ -167,6 +167,7 @@ class Member:
             self.watching.asked = {}
         kind, value = message["k"], message.get("v", ())
         if kind == "beat":
+            self.hearing.busy(peer, float(message.get("v", 1.0)))
             return
         if kind == "state":
             self._state(channel, State.read(value))
@@ -249,9 +250,9 @@ class Member:
         if now - self._ticked >= _TICK:
             self._ticked, self._stirred = now, True
             if now - self._beaten >= self.hearing.beat:
-                self._beaten = now
+                self._beaten, beat = now, {"k": "beat", "v": round(self.around.busy(), 2)}
                 for channel in (*self.inbound.values(), *self.outbound.values()):
-                    channel.send({"k": "beat"})
+                    channel.send(beat)
             if self.over is None:
                 self.watching.tick()
         if self._stirred:

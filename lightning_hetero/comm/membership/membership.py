@@ -80,18 +80,36 @@ class Membership:
         """Whether a new view is wanted, or this member must end."""
         return self._member is not None and self._member.changing
 
-    def begin(self, number: int, units: Sequence[Sequence[int]], addresses: Mapping[int, HostPort]) -> None:
+    @property
+    def grace(self) -> float:
+        """Seconds of silence after which a member counts as lost, now; 0 before the beginning."""
+        return 0.0 if self._member is None else self._member.hearing.grace
+
+    @property
+    def longest(self) -> float | None:
+        """The longest time between two messages of a member; ``None`` if too little was heard."""
+        return None if self._member is None else self._member.hearing.longest
+
+    def begin(
+        self,
+        number: int,
+        units: Sequence[Sequence[int]],
+        addresses: Mapping[int, HostPort],
+        longest: float | None = None,
+    ) -> None:
         """Begin to take part, in a view of which all members are known.
 
         Args:
             number: of the view.
             units: ids of each unit's members. A unit is lost as a whole if one of its members is.
             addresses: where each member listens.
+            longest: what :attr:`longest` was before, to learn from where the grace is learned.
         """
         first = Roster(number, -1, tuple(sorted(tuple(sorted(unit)) for unit in units)))
         self._wire.addresses = {member: (host, port) for member, (host, port) in addresses.items() if member != self.me}
         self._members = first.members
         self._member = Member(self.me, first, self.terms, self)
+        self._member.hearing.before = longest
         self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="hetero-membership", daemon=True)
         self._thread.start()
@@ -184,6 +202,10 @@ class Membership:
         """Begin to connect to a member."""
         return self._wire.connect(peer)
 
+    def busy(self) -> float:
+        """How many processes there are for each core of this machine, at least 1; in the last minute."""
+        return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
+
     def offer(self, number: int) -> Any:
         """What the members of a view need to meet."""
         return self._offer(number)
@@ -220,7 +242,7 @@ class Membership:
         pause = _BUSY if busy else min(member.hearing.beat / 4, _QUIET)
         happened = self._wire.poll(pause)
         before, self._last_turn = self._last_turn, time.monotonic()
-        if self._last_turn - before - pause > member.hearing.beat:
+        if self._last_turn - before - pause > member.hearing.lapse:
             member.restart()  # this process was stopped, or another thread held Python's lock
         while self._posted:
             self._posted.popleft()()

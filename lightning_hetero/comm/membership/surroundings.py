@@ -28,5 +28,8 @@ class Surroundings(Protocol):
     def offer(self, number: int) -> Any:
         """What the members of a view need to work together."""
 
+    def busy(self) -> float:
+        """How many processes there are for each core of this machine, at least 1."""
+
     def note(self, what: str, member: int, why: str = "") -> None:
         """Take note of an event."""

@@ -1,0 +1,110 @@
+"""Waking up who waits in gloo, when ranks are lost."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm import leaving
+
+LIMIT = 8.0  # seconds, the timeout of the groups; what is woken up ends in a hundredth of it
+Pair = tuple[dist.ProcessGroupGloo, dist.ProcessGroupGloo]
+
+
+def threads() -> dict[int, str]:
+    """Names of this process's threads, as the kernel has them."""
+    names = {}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            names[thread] = file.read().strip()
+    return names
+
+
+def pair(store: dist.Store) -> Pair:
+    """Two ranks with a process group, in this process."""
+    made: dict[int, dist.ProcessGroupGloo] = {}
+
+    def make(rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=LIMIT)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        made[rank] = dist.ProcessGroupGloo(store, rank, 2, options)
+
+    makers = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    with leaving.noting_sockets():
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+    return made[0], made[1]
+
+
+@contextmanager
+def late(loops: set[int]) -> Iterator[None]:
+    """Threads that run only when nobody else does on their core, which is this thread's."""
+    allowed = os.sched_getaffinity(0)
+    for thread in loops:
+        os.sched_setaffinity(thread, {min(allowed)})
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have their own priorities on Linux")
+def test_what_is_sent_right_after_a_cut_does_not_wait() -> None:
+    """Gloo's own thread notices late that a connection has ended, as on a busy machine."""
+    store = dist.HashStore()
+    for attempt in range(5):
+        before = set(threads())
+        sender, receiver = pair(dist.PrefixStore(str(attempt), store))
+        loops = {thread for thread, name in threads().items() if thread not in before and "loop" in name}
+        assert loops
+        wanted = receiver.recv([torch.zeros(4)], 0, 0)
+        time.sleep(0.1)  # the sender knows that it is wanted
+        began, sending = time.monotonic(), None
+        with late(loops):
+            leaving.cut()
+            with suppress(RuntimeError):  # it was known already
+                sending = sender.send([torch.ones(4)], 1, 0)
+        with suppress(RuntimeError):
+            if sending is not None:
+                sending.wait()
+        with suppress(RuntimeError):
+            wanted.wait()
+        assert time.monotonic() - began < LIMIT / 2
+
+
+def test_who_waits_is_woken_up() -> None:
+    group, _ = pair(dist.HashStore())
+    waiting = group.recv([torch.zeros(4)], 1, 0)
+    began = time.monotonic()
+    leaving.cut()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        waiting.wait()
+    assert time.monotonic() - began < LIMIT / 2
+
+
+def test_the_other_end_of_a_connection_hears_of_the_cut() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with leaving.noting_sockets():
+        own = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    with listener, own, other:
+        other.settimeout(LIMIT)
+        leaving.cut()
+        assert own.recv(1) == b""
+        own.sendall(b"?")  # what is on its way arrives
+        own.close()
+        assert other.recv(1) == b"?"
+        assert other.recv(1) == b""  # though the connection was held open for a while
