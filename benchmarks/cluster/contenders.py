@@ -20,6 +20,7 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import lightning_hetero  # noqa: F401  registers the package's strings
 
@@ -48,10 +49,17 @@ class PostLocalSGD(HookedDDP):
             self._ddp_comm_state = PostLocalSGDState(None, subgroup, start_localSGD_iter=self._after)
 
 
+def powersgd(rank: int = 4, after: int = 2) -> HookedDDP:
+    """PyTorch's PowerSGD, in one bucket: with several it aborts on gloo. It compresses after some steps, 2 at least."""
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=after)
+    return HookedDDP(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook, bucket_cap_mb=1000)
+
+
 #: What there is to compare with, beside all strategies that are registered.
 BUILT_FROM_PARTS = {
     "alone": lambda: SingleDeviceStrategy(torch.device("cpu")),  # every rank for itself: no communication at all
     "ddp_fp16": lambda: HookedDDP(ddp_comm_hook=fp16_compress_hook),
+    "ddp_powersgd": powersgd,
     "post_local_sgd": PostLocalSGD,
 }
 

@@ -3,11 +3,13 @@
 Traffic within a node does not pass its link. Linux with root, iproute2 and version 1 control groups only.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -109,6 +111,7 @@ class Cluster:
             if group.is_dir():
                 for rank in group.iterdir():
                     if rank.is_dir():
+                        _end_all(rank)
                         rank.rmdir()
                 group.rmdir()
 
@@ -212,6 +215,16 @@ def bytes_sent() -> int:
         if name.strip() == "eth0":
             return int(counters.split()[8])
     return 0
+
+
+def _end_all(group: Path) -> None:
+    """End what a rank has started and left behind, such as a daemon."""
+    deadline = time.monotonic() + 5
+    while (left := (group / "cgroup.procs").read_text().split()) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _wait(processes: Sequence[subprocess.Popen], deadline: float) -> list[int]:

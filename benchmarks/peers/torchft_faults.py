@@ -1,7 +1,7 @@
 """torchft beside this package's strategies: replicas are killed at random moments, and started again.
 
-    python benchmarks/peers/torchft_faults.py --torchft-python /path/to/its/bin/python
-    python benchmarks/peers/torchft_faults.py --torchft-python ... --ranks 8 --step 0.2 --seconds 600 --mean 20
+    python benchmarks/peers/torchft_faults.py --envs peers-envs --make-envs
+    python benchmarks/peers/torchft_faults.py --envs peers-envs --ranks 8 --step 0.2 --seconds 600 --mean 20
 
 The same schedule of faults for all, on one host; each rank is a replica (under hetero_ddp all ranks are one). torchft
 averages every 16 steps, and so do those of this package's strategies that have a period. See `faults.py`, which has
@@ -29,8 +29,8 @@ import faults
 from faults_files import Place
 from faults_result import Result
 from faults_watch import Fit
-from interpreter import add_option, torchft_python
 from jobs import machine
+from systems import add_options, interpreters
 
 STRATEGIES = (
     "torchft_localsgd",
@@ -112,17 +112,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--restart", type=float, default=10.0, help="seconds after which a lost rank is started again")
-    add_option(parser)
+    add_options(parser)
     options = parser.parse_args()
-    if any(name.startswith("torchft") for name in options.strategies):
+    peers = [name for name in options.strategies if name.startswith("torchft_")]
+    for python in interpreters(peers, options).values():
         TorchftFit.server = subprocess.Popen(
-            [torchft_python(options), _JOB],
+            [python, _JOB],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": ""},
         )
         atexit.register(TorchftFit.server.kill)
+    if not hasattr(TorchftFit, "server"):
+        options.strategies = [name for name in options.strategies if name not in peers]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
     print(f"{machine()}; {options.ranks} ranks, {options.seconds:.0f} s, a SIGKILL every {options.mean:.0f} s")
     rows = [

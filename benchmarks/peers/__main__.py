@@ -1,0 +1,182 @@
+"""What people use today beside this package: the same task, links and devices for all, in one table.
+
+    sudo python benchmarks/peers --envs peers-envs --make-envs --save runs.json    # all contenders, three links
+    sudo python benchmarks/peers --envs peers-envs --rates 200mbit --seeds 1 ddp torchft_diloco:every=16 hetero_daso
+    sudo python benchmarks/peers --envs peers-envs --unequal                        # devices of unequal speed
+
+Two nodes of two ranks (`--unequal`: four of one), emulated: network namespaces, shaped links, devices by a delay that
+uses no core. Network, first weights, order of the data, global batch and inner optimizer are the same for all; each
+seed has other weights and another order. Each peer has an environment of its own; one that has none is left out, with
+a line that says how to make it. A run ends after so many steps, or, at the same step on all ranks, after so many
+seconds. Weights are tested after a run, so that takes no time of it: the mean of all ranks' weights after every eighth
+step, and of those that the run leaves. Needs root, Linux and iproute2.
+
+Contenders are NAME or NAME:option=value,option=value: strategies of Lightning and of this package, those of
+`benchmarks/cluster/contenders.py`, and those of the files `*_job.py` beside this one.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "cluster")]
+
+import outcome
+import runner
+import systems
+from rich.console import Console
+
+OFF = "balance=off"
+PEERS = (
+    "torch_alone",
+    "torch_hierarchical:within=2,every=16",
+    "accelerate_local_sgd:every=16",
+    "torchft_localsgd:every=16",
+    "torchft_diloco:every=16",
+    "torchft_diloco:every=16,delay=8",
+    "hivemind_gradients:delay=1",
+    "hivemind_local:every=16",
+)
+OURS = (
+    f"hetero_ddp:{OFF}",
+    f"hetero_ddp:wire=int8,{OFF}",
+    f"hetero_ddp:wire=powersgd:4,{OFF}",
+    f"hetero_node:every_n_steps=16,{OFF}",
+    f"hetero_daso:warmup=0,cooldown=0,patience=1000,wire=bf16,global_every=4,wait=auto,{OFF}",
+    f"hetero_diloco:tau=16,{OFF}",
+    f"hetero_diloco:tau=16,wire=int8,{OFF}",
+    f"hetero_gossip_async:every_n_steps=4,wire=bf16,{OFF}",
+    "hetero_auto:every=16,measure=16",
+)
+ALIKE = ("ddp", "ddp_fp16", "ddp_powersgd:rank=4", "post_local_sgd:every=16", "alone", *PEERS, *OURS)
+UNEQUAL = (
+    "alone",
+    "ddp",
+    "accelerate_local_sgd:every=16",
+    "torchft_diloco:every=16",
+    "hivemind_gradients:delay=1",
+    "hivemind_local:every=16",
+    "hetero_ddp",
+    "hetero_easgd_async:tau=16,moving_rate=auto",
+    "hetero_auto:every=16,measure=16",
+)
+SPEEDS, FIXED = (0.8, 0.4, 0.2, 0.2), 0.012  # samples per millisecond of unequal devices; seconds of a batch besides
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contenders", nargs="*", help="without: all")
+    parser.add_argument("--unequal", action="store_true", help="devices of unequal speed: samples per second")
+    parser.add_argument("--against", default="ddp", help="what all are compared with")
+    parser.add_argument("--rates", nargs="+", help="of each node's link; without: 20mbit 200mbit 1gbit")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of each run, at most; without: 64, or 1000 with --unequal")
+    parser.add_argument("--limit", type=float, help="seconds of each run; without: 45, or 30 with --unequal")
+    parser.add_argument("--batch", type=int, help="samples per rank and step; without: 16, or 96 with --unequal")
+    parser.add_argument("--delay", type=float, default=0.07, help="seconds that a step of alike devices takes at least")
+    parser.add_argument("--loss", type=float, default=1.0, help="to be reached, in the mean of 8 steps and all ranks")
+    parser.add_argument("--accuracy", type=float, default=0.9, help="to be reached on test digits")
+    parser.add_argument("--save", type=Path, help="file for the runs; those that it has already are not done again")
+    systems.add_options(parser)
+    options = parser.parse_args()
+    with_defaults(options)
+    console = Console(highlight=False, width=240)
+    pythons = systems.interpreters(options.contenders, options)
+    for rate in options.rates:
+        options.rate = rate
+        console.print(headline(options))
+        runs = []
+        for seed in range(1, options.seeds + 1):
+            for system, python in pythons.items():
+                names = [name for name in options.contenders if systems.system_of(name) is system]
+                runs += Runs(options, console).of(seed, system, python, names)
+        order = {name: place for place, name in enumerate(options.contenders)}
+        runs.sort(key=lambda run: order[run["contender"]])
+        console.print(table(runs, options))
+        console.print(f"Load average at the end {os.getloadavg()[0]:.2f}.\n")
+
+
+def with_defaults(options: argparse.Namespace) -> None:
+    """Fill in what was not given."""
+    unequal = options.unequal
+    options.contenders = list(options.contenders or (UNEQUAL if unequal else ALIKE))
+    options.rates = options.rates or (["200mbit", "1gbit"] if unequal else ["20mbit", "200mbit", "1gbit"])
+    options.steps = options.steps or (1000 if unequal else 64)
+    options.limit = options.limit or (30.0 if unequal else 45.0)
+    options.batch = options.batch or (96 if unequal else 16)
+    options.nodes, options.ranks = (len(SPEEDS), 1) if unequal else (2, 2)
+    alike = [[options.delay, 1e-6]] * (options.nodes * options.ranks)
+    options.costs = [[FIXED, 1e-3 / speed] for speed in SPEEDS] if unequal else alike
+
+
+def headline(options: argparse.Namespace) -> str:
+    """What is run, and where."""
+    devices = f"{SPEEDS} samples per ms" if options.unequal else f"{1e3 * options.delay:.0f} ms a step at least"
+    return (
+        f"{options.nodes} nodes of {options.ranks} ranks, links of {options.rate}; {options.batch} samples per rank "
+        f"and step, devices of {devices}; {options.seeds} seeds, {options.steps} steps or {options.limit:g} s each. "
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}."
+    )
+
+
+def table(runs: Sequence[outcome.Run], options: argparse.Namespace) -> Any:
+    """What the runs on one kind of link come to."""
+    if options.unequal:
+        return outcome.shares(runs, "alone", 0.4 * options.limit)
+    return outcome.table(runs, options.against, (options.loss, options.accuracy))
+
+
+class Runs:
+    """Runs of one call, and those that a file has kept.
+
+    Args:
+        options: of the call.
+        console: to say what went wrong.
+    """
+
+    def __init__(self, options: argparse.Namespace, console: Console) -> None:
+        self._options, self._console = options, console
+
+    def of(self, seed: int, system: systems.System, python: str, names: list[str]) -> list[outcome.Run]:
+        """A run of each contender; without those that fail."""
+        kept = self._kept()
+        runs = [kept[self._key(seed, name)] for name in names if self._key(seed, name) in kept]
+        names = [name for name in names if self._key(seed, name) not in kept]
+        if not names:
+            return runs
+        options = self._options
+        options.timeout = len(names) * (3 * options.limit + 90)
+        task = {key: getattr(options, key) for key in ("steps", "batch", "costs", "limit")}
+        arguments = [json.dumps({**task, "seed": seed}), *names]
+        try:
+            made = runner.run_script(systems.HERE / system.script, arguments, options, None, self._console, python)
+        except runner.network.Unavailable:
+            raise
+        except SystemExit as failed:
+            if len(names) > 1:  # which one is it?
+                return runs + [run for name in names for run in self.of(seed, system, python, [name])]
+            self._console.print(f"Left out: {names[0]}, seed {seed}: {failed}", markup=False)
+            return runs
+        self._keep({self._key(seed, run["contender"]): run for run in made})
+        return runs + made
+
+    def _key(self, seed: int, name: str) -> str:
+        options = self._options
+        what = options.rate, seed, options.steps, options.limit, options.batch, options.costs, name
+        return json.dumps(what)
+
+    def _kept(self) -> dict[str, outcome.Run]:
+        file = self._options.save
+        return json.loads(file.read_text()) if file and file.exists() else {}
+
+    def _keep(self, made: dict[str, outcome.Run]) -> None:
+        if self._options.save:
+            self._options.save.write_text(json.dumps({**self._kept(), **made}))
+
+
+if __name__ == "__main__":
+    main()

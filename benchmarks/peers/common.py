@@ -1,0 +1,137 @@
+"""What every rank of every peer has in common: the task, when to stop, what is noted, how weights are tested.
+
+Needs torch, scikit-learn and NumPy only, so that each peer can have an environment of its own.
+"""
+
+import mmap
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
+import network
+import torch
+from digits import cnn, handwritten
+from torch import nn
+
+Weights = dict[int, torch.Tensor]
+LAST = -1  # the key of the weights that a fit leaves
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and for how long.
+
+    Attributes:
+        steps: of each rank, at most.
+        batch: samples per rank and step.
+        costs: ``(a, k)`` of each rank: a step of ``n`` samples takes its device ``a + k * n`` seconds at least.
+        seed: of the first weights and of the data's order.
+        limit: seconds after which a fit ends.
+        every: steps between two copies of the weights, to be tested later.
+    """
+
+    steps: int
+    batch: int
+    costs: list[list[float]]
+    seed: int
+    limit: float
+    every: int = 8
+
+
+class Board:
+    """Where ranks post their steps, and rank 0 the one before which all stop: a file, so that no link carries it.
+
+    Args:
+        file: the same for all ranks, and not used by another fit before.
+        task: says how many steps, and how long.
+        together: all ranks end at the same step; else each one when its own time is up.
+    """
+
+    MARGIN = 2  # steps from the foremost rank's to the last one: nobody shall have begun it already
+
+    def __init__(self, file: Path, task: Task, together: bool = True) -> None:
+        self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._task, self._together = task, together
+        self._began: float | None = None
+        size = 8 * (self._world + 1)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+        os.ftruncate(descriptor, size)
+        self._slots = memoryview(mmap.mmap(descriptor, size)).cast("q")
+        os.close(descriptor)
+
+    def go_on(self, step: int) -> bool:
+        """Whether to take a step, counted from 0; all before it are done."""
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now
+        late = now - self._began >= self._task.limit
+        if not self._together:
+            return step < self._task.steps and not late
+        self._slots[self._rank] = step
+        if late and self._rank == 0 and not self._slots[self._world]:
+            self._slots[self._world] = max(self._slots[: self._world].tolist()) + self.MARGIN
+        return step < min(self._task.steps, self._slots[self._world] or self._task.steps)
+
+
+class Notes:
+    """What a rank notes of a fit.
+
+    Args:
+        every: steps between two copies of the weights; they are taken while the device would compute.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.figures: dict[str, list[Any]] = {"times": [], "losses": [], "sent": [], "samples": []}
+        self.weights: Weights = {}
+
+    def begin(self, net: nn.Module, samples: int) -> None:
+        """A step begins."""
+        step = len(self.figures["samples"])
+        self.moment()
+        self.figures["samples"].append(samples)
+        if step % self.every == 0:
+            self.weights[step] = flat(net)
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """The step's loss."""
+        self.figures["losses"].append(loss.item())
+
+    def moment(self) -> None:
+        """The time, and what the node has sent by now; also once after the last step."""
+        self.figures["times"].append(time.perf_counter())  # one clock for all processes of the machine
+        self.figures["sent"].append(network.bytes_sent())
+
+    def leave(self, net: nn.Module, folder: Path) -> None:
+        """Write the weights down; those of now are what the fit leaves."""
+        self.weights[LAST] = flat(net)
+        torch.save(self.weights, folder / f"weights-{os.environ['RANK']}.pt")
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    """A copy of all parameters."""
+    with torch.no_grad():
+        return nn.utils.parameters_to_vector(net.parameters())
+
+
+def tested(folder: Path, world: int) -> dict[str, Any]:
+    """Accuracy and loss on test digits of the mean of all ranks' weights, step by step and at the end."""
+    files = [folder / f"weights-{rank}.pt" for rank in range(world)]
+    ranks: list[Weights] = [torch.load(file) for file in files]
+    net, (images, labels) = cnn(), handwritten(training=False)
+    course: dict[int, tuple[float, float]] = {}
+    for step in sorted(set.intersection(*(set(rank) for rank in ranks))):
+        nn.utils.vector_to_parameters(torch.stack([rank[step] for rank in ranks]).mean(0), net.parameters())
+        with torch.no_grad():
+            logits = net(images)
+        accuracy = (logits.argmax(1) == labels).float().mean().item()
+        course[step] = accuracy, nn.functional.cross_entropy(logits, labels).item()
+    for file in files:
+        file.unlink()
+    left = course.pop(LAST)
+    return {"course": sorted(course.items()), "left": left}

@@ -1,0 +1,77 @@
+"""What each rank runs under Lightning: its strategies, and this package's."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+import contenders
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from digits import Digits, cnn
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import EmulatedSpeed
+
+
+class Noted(pl.LightningModule):
+    """Reads digits; notes what it does, and ends when the board says so."""
+
+    def __init__(self, notes: common.Notes, board: common.Board) -> None:
+        super().__init__()
+        self.net = cnn()
+        self.notes, self.board = notes, board
+
+    def on_train_start(self) -> None:
+        self.board.go_on(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.notes.begin(self.net, len(batch[1]))
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.notes.loss(loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.board.go_on(batch_idx + 1):
+            self.notes.moment()
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+
+def fit(contender: str, task: common.Task, board: common.Board, folder: Path) -> dict[str, Any]:
+    """Train; what has been noted."""
+    torch.manual_seed(task.seed)
+    module = Noted(common.Notes(task.every), board)
+    costs = task.costs
+    if contenders.is_alone(contender):
+        costs = [costs[int(os.environ["RANK"])]]
+    slowed = EmulatedSpeed([(fixed, per_sample) for fixed, per_sample in costs])
+    trainer = contenders.trainer(contender, max_steps=task.steps, max_epochs=1, callbacks=[slowed])
+    trainer.fit(module, DataLoader(Digits(task.batch * task.steps * len(costs), task.seed), batch_size=task.batch))
+    module.notes.leave(module.net, folder)
+    return module.notes.figures
+
+
+def main() -> None:
+    output, task, names = Path(sys.argv[1]), common.Task(**json.loads(sys.argv[2])), sys.argv[3:]
+    with contenders.on_cluster():
+        rank, world, runs = dist.get_rank(), dist.get_world_size(), []
+        for index, name in enumerate(names):
+            dist.barrier()
+            together = not contenders.is_alone(name)
+            board = common.Board(output.with_name(f"board-{index}"), task, together)
+            ranks: list[Any] = [None] * world
+            dist.all_gather_object(ranks, fit(name, task, board, output.parent))
+            if rank == 0:
+                runs.append({"contender": name, "ranks": ranks, **common.tested(output.parent, world)})
+                output.write_text(json.dumps(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The plain training loop in which peers run that bring none of their own, and what their ranks do around it."""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import torch
+import torch.distributed as dist
+from digits import Digits, cnn
+from torch import nn
+
+LIMIT = timedelta(minutes=10)  # for all ranks to come
+
+
+class Meeting:
+    """Where all ranks meet before and after a fit, whatever they train with."""
+
+    def __init__(self) -> None:
+        self.rank, self.world, self.times = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.store = dist.TCPStore(address, port, is_master=self.rank == 0, timeout=LIMIT, wait_for_workers=False)
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What each rank has brought; waits for all."""
+        self.times += 1
+        self.store.set(f"{self.times}/{self.rank}", json.dumps(mine))
+        return [json.loads(self.store.get(f"{self.times}/{rank}")) for rank in range(self.world)]
+
+    def process_group(self) -> None:
+        """One of gloo among all ranks, if there is none yet."""
+        if not dist.is_initialized():
+            store = dist.PrefixStore("group", self.store)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=LIMIT)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a peer begins with.
+
+    Attributes:
+        net: the network, with the first weights.
+        optimizer: the inner one.
+        options: as they were given: ``every=16`` is ``{"every": "16"}``.
+        task: what is trained.
+        meeting: of all ranks.
+    """
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+    options: dict[str, str]
+    task: common.Task
+    meeting: Meeting
+
+    def number(self, option: str, default: float) -> int:
+        """An option that is a whole number."""
+        return int(self.options.get(option, default))
+
+
+def _nothing() -> None:
+    pass
+
+
+class Parts(NamedTuple):
+    """What a peer trains with.
+
+    Attributes:
+        model: called with images.
+        optimizer: its `zero_grad` and `step` are called at each step.
+        after: called after each step.
+        backward: called with the loss.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    after: Callable[[], None] = _nothing
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+
+
+Peer = Callable[[Setting], AbstractContextManager[Parts]]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """The inner optimizer of all contenders."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+
+
+def fit(peer: Peer, setting: Setting, board: common.Board, folder: Path) -> dict[str, list[Any]]:
+    """Train; what has been noted."""
+    net, task, meeting = setting.net, setting.task, setting.meeting
+    rank, world = meeting.rank, meeting.world
+    fixed, per_sample = task.costs[rank]
+    device = fixed + per_sample * task.batch
+    stream = Digits(task.batch * task.steps * world, task.seed)
+    notes = common.Notes(task.every)
+    with peer(setting) as (model, optimizer, after, backward):
+        meeting.gather("ready")
+        while board.go_on(step := len(notes.figures["samples"])):
+            first = step * task.batch * world
+            samples = stream.__getitems__(list(range(first + rank, first + task.batch * world, world)))
+            images, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+            began = time.perf_counter()
+            notes.begin(net, len(labels))
+            loss = nn.functional.cross_entropy(model(images), labels)
+            notes.loss(loss)
+            time.sleep(max(0.0, device - 2 * (time.perf_counter() - began)))  # the backward pass is to come
+            optimizer.zero_grad()
+            backward(loss)
+            time.sleep(max(0.0, device - (time.perf_counter() - began)))
+            optimizer.step()
+            after()
+        notes.moment()
+    notes.leave(net, folder)
+    return notes.figures
+
+
+def main(peers: dict[str, Peer], together: bool = True) -> None:
+    """Be a rank: run each contender that the command line names, and write what all ranks have noted.
+
+    Args:
+        peers: by name.
+        together: whether all ranks take the same number of steps.
+    """
+    output, task, names = Path(sys.argv[1]), common.Task(**json.loads(sys.argv[2])), sys.argv[3:]
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    meeting, runs = Meeting(), []
+    for index, contender in enumerate(names):
+        name, _, options = contender.partition(":")
+        torch.manual_seed(task.seed)
+        net = cnn()
+        given = dict(pair.split("=") for pair in options.split(",") if pair)
+        board = common.Board(output.with_name(f"board-{index}"), task, together)
+        ranks = meeting.gather(
+            fit(peers[name], Setting(net, sgd(net.parameters()), given, task, meeting), board, output.parent)
+        )
+        if meeting.rank == 0:
+            runs.append({"contender": contender, "ranks": ranks, **common.tested(output.parent, meeting.world)})
+            output.write_text(json.dumps(runs))
+    meeting.gather("end")
+    time.sleep(1.0 if meeting.rank == 0 else 0.0)  # its store serves the others until they have read
+    os._exit(0)  # not all threads of all peers end by themselves

@@ -1,0 +1,163 @@
+"""`benchmarks/peers`: what its tables say about runs that are made by hand, and when ranks stop."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.table  # noqa: F401  before modules are put back
+import sklearn.datasets  # noqa: F401  its compiled parts cannot be loaded twice
+import torch
+
+PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
+
+
+@pytest.fixture(autouse=True)
+def _its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import each other by plain names, which other tests shall not see."""
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(sys, "path", [str(PEERS), str(PEERS.parent / "cluster"), *sys.path])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def rank_of(steps: int, each: float, bytes_each: int, losses: list[float], samples: int = 16) -> dict[str, Any]:
+    return {
+        "times": [100 + each * step for step in range(steps + 1)],
+        "sent": [bytes_each * step for step in range(steps + 1)],
+        "losses": losses,
+        "samples": [samples] * steps,
+    }
+
+
+def run_of(name: str, each: float, falls_at: int, steps: int = 40, bytes_each: int = 2_000_000) -> dict[str, Any]:
+    """Two ranks, whose loss falls from 2 to 0 at a step, as the accuracy rises in the middle."""
+    losses = [2.0] * falls_at + [0.0] * (steps - falls_at)
+    ranks = [rank_of(steps, each, bytes_each, losses), rank_of(steps, each, 1_000_000, losses)]
+    course = [[0, [0.1, 2.0]], [8, [0.5, 1.0]], [16, [0.92, 0.2]], [24, [0.97, 0.1]]]
+    return {"contender": name, "ranks": ranks, "course": course, "left": [0.98, 0.1]}
+
+
+def test_figures_of_a_run() -> None:
+    import outcome
+
+    row = outcome.figures(run_of("ddp", 0.5, 20), 1.0, 0.9)
+    assert row.ms == pytest.approx(500)
+    assert row.sent == pytest.approx(2.0)
+    assert row.loss == pytest.approx(0.5 * 23)  # four of the last eight losses are 0 at steps 20 to 23
+    assert row.accuracy == pytest.approx(0.5 * 16)
+    assert (row.left, row.steps) == (0.98, 40)
+    assert outcome.figures(run_of("ddp", 0.5, 20), -1.0, 0.99).loss == math.inf
+
+
+def test_bytes_are_counted_over_whole_intervals() -> None:
+    """An exchange after every 16 steps, and 37 steps: two exchanges in 32 steps."""
+    import outcome
+
+    run = run_of("local", 0.5, 20, steps=37)
+    for rank in run["ranks"]:
+        rank["sent"] = [16_000_000 * (step // 16) for step in range(38)]
+    assert outcome.figures(run, 1.0, 0.9).sent == pytest.approx(1.0)
+
+
+def test_the_table_pairs_runs_and_says_what_is_not_reached() -> None:
+    import outcome
+
+    runs = [run_of("ddp", 1.0, 20), run_of("ddp", 1.0, 40), run_of("fast", 0.25, 20), run_of("fast", 0.5, 20)]
+    drawn = outcome.table(runs, "ddp", (1.0, 0.9))
+    cells = {column.header: list(column.cells) for column in drawn.columns}
+    assert cells["contender"] == ["ddp", "fast"]
+    assert cells["ms per step"] == ["1000", "375 (250 to 500)"]
+    assert cells["seconds to a loss of 1"] == ["not in 40 s (23.0 to not in 40 s)", "8.6 (5.8 to 11.5)"]
+    # ddp's second run lasts 40 s without the loss, which the other one has after 11.5 s.
+    assert cells["times as fast as ddp"] == ["> 1.00", "> 3.74 (3.48 to 4.00)"]
+    assert cells["ddp's over it"] == ["1.00", "3.00 (2.00 to 4.00)"]
+
+
+def test_without_a_seed_nothing_is_paired() -> None:
+    import outcome
+
+    runs = [run_of("ddp", 1.0, 20), run_of("fast", 0.25, 20), run_of("fast", 0.5, 20)]
+    cells = {column.header: list(column.cells) for column in outcome.table(runs, "ddp", (1.0, 0.9)).columns}
+    assert cells["times as fast as ddp"] == ["1.00", ""]
+
+
+def test_samples_per_second_of_ranks_at_their_own_pace() -> None:
+    """One rank does 32 samples in a second and the other 160; the latter ends first, and that ends the window."""
+    import outcome
+
+    ranks = [rank_of(40, 0.5, 0, []), rank_of(60, 0.1, 0, [])]
+    run = {"contender": "alone", "ranks": ranks}
+    assert outcome.rate(run, 2.0) == pytest.approx(32 + 160)
+    assert math.isnan(outcome.rate(run, 7.0))
+    half = {"contender": "ddp", "ranks": [rank_of(40, 0.5, 1000, []), rank_of(40, 0.5, 1000, [])]}
+    cells = [list(column.cells) for column in outcome.shares([run, half], "alone", 2.0).columns]
+    assert cells[:3] == [["alone", "ddp"], ["192", "64"], ["100.0%", "33.3%"]]
+
+
+def test_all_ranks_stop_at_the_same_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import common
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    task = common.Task(steps=100, batch=1, costs=[], seed=1, limit=5.0)
+    now = [0.0]
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    boards = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        boards.append(common.Board(tmp_path / "board", task))
+    assert all(board.go_on(0) for board in boards)
+    assert boards[1].go_on(30)  # the second rank is far ahead
+    now[0] = 6.0
+    assert boards[1].go_on(31)  # it does not decide
+    assert boards[0].go_on(10)  # the first one does: 31 + 2
+    assert next(step for step in range(11, 100) if not boards[0].go_on(step)) == 33
+    assert boards[1].go_on(32)
+    assert not boards[1].go_on(33)
+    apart = common.Board(tmp_path / "other", task, together=False)
+    assert apart.go_on(0)
+    now[0] = 12.0
+    assert not apart.go_on(7)
+
+
+def test_weights_are_tested_as_the_mean_of_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import common
+    from digits import cnn, handwritten
+
+    torch.manual_seed(0)
+    net, (images, labels) = cnn(), handwritten(training=False)
+    with torch.no_grad():
+        expected = (net(images).argmax(1) == labels).float().mean().item()
+        before = common.flat(net)
+    for rank, sign in (("0", 1), ("1", -1)):
+        monkeypatch.setenv("RANK", rank)
+        apart = sign * torch.randn(before.shape, generator=torch.Generator().manual_seed(1))
+        torch.nn.utils.vector_to_parameters(before + apart, net.parameters())
+        notes = common.Notes(every=2)
+        for _ in range(3):
+            notes.begin(net, 4)
+        notes.leave(net, tmp_path)
+    found = common.tested(tmp_path, 2)
+    assert [step for step, _ in found["course"]] == [0, 2]
+    assert found["left"][0] == pytest.approx(expected, abs=0.02)  # up to rounding of the mean
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_contender_has_its_system(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    import systems
+
+    names = ["hetero_ddp", "ddp", "torch_alone", "torchft_diloco:every=16", "hivemind_local", "accelerate_local_sgd"]
+    scripts = [systems.system_of(name).script.removesuffix("_job.py") for name in names]
+    assert scripts == ["lightning", "lightning", "torch", "torchft", "hivemind", "accelerate"]
+    assert all((PEERS / systems.system_of(name).script).exists() for name in names)
+    options = argparse.Namespace(envs=tmp_path, make_envs=False)
+    found = systems.interpreters(names, options)
+    assert {system.script for system in found} == {"lightning_job.py", "torch_job.py"}
+    said = capsys.readouterr().out
+    for peer in ("torchft==0.2.0", "hivemind==1.1.12", "accelerate==1.15.0"):
+        assert peer in said
+    assert "Left out: torchft_diloco:every=16." in said
+    commands = systems.steps_to_make(systems.system_of("torchft_diloco"), tmp_path)
+    assert commands[1][-3:] == ["-c", str(systems.CONSTRAINTS), "torch"]  # before what could choose another one
