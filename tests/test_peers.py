@@ -37,7 +37,7 @@ def run_of(name: str, each: float, falls_at: int, steps: int = 40, bytes_each: i
     losses = [2.0] * falls_at + [0.0] * (steps - falls_at)
     ranks = [rank_of(steps, each, bytes_each, losses), rank_of(steps, each, 1_000_000, losses)]
     course = [[0, [0.1, 2.0]], [8, [0.5, 1.0]], [16, [0.92, 0.2]], [24, [0.97, 0.1]]]
-    return {"contender": name, "ranks": ranks, "course": course, "left": [0.98, 0.1]}
+    return {"contender": name, "together": True, "ranks": ranks, "course": course, "left": [0.98, 0.1]}
 
 
 def test_figures_of_a_run() -> None:
@@ -60,6 +60,7 @@ def test_bytes_are_counted_over_whole_intervals() -> None:
     for rank in run["ranks"]:
         rank["sent"] = [16_000_000 * (step // 16) for step in range(38)]
     assert outcome.figures(run, 1.0, 0.9).sent == pytest.approx(1.0)
+    assert outcome.figures({**run, "together": False}, 1.0, 0.9).sent == pytest.approx(32 / 37)
 
 
 def test_the_table_pairs_runs_and_says_what_is_not_reached() -> None:

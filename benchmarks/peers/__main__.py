@@ -38,7 +38,7 @@ PEERS = (
     "torchft_localsgd:every=16",
     "torchft_diloco:every=16",
     "torchft_diloco:every=16,delay=8",
-    "hivemind_gradients:delay=1",
+    "hivemind_gradients",
     "hivemind_local:every=16",
 )
 OURS = (
@@ -58,7 +58,7 @@ UNEQUAL = (
     "ddp",
     "accelerate_local_sgd:every=16",
     "torchft_diloco:every=16",
-    "hivemind_gradients:delay=1",
+    "hivemind_gradients",
     "hivemind_local:every=16",
     "hetero_ddp",
     "hetero_easgd_async:tau=16,moving_rate=auto",
@@ -84,7 +84,7 @@ def main() -> None:
     systems.add_options(parser)
     options = parser.parse_args()
     with_defaults(options)
-    console = Console(highlight=False, width=240)
+    console = Console(highlight=False, width=400)
     pythons = systems.interpreters(options.contenders, options)
     for rate in options.rates:
         options.rate = rate

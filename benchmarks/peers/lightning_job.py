@@ -69,7 +69,8 @@ def main() -> None:
             ranks: list[Any] = [None] * world
             dist.all_gather_object(ranks, fit(name, task, board, output.parent))
             if rank == 0:
-                runs.append({"contender": name, "ranks": ranks, **common.tested(output.parent, world)})
+                tested = common.tested(output.parent, world)
+                runs.append({"contender": name, "together": together, "ranks": ranks, **tested})
                 output.write_text(json.dumps(runs))
 
 

@@ -41,7 +41,8 @@ def figures(run: Run, loss: float, accuracy: float) -> Figures:
     ranks = run["ranks"]
     began = min(rank["times"][0] for rank in ranks)
     steps = min(len(rank["samples"]) for rank in ranks)
-    last = whole(steps)  # over whole intervals, so that no contender's exchanges are left out or counted too often
+    # Over whole intervals, so that no exchange is left out; ranks at their own pace have no intervals in common.
+    last = whole(steps) if run["together"] else steps
     ms = max(1e3 * (rank["times"][last] - rank["times"][0]) / last for rank in ranks)
     sent = max((rank["sent"][last] - rank["sent"][0]) / last for rank in ranks) / 1e6
 
@@ -112,7 +113,7 @@ def table(runs: Sequence[Run], against: str, goals: tuple[float, float]) -> Tabl
     }
     result = Table(box=box.MARKDOWN)
     for name in ("contender", *columns):
-        result.add_column(name, overflow="fold", justify="left" if name == "contender" else "right")
+        result.add_column(name, no_wrap=True, justify="left" if name == "contender" else "right")
     for name, rows in of.items():
         result.add_row(name, *(column(name, rows) for column in columns.values()))
     return result
@@ -142,7 +143,7 @@ def shares(runs: Sequence[Run], solo: str, warm: float) -> Table:
     rates = {name: [rate(run, warm) for run in runs if run["contender"] == name] for name in names}
     result = Table(box=box.MARKDOWN)
     for name in ("contender", "samples/s", "of the solo speeds", "MB per 1000 samples and node"):
-        result.add_column(name, overflow="fold", justify="left" if name == "contender" else "right")
+        result.add_column(name, no_wrap=True, justify="left" if name == "contender" else "right")
     for name, own in rates.items():
         parts = [100 * a / b for a, b in zip(own, rates[solo], strict=False)] if solo in rates else []
         sent = [_sent(run["ranks"]) for run in runs if run["contender"] == name]

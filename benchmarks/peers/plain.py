@@ -143,7 +143,8 @@ def main(peers: dict[str, Peer], together: bool = True) -> None:
             fit(peers[name], Setting(net, sgd(net.parameters()), given, task, meeting), board, output.parent)
         )
         if meeting.rank == 0:
-            runs.append({"contender": contender, "ranks": ranks, **common.tested(output.parent, meeting.world)})
+            tested = common.tested(output.parent, meeting.world)
+            runs.append({"contender": contender, "together": together, "ranks": ranks, **tested})
             output.write_text(json.dumps(runs))
     meeting.gather("end")
     time.sleep(1.0 if meeting.rank == 0 else 0.0)  # its store serves the others until they have read
