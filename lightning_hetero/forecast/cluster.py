@@ -13,6 +13,9 @@ from lightning_hetero.workload.shares import Cost, makespan, split
 HIDDEN = 0.5
 #: Bytes of DDP's buckets. This package makes them smaller where one would take longer than ``TRAVEL`` seconds.
 BUCKET, LEAST, TRAVEL = 25 * 2**20, 2**20, 0.01
+#: Bytes of parameters per second that a rank packs, mixes and unpacks around an exchange, on a core (some six passes
+#: through memory); ``benchmarks/cluster/predicted.py`` compares with measurements.
+HANDLING = 5e8
 
 
 class Way(NamedTuple):
@@ -58,6 +61,7 @@ class Cluster:
         within: the way between ranks of a node.
         between: the way out of a node, which all of its ranks share.
         hidden: part of a step during which gradients can travel, if they travel in small enough buckets.
+        handling: bytes of parameters per second that a rank packs, mixes and unpacks around an exchange.
         given: samples of each rank in a step, if they do not follow its speed.
 
     Raises:
@@ -79,6 +83,7 @@ class Cluster:
     within: Way
     between: Way
     hidden: float = HIDDEN
+    handling: float = HANDLING
     given: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -96,8 +101,9 @@ class Cluster:
                 raise ConfigurationError(f"a link has {way}: a latency of at least 0 s, and a bandwidth above 0.")
         if self.given and (len(self.given) != self.world or sum(self.given) != self.samples):
             raise ConfigurationError(f"given={self.given}: {self.samples} samples for {self.world} ranks are needed.")
-        if not 0 < self.size < math.inf:
-            raise ConfigurationError(f"{self.size} bytes of parameters: give a number above 0.")
+        for value, what in ((self.size, "of parameters"), (self.handling, "of parameters packed per second")):
+            if not 0 < value < math.inf:
+                raise ConfigurationError(f"{value} bytes {what}: give a number above 0.")
 
     @property
     def ranks(self) -> tuple[Cost, ...]:

@@ -156,34 +156,35 @@ def _gradients(cluster: Cluster, name: str, work: float, by_link: bool) -> Predi
 def _blocking(cluster: Cluster, every: int, wire: str, kind: _Kind) -> Prediction:
     """All wait for an all-reduce between replicas, once in a while."""
     work, seconds, sent = _between(cluster, wire, kind.nodes)
-    return _made(cluster, kind, _Load(work, seconds / every, sent / every), kind.given(every, wire))
+    load = _Load(work, seconds / every + _handled(cluster, every), sent / every)
+    return _made(cluster, kind, load, kind.given(every, wire))
 
 
 def _daso(cluster: Cluster, wire: str) -> Prediction:
     """In the background, one exchange after the other."""
     work, seconds, sent = _between(cluster, wire, _DASO.nodes)
-    load = _Load(work, max(seconds / DASO_EVERY - work, 0.0), sent / DASO_EVERY)
+    load = _Load(work, max(seconds / DASO_EVERY - work, 0.0) + _handled(cluster, DASO_EVERY), sent / DASO_EVERY)
     return _made(cluster, _DASO, load, _DASO.given(DASO_EVERY, wire))
 
 
 def _overlap(cluster: Cluster, every: int, wire: str) -> Prediction:
     """In the background of one step."""
     work, seconds, sent = _between(cluster, wire, _OVERLAP.nodes)
-    load = _Load(work, max(seconds - work, 0.0) / every, sent / every)
+    load = _Load(work, max(seconds - work, 0.0) / every + _handled(cluster, every), sent / every)
     return _made(cluster, _OVERLAP, load, _OVERLAP.given(every, wire))
 
 
 def _streaming(cluster: Cluster, every: int, wire: str) -> Prediction:
     """Fragments in turn, in the background of the steps until the next one."""
     work, seconds, sent = _between(cluster, wire, _STREAMING.nodes)
-    load = _Load(work, max(seconds / every - work, 0.0), sent / every)
+    load = _Load(work, max(seconds / every - work, 0.0) + _handled(cluster, every), sent / every)
     return _made(cluster, _STREAMING, load, _STREAMING.given(every, wire))
 
 
 def _round_robin(cluster: Cluster, every: int) -> Prediction:
     """Replicas visit a center in turn, and each waits for the one before."""
     visits = sum(_visit(cluster, number) for number in range(len(cluster.nodes)))
-    load = _Load(cluster.split, visits / every, 2 * cluster.size * cluster.largest / every)
+    load = _Load(cluster.split, visits / every + _handled(cluster, every), 2 * cluster.size * cluster.largest / every)
     return _made(cluster, _ROUND_ROBIN, load, _ROUND_ROBIN.given(every))
 
 
@@ -195,7 +196,7 @@ def _center(cluster: Cluster, every: int, kind: _Kind) -> Prediction:
         for number, node in enumerate(cluster.nodes)
         for cost in node
     ]
-    mean = cluster.samples / sum(each / step for step in steps)
+    mean = cluster.samples / sum(each / step for step in steps) + _handled(cluster, every)
     carried = away * cluster.size / cluster.between.bandwidth / every  # in each direction, while all take a step
     work = cluster.samples / cluster.alone
     sent = 2 * away * cluster.size / every / max(len(cluster.nodes) - 1, 1)
@@ -214,7 +215,7 @@ def _pairs(cluster: Cluster, every: int, kind: _Kind) -> Prediction:
     swap = cluster.within.pair(cluster.size) if alone else cluster.between.pair(cluster.size * cluster.largest)
     work = cluster.split if kind.lockstep else cluster.samples / cluster.alone
     exposed = max(swap / every - (work if kind.hides else 0.0), 0.0)
-    load = _Load(work, exposed, cluster.size * cluster.largest / every)
+    load = _Load(work, exposed + _handled(cluster, every), cluster.size * cluster.largest / every)
     return _made(cluster, kind, load, kind.given(every))
 
 
@@ -228,6 +229,11 @@ def _between(cluster: Cluster, wire: str, nodes: bool) -> tuple[float, float, fl
         return cluster.split, cluster.gradients(size), _ring(size, cluster.world, count)
     gradients = cluster.exposed(cluster.inside(), cluster.split)  # within a replica
     return cluster.split + gradients, cluster.across(size), _ring(size, count, count)
+
+
+def _handled(cluster: Cluster, every: int) -> float:
+    """Seconds of each step in which a rank packs, mixes and unpacks its parameters."""
+    return cluster.size / cluster.handling / every
 
 
 def _ring(size: float, members: int, nodes: int) -> float:

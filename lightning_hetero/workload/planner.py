@@ -251,13 +251,12 @@ class Planner:
 
     def _better(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
         """The best split if it surely beats the latest; the even one if nothing surely beats that."""
-        costs = tuple(r.cost for r in reports)
+        costs, noise = tuple(r.cost for r in reports), [r.error for r in reports]
         reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
         best, even = (
             Plan(0, c, self._low, self.high, reach, self._need) for c in (costs, (Cost(0.0, 1.0),) * self.world)
         )
         present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
-        noise = [r.error for r in reports]
         if not self._pays(level, wanted, costs, [self.STAY * x for x in noise]):
             self._trial = None
             return None if present == level else even
@@ -281,14 +280,15 @@ class Planner:
         likely = [c.times(f) for f, c in zip(factors, costs, strict=True)]
         return makespan(new, likely) < (1 - self.min_gain) * makespan(old, likely)
 
+    def trust_as(self, former: "Planner") -> None:
+        """Doubt measurements no more than another planner of such ranks, which has seen how far they are noise."""
+        self._doubt, self._patience = former._doubt, former._patience
+
     def state_dict(self) -> dict[str, Any]:
         """The latest plan and what it rests on; builtins only."""
         plan = self.plans[-1]
-        return {
-            "costs": [row_of(cost) for cost in plan.costs],
-            "reach": list(plan.reach),
-            "most": list(self.most),
-        }
+        costs = [row_of(cost) for cost in plan.costs]
+        return {"costs": costs, "reach": list(plan.reach), "most": list(self.most)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""

@@ -60,6 +60,7 @@ def plan_among(former: Planner, kept: Sequence[int], planner: Planner) -> Planne
     planner.least, planner.held = former.least, former.held
     if former.found:
         planner.limit([former.high[rank] for rank in kept])
+    planner.trust_as(former)
     state = {name: [rows[rank] for rank in kept] if rows else [] for name, rows in former.state_dict().items()}
     planner.load_state_dict(state)
     if former.total:

@@ -161,6 +161,15 @@ def test_no_strategy_is_faster_than_its_work(some_cluster, every, wire):
             assert one.efficiency <= 1 + 1e-9
 
 
+@given(clusters, some.integers(2, 100))
+def test_an_exchange_takes_the_processor_where_it_is_hidden_too(some_cluster, every):
+    often, slow = (by_name(replace(some_cluster, handling=rate), every) for rate in (1e30, 1e6))
+    seconds = some_cluster.size / 1e6
+    for name, steps in (("hetero_node", every), ("hetero_daso", 4), ("hetero_gossip", every)):
+        assert slow[name].step - often[name].step == pytest.approx(seconds / steps)
+    assert slow["hetero_ddp"].step == often["hetero_ddp"].step
+
+
 @given(clusters)
 def test_splitting_by_speed_never_loses_and_a_faster_link_neither(some_cluster):
     found = by_name(some_cluster)

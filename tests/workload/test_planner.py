@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.regrouping import plan_among
 from lightning_hetero.workload.report import Report
 
 
@@ -189,6 +190,14 @@ SLOWER = [report(0.001), report(0.0015)]  # even: 48 ms; 39 and 25 samples: 39 m
 def test_before_any_noise_is_known_only_large_gains_count():
     assert 4 <= until_a_resplit(planner_of(64, 2), 0, SLOWER, 0.048) <= 16
     assert until_a_resplit(planner_of(64, 2), 0, [report(0.001), report(0.004)], 0.128) == 0
+
+
+def test_a_planner_that_goes_on_for_another_one_need_not_learn_how_far_to_trust():
+    alone = until_a_resplit(planner_of(64, 2), 0, SLOWER, 0.048)
+    former = planner_of(64, 2)
+    for now in range(alone - 1):
+        assert steps(former, now, SLOWER, 0.048) is None
+    assert until_a_resplit(plan_among(former, (0, 1), Planner(2)), 0, SLOWER, 0.048) <= 1 < alone
 
 
 def test_a_resplit_that_does_not_make_steps_shorter_is_taken_back_and_the_next_waits_longer():
