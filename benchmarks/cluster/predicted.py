@@ -35,24 +35,24 @@ PARAMETERS = 2_150_000
 
 
 class Contender(NamedTuple):
-    """What runs, and the strategy string and wire under which it is predicted."""
+    """What runs, under which strategy string and wire it is predicted, and after how many steps its shares stay."""
 
     text: str
     name: str
     wire: str = "fp32"
+    settles: int = 7 * EVERY  # ranks tell each other their speeds when they meet
 
 
-SOON = "rebalance_every_n_steps=4"  # short runs: shares follow the speeds before the measured steps
 CONTENDERS = (
-    Contender("ddp", "ddp"),
-    Contender(f"hetero_ddp:{SOON}", "hetero_ddp"),
-    Contender(f"hetero_node:every_n_steps={EVERY},{SOON}", "hetero_node"),
-    Contender(f"hetero_node:every_n_steps={EVERY},wire=int8,{SOON}", "hetero_node", "int8"),
-    Contender(f"hetero_daso:warmup=0,cooldown=0,patience=1000,wait=auto,{SOON}", "hetero_daso"),
-    Contender(f"hetero_easgd:tau={EVERY},moving_rate=auto,{SOON}", "hetero_easgd"),
-    Contender(f"hetero_gossip:every_n_steps={EVERY},{SOON}", "hetero_gossip"),
+    Contender("ddp", "ddp", settles=8),
+    Contender("hetero_ddp", "hetero_ddp", settles=28),
+    Contender(f"hetero_node:every_n_steps={EVERY}", "hetero_node"),
+    Contender(f"hetero_node:every_n_steps={EVERY},wire=int8", "hetero_node", "int8"),
+    Contender("hetero_daso:warmup=0,cooldown=0,patience=1000,wait=auto", "hetero_daso"),
+    Contender(f"hetero_easgd:tau={EVERY},moving_rate=auto", "hetero_easgd"),
+    Contender(f"hetero_gossip:every_n_steps={EVERY}", "hetero_gossip", settles=25 * EVERY),  # by messages, one a second
 )
-AUTO = f"hetero_auto:every={EVERY},measure=16,{SOON}"
+AUTO = f"hetero_auto:every={EVERY},measure=16"
 SPEEDS = {"alike": (0.3,), "4:2:1:1": (0.8, 0.4, 0.2, 0.2)}  # samples per millisecond, repeated
 
 
@@ -74,8 +74,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["2x1", "2x2", "3x1", "4x1"], help="nodes x ranks of each")
     parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
     parser.add_argument("--batch", type=int, default=24, help="samples per rank and step, on average")
-    parser.add_argument("--steps", type=int, default=37, help="of each run")
-    parser.add_argument("--skip", type=int, default=20, help="the first steps, which are not measured")
+    parser.add_argument("--steps", type=int, default=16, help="of each run that are measured, once shares stay")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a cluster")
     parser.add_argument("--into", type=Path, help="JSON file for the outcomes; those in it count in the summary")
     options = parser.parse_args()
@@ -101,14 +100,15 @@ def on_cluster(options: argparse.Namespace, speeds: tuple[float, ...], console: 
     """Predict and measure all contenders on one cluster."""
     world = options.nodes * options.ranks
     costs = [[FIXED, 1e-3 / speeds[rank % len(speeds)]] for rank in range(world)]
-    numbers = 1, options.steps, options.skip, options.batch, json.dumps(costs)
-    texts = [contender.text for contender in CONTENDERS]
-    names = ["alone", *texts, AUTO]
-    links, *runs = runner.run_script("predicted_job.py", ["cnn", *numbers, *names], options, None, console)
+    alike = len(set(speeds)) == 1
+    skips = {"alone": 8, AUTO: (4 if alike else 25) * EVERY}
+    skips |= {contender.text: min(contender.settles, 16) if alike else contender.settles for contender in CONTENDERS}
+    numbers = options.steps, options.batch, json.dumps(costs), json.dumps(skips)
+    links, *runs = runner.run_script("predicted_job.py", ["cnn", *numbers], options, None, console)
     times = {run["contender"]: [statistics.mean(rank["steps"]) for rank in run["ranks"]] for run in runs}
     cluster = cluster_of(options, costs, times["alone"], links)
     known = {(one.name, wire): one.step for wire in WIRES for one in predictions(cluster, EVERY, wire)}
-    found = [Outcome(text, known[name, wire], max(times[text])) for text, name, wire in CONTENDERS]
+    found = [Outcome(text, known[name, wire], max(times[text])) for text, name, wire, _ in CONTENDERS]
     return [*found, Outcome(AUTO, None, max(times[AUTO]))]
 
 
@@ -152,12 +152,7 @@ def table(title: str, found: list[Outcome]) -> Table:
     result = Table("strategy", "predicted, ms", "measured, ms", "error", title=title, title_justify="left")
     for name, predicted, measured in found:
         error = "" if predicted is None else f"{predicted / measured - 1:+.0%}"
-        result.add_row(
-            name.replace(f",{SOON}", "").replace(f":{SOON}", ""),
-            "" if predicted is None else f"{1e3 * predicted:.0f}",
-            f"{1e3 * measured:.0f}",
-            error,
-        )
+        result.add_row(name, "" if predicted is None else f"{1e3 * predicted:.0f}", f"{1e3 * measured:.0f}", error)
     return result
 
 

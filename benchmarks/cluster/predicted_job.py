@@ -24,14 +24,13 @@ def ways() -> dict[str, tuple[float, float] | None]:
 
 
 def main() -> None:
-    output, model, names = Path(sys.argv[1]), sys.argv[2], sys.argv[8:]
-    _, steps, skip, batch = map(int, sys.argv[3:7])
-    costs = json.loads(sys.argv[7])
+    output, model, steps, batch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    costs, skips = json.loads(sys.argv[5]), json.loads(sys.argv[6])
     with contenders.on_cluster():
         everything: list[dict[str, Any]] = [ways()]
-        for name in names:
+        for name, skip in skips.items():
             dist.barrier()
-            mine = fit(name, model, steps, skip, batch, costs)
+            mine = fit(name, model, skip + steps + 1, skip, batch, costs)
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, mine)
             everything.append({"contender": name, "ranks": ranks})
