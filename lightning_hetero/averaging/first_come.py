@@ -1,6 +1,6 @@
 """Gossip in pairs, first come, first paired."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +99,12 @@ class FirstComeAverager(PairAverager):
             late = self._brought()
             state = {**super().state_dict(), "late": None if late is None else [v.clone() for v in late[0]]}
             return {**state, "part": 0.0 if late is None else late[1]}
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        for peer in set(range(self.links.count)).difference(kept) if self.peers is not None else ():
+            self.peers.lose(peer)
+        return super().remains(kept)
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
-from lightning_hetero.comm.leaving import close_at_exit
+from lightning_hetero.comm.leaving import close_at_exit, spare
 
 _LONGEST = 4096  # bytes of a message
 _UNNAMED = 16  # connections at a time, beside those of ranks, that have not said which rank they are
@@ -90,6 +90,7 @@ class Failures:
         host, port, token = where
         connection = socket.create_connection((host, port), seconds)
         connection.settimeout(None)
+        spare(connection)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.sendall(f"{token} {self.rank}\n".encode())
         self._others[connection] = 0
@@ -193,6 +194,7 @@ class Failures:
                             connection, _ = one.accept()
                             if len(since) >= _UNNAMED + self.world:
                                 drop(min(since, key=since.__getitem__))
+                            spare(connection)
                             connection.settimeout(1.0)  # for sending; what is read has already come
                             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                             selector.register(connection, selectors.EVENT_READ)

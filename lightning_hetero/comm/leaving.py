@@ -21,6 +21,8 @@ _LINGER = 2.0  # seconds for which a connection that was cut here stays open for
 _sockets: set[str] = set()  # of process groups
 _sockets_of_all: set[str] = set()  # of the group of all ranks, and of the store with which they have met
 _others: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # between peers
+_spared: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # by which ranks agree on what to do after a cut
+_changing = threading.Lock()  # of these
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 _lingering: dict[str, socket.socket] = {}  # that were cut here, by the kernel's names
 
@@ -52,7 +54,14 @@ def noting_sockets(of_all: bool = False) -> Iterator[None]:
 
 def cut_too(connection: socket.socket) -> None:
     """Let :func:`cut` break a connection of another kind as well, as long as it exists."""
-    _others.add(connection)
+    with _changing:
+        _others.add(connection)
+
+
+def spare(connection: socket.socket) -> None:
+    """Let :func:`cut` leave a connection alone, also if it was opened while a process group was made."""
+    with _changing:
+        _spared.add(connection)
 
 
 def cut() -> None:
@@ -61,7 +70,9 @@ def cut() -> None:
     Those of the store, too: ranks wait for each other there when they make a group.
     """
     _cut(_sockets | _sockets_of_all)
-    for connection in list(_others):
+    with _changing:
+        others = list(_others)
+    for connection in others:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -78,6 +89,13 @@ def _open_sockets() -> list[tuple[int, str]]:
     return found
 
 
+def _name(connection: socket.socket) -> str:
+    """The kernel's name of a socket; none if it is closed."""
+    with suppress(OSError):
+        return f"socket:[{os.fstat(connection.fileno()).st_ino}]"
+    return ""
+
+
 def _cut(names: set[str]) -> None:
     """Break connections: threads that wait on them get an error at once.
 
@@ -86,10 +104,12 @@ def _cut(names: set[str]) -> None:
     for it would wait until the timeout, where gloo's own thread notices the end later than somebody sends.
     """
     lingering: dict[str, socket.socket] = {}
+    with _changing:
+        names = names.difference(map(_name, (*_spared, *_others)), _lingering)
     for descriptor, name in _open_sockets():
-        if name in names and name not in _lingering:
+        if name in names:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if f"socket:[{os.fstat(connection.fileno()).st_ino}]" != name:
+                if _name(connection) != name:
                     continue  # it has just been closed, and another one has its number
                 connection.getpeername()  # raises for a listening socket: gloo does not survive the end of that one
                 connection.shutdown(socket.SHUT_RD)

@@ -108,3 +108,16 @@ def test_the_other_end_of_a_connection_hears_of_the_cut() -> None:
         own.close()
         assert other.recv(1) == b"?"
         assert other.recv(1) == b""  # though the connection was held open for a while
+
+
+def test_a_connection_by_which_ranks_agree_is_left_alone() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with leaving.noting_sockets():  # another thread happens to make it while a group is made
+        own = socket.create_connection(listener.getsockname())
+    leaving.spare(own)
+    other, _ = listener.accept()
+    with listener, own, other:
+        leaving.cut()
+        other.sendall(b"?")
+        own.settimeout(LIMIT)
+        assert own.recv(1) == b"?"

@@ -12,6 +12,7 @@ import torch
 from gossip_team import Member, Proxy, team
 from test_gossip_cuts import LIMIT, Once
 
+from lightning_hetero.comm import leaving
 from lightning_hetero.comm.gossip.peer_selector import ANY
 
 pytestmark = pytest.mark.clock
@@ -60,6 +61,38 @@ def test_the_peer_that_is_asked_freezes_before_a_message(name: str) -> None:
             proxy.close()
             assert counted == there
             assert torch.equal(one.x + torch.tensor(x), torch.full((3,), 8.0, dtype=torch.float64))
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("end", ["lost", "cut"])
+@pytest.mark.parametrize("name", ["SWAP", "COMMIT"])
+def test_nobody_waits_for_a_frozen_peer_that_is_known_to_be_lost(name: str, end: str) -> None:
+    ours, theirs = ranks._context.Pipe()
+    process = ranks._context.Process(target=_asked, args=(theirs,))
+    process.start()
+
+    def freeze(message: bytes) -> bytes:
+        os.kill(process.pid, signal.SIGSTOP)
+        return message
+
+    try:
+        with team([1], limit=30.0) as [one]:
+            proxy = Proxy(ours.recv(), Once(name, freeze))
+            one.pairing.peers.know({1: proxy.address})
+            time.sleep(0.3)
+            one.offer([1], ANY)
+            time.sleep(1.0)
+            began = time.monotonic()
+            if end == "cut":
+                leaving.cut()
+                time.sleep(0.1)  # it may have begun to ask anew whether the exchange has counted
+            one.pairing.peers.lose(1)
+            one.pairing.pause()
+            assert time.monotonic() - began < 2.0
+            assert not one.take(0)
+            proxy.close()
     finally:
         process.kill()
         process.join()

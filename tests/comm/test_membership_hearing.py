@@ -45,7 +45,9 @@ def test_the_longest_gap_of_the_last_minutes_counts(gap: float, grace: float) ->
 def test_where_processes_wait_for_a_core_a_silence_means_less() -> None:
     hearing = Hearing(None)
     now = listen(hearing, 20.0)
-    hearing.busy(3, 3.5)
+    hearing.busy(3, 2.0)
+    assert hearing.grace == 2.0
+    hearing.busy(3, 7.0)
     assert hearing.grace == 7.0
     hearing.busy(3, 1.0)
     listen(hearing, 5.0, begin=now)
@@ -71,3 +73,14 @@ def test_a_member_that_stands_still_for_a_moment_still_judges_others() -> None:
     assert hearing.lapse == 2.5
     listen(hearing, 20.0)
     assert hearing.lapse == 0.5
+
+
+def test_who_had_no_connection_was_not_silent() -> None:
+    """Members are connected with the coordinator only, and ask each other when it is silent."""
+    hearing = Hearing(None)
+    hearing.expect([1, 2, 3], 50.0)
+    listen(hearing, 120.0, others=1)
+    for other in (2, 3):
+        hearing.meet(other, 120.0)
+        hearing.hear(other, 120.1)
+    assert hearing.grace == 2.0

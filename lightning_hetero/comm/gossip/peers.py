@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hetero.comm.gossip.attendance import Attendance
 from lightning_hetero.comm.gossip.ledger import Ledger
 from lightning_hetero.comm.gossip.message import TOKEN_BYTES, Channel, Kind, Message, RefusedError, nowhere
-from lightning_hetero.comm.leaving import close_at_exit
+from lightning_hetero.comm.leaving import close_at_exit, cut_too
 
 HostPort = tuple[str, int]
 EXCHANGE = 9  # deadlines that all messages of an exchange may take together
@@ -77,6 +77,7 @@ class Peers:
         self._lock = threading.Lock()
         self._out: dict[int, Channel] = {}
         self._in: dict[Channel, None] = {}  # in the order in which they came
+        self._making: dict[socket.socket, int] = {}  # connections that wait for the other end's first bytes
         self._closed = False
         close_at_exit(self)
         threading.Thread(target=self._listen, name="hetero-gossip-listener", daemon=True).start()
@@ -110,6 +111,9 @@ class Peers:
         except ConnectionRefusedError:  # the process has ended
             self.attendance.ended(peer)
             raise
+        cut_too(connection)
+        with self._lock:
+            self._making[connection] = peer
         try:
             drawn = b""
             while len(drawn) < TOKEN_BYTES:
@@ -121,6 +125,9 @@ class Peers:
         except OSError:
             connection.close()
             raise
+        finally:
+            with self._lock:
+                del self._making[connection]
         return self._channel(connection, drawn)
 
     def failed(self, peer: int, began: float, error: OSError | RefusedError) -> None:
@@ -186,6 +193,19 @@ class Peers:
                 time.sleep(0.02)
         return False
 
+    def lose(self, peer: int) -> None:
+        """A peer does not take part any more: whoever waits for it, in any thread, gets an error at once."""
+        self.attendance.ended(peer)
+        self.drop(peer)
+        with self._lock:
+            making = [connection for connection, other in self._making.items() if other == peer]
+            asking = [channel for channel in self._in if channel.caller == peer]
+        for connection in making:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for channel in asking:
+            channel.close()
+
     def drop(self, peer: int) -> None:
         """Close the connection to a peer. The next call of :meth:`channel` makes a new one."""
         if channel := self._out.pop(peer, None):
@@ -205,6 +225,7 @@ class Peers:
                 time.sleep(0.1)  # too many open files, say
                 continue
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            cut_too(connection)
             drawn = secrets.token_bytes(TOKEN_BYTES)
             channel = self._channel(connection, drawn)
             with self._lock:

@@ -64,8 +64,12 @@ class Hearing:
         return min(max(_TIMES * longest, _LEAST) * max([1.0, *self._busy.values()]), _MOST)
 
     def busy(self, member: int, processes: float) -> None:
-        """A member tells how many processes there are for each core of its machine."""
-        self._busy[member] = processes
+        """A member tells how many processes there are for each core of its machine; two are nothing special."""
+        self._busy[member] = processes / 2
+
+    def meet(self, member: int, now: float) -> None:
+        """A member is heard on a new connection: it need not have said anything before."""
+        self._last[member] = now
 
     def hear(self, member: int, now: float) -> None:
         """A message has come from a member."""

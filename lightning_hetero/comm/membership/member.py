@@ -133,7 +133,7 @@ class Member:
 
     def opened(self, channel: Channel) -> None:
         """A connection can be used."""
-        self.hearing.hear(channel.peer, self.around.now())
+        self.hearing.meet(channel.peer, self.around.now())
         if not channel.mine:
             old, self.inbound[channel.peer] = self.inbound.get(channel.peer), channel
             if old is not None:

@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from lightning_hetero.comm.leaving import spare
+
 HostPort = tuple[str, int]
 
 _GREETING = 256  # bytes of the first line, before which nothing is known about the other end
@@ -54,6 +56,7 @@ class Link:
 
     def __init__(self, wire: "Wire", connection: socket.socket, peer: int | None) -> None:
         self.wire, self.connection, self.peer = wire, connection, peer
+        spare(connection)
         self.mine, self.open, self.closed = peer is not None, False, False
         self.dropped = False
         self.connecting = self.mine
