@@ -102,8 +102,9 @@ class FirstComeAverager(PairAverager):
 
     @override
     def remains(self, kept: Sequence[int]) -> dict[str, Any]:
-        for peer in set(range(self.links.count)).difference(kept) if self.peers is not None else ():
-            self.peers.lose(peer)
+        if self.peers is not None:
+            for peer in set(range(self.links.count)).difference(kept):
+                self.peers.lose(peer)
         return super().remains(kept)
 
     @override
