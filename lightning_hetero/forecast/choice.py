@@ -1,5 +1,6 @@
 """Which strategy to go on with, when the steps of ``hetero_ddp`` have been measured on the cluster."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_hetero.forecast.cluster import Cluster
@@ -51,8 +52,8 @@ class Choice(NamedTuple):
 def choose(cluster: Cluster, measured: float, wish: Wish) -> Choice:
     """The strategy that gains most over the steps that have been measured, if one gains enough.
 
-    A gain counts only if it is one over the measured steps and over the predicted ones: what the model does not know of
-    is no reason to change.
+    A gain counts over the measured steps, as far as work and an exchange that hides behind nothing can explain how long
+    they take: what the model does not know of is no reason to change.
 
     Args:
         cluster: the ranks, links and model, as measured.
@@ -72,7 +73,8 @@ def choose(cluster: Cluster, measured: float, wish: Wish) -> Choice:
         True
     """
     found = {one.name: one for one in predictions(cluster, wish.every, wish.wire)}
-    now = max(cluster.samples / measured, found["hetero_ddp"].speed)
+    explained = next(one for one in predictions(replace(cluster, hidden=0.0)) if one.name == "hetero_ddp")
+    now = max(cluster.samples / measured, explained.speed)
     step = (
         f"A step takes {_ms(measured)}, of which {_ms(cluster.split)} is work; an all-reduce of the gradients over all "
         f"ranks takes {_ms(cluster.gradients())}"

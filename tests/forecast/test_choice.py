@@ -57,6 +57,19 @@ def test_a_gain_over_the_model_alone_is_none_and_over_the_measurement_alone_neit
     assert choose(fast, 10 * fast.split, Wish()).prediction is None  # it is slow for a reason that the model lacks
 
 
+def test_how_much_hides_is_told_by_the_measured_steps():
+    """A model in one layer hides nothing, one in many layers half of a step; the arithmetic cannot know which."""
+    known = cluster(100e6, (1.0,))  # 0.1 s of work, and as much for the gradients
+    hides_all, hides_nothing = (
+        known.split + known.exposed(known.gradients(), known.split),
+        known.split + known.gradients(),
+    )
+    assert choose(known, hides_nothing, Wish(gain=0.7)).prediction is not None
+    assert choose(known, hides_all, Wish(gain=0.7)).prediction is None
+    stalled = choose(known, 10 * hides_nothing, Wish(gain=1.0)).prediction  # nothing explains it
+    assert stalled is None
+
+
 def test_exact_stays_whatever_is_gained():
     assert choose(cluster(1e5), 100.0, Wish(exact=True)).prediction is None
 
