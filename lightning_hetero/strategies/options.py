@@ -67,9 +67,9 @@ class Options:
         min_replicas: with ``on_peer_loss="continue"``, how many replicas (under ``hetero_ddp``, ranks) must be left to
             go on. More than half of them must be left at each loss, or half with the lowest, whatever this says.
         grace: with ``on_peer_loss="continue"``, seconds of silence after which a rank counts as lost. A dead process is
-            noticed at once; this is for frozen ones and for broken links. At least 0.5. ``"auto"``: five times the
-            longest silence of the last ten minutes that was none, 2 to 60 seconds, and more where there are more than
-            two processes for each core; 10 in the first seconds.
+            noticed at once; this is for frozen ones and for broken links. At least 0.5. ``"auto"``: a second, in which
+            each rank is heard once, and five times the longest delay of the last ten minutes; 2.5 to 60 seconds, more
+            where there are more than two processes for each core, and 10 in the first seconds.
         join_file: with ``on_peer_loss="continue"``, a file that all machines of the job see. A process that is started
             with the same file while the job runs joins it, as one more rank. Without it, only a rank that is started
             again by the same launcher finds the job, through ``MASTER_ADDR`` and ``MASTER_PORT``, as long as the first

@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Iterable
 
 BEAT = 2.0  # seconds between heartbeats, unless a smaller grace needs them more often
-_OFTEN, _MANY = 0.25, 64  # seconds between heartbeats while the grace is learned; of so many members, more for more
-_FIRST, _LEAST, _MOST = 10.0, 2.0, 60.0  # seconds: grace before it is learned, and its limits
-_TIMES = 5  # the longest gap between two messages, to be on the safe side
+_OFTEN, _MANY = 1.0, 64  # seconds between heartbeats while the grace is learned; of so many members, more for more
+_FIRST, _LEAST, _MOST = 10.0, 1.5, 60.0  # seconds: grace before it is learned, what it adds to a beat, and its limit
+_TIMES = 5  # the latest message, to be on the safe side
 _ENOUGH, _LISTENED = 8, 8.0  # gaps to learn from, and seconds in which they were heard
 _PERIODS, _PERIOD = 10, 60.0  # seconds of a period, and for how many of them a long gap is remembered
 
@@ -14,8 +14,9 @@ _PERIODS, _PERIOD = 10, 60.0  # seconds of a period, and for how many of them a 
 class Hearing:
     """Judges how long a member has been silent.
 
-    What is learned is the longest gap of the last ten minutes, over all members: what keeps one of them busy may well
-    happen to another one. Where processes wait for a core, a silence means less; members tell each other of that.
+    What is learned is how late a heartbeat of the last ten minutes was at most, over all members: what keeps one of
+    them busy may well happen to another one. Where processes wait for a core, a silence means less; members tell each
+    other of that.
 
     Args:
         grace: seconds of silence after which a member counts as lost; ``None``: learned.
@@ -44,7 +45,7 @@ class Hearing:
     @property
     def lapse(self) -> float:
         """Seconds for which this process may stand still itself before it judges nobody by them."""
-        return self.beat if self._given is not None else max(self.beat, self.grace / 4)
+        return self.beat if self._given is not None else self.grace / 4
 
     @property
     def longest(self) -> float | None:
@@ -61,7 +62,8 @@ class Hearing:
             return self._given
         if (longest := self.longest) is None:
             return _FIRST
-        return min(max(_TIMES * longest, _LEAST) * max([1.0, *self._busy.values()]), _MOST)
+        patience = max(_TIMES * (longest - self.beat), _LEAST)
+        return min((self.beat + patience) * max([1.0, *self._busy.values()]), _MOST)
 
     def busy(self, member: int, processes: float) -> None:
         """A member tells how many processes there are for each core of its machine; two are nothing special."""
