@@ -37,7 +37,7 @@ class Waits(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         keeps = trainer.checkpoint_callbacks[0]
-        while trainer.global_step % EVERY == EVERY - 1 and keeps._files.busy:
+        while trainer.global_step % EVERY == EVERY - 1 and keeps._beside.files.busy:
             time.sleep(0.01)
 
 
