@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from lightning_hetero.comm import failures
+from lightning_hetero.comm.leaving import THREADS, close_at_exit
 from lightning_hetero.errors import CommunicationError
 
 _POLL = 0.25  # seconds between two looks at the store
@@ -40,8 +41,9 @@ class AgreedBatch:
         self._began = time.monotonic()
         self._pace = math.inf  # seconds that a batch takes
         self._arm()
-        self._thread = threading.Thread(target=self._listen, daemon=True, name="agreed-batch")
+        self._thread = threading.Thread(target=self._listen, daemon=True, name=f"{THREADS}agreed-batch")
         self._thread.start()
+        close_at_exit(self)
 
     def _arm(self) -> None:
         self._at: int | None = None  # the batch that all have agreed on

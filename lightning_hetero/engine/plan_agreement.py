@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from lightning_hetero.comm.leaving import THREADS, close_at_exit
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.workload.agreement import (
@@ -58,8 +59,9 @@ class PlanAgreement:
         share.agreement = self
         share.planner.in_force = lambda: share.planner.at(max(share.step - 1, 0))  # of which all ranks know
         work = self._lead if rank == 0 else self._follow
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name="plans")
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name=f"{THREADS}plans")
         self._thread.start()
+        close_at_exit(self)
 
     @staticmethod
     def open_boxes(store: Store, world: int) -> None:

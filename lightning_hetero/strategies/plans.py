@@ -55,9 +55,10 @@ def settle(strategy: "HeteroStrategy") -> None:
 
 def end(strategy: "HeteroStrategy") -> None:
     """All ranks have trained on all that they draw, or are about to have (collective)."""
-    if strategy.share.agreement is not None:
+    if (agreement := strategy.share.agreement) is not None:
         strategy.survival.again(lambda: gather(None, "the end of training"))  # until then some may wait for others
         strategy.survival.again(lambda: settle(strategy))
+        agreement.close()
 
 
 def close(strategy: "HeteroStrategy") -> None:

@@ -18,6 +18,7 @@ from torch.distributed import Store
 from lightning_hetero import _lightning
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.collective import collective
+from lightning_hetero.comm.leaving import THREADS, close_at_exit
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.strategies.growth import Growth
 from lightning_hetero.strategies.saving import save_to_resume
@@ -66,8 +67,9 @@ class StopRequest:
     def _watch(self, store: Store) -> None:
         self._store, self._closed, self._known = store, threading.Event(), threading.Event()
         self._silent: list[str] = []  # ranks that have not answered yet
-        self._thread = threading.Thread(target=self._listen, daemon=True, name="stop-request")
+        self._thread = threading.Thread(target=self._listen, daemon=True, name=f"{THREADS}stop-request")
         self._thread.start()
+        close_at_exit(self)
 
     def move(self, store: Store) -> None:
         """Go on among other ranks: some were lost. What was not agreed on yet is agreed on anew.

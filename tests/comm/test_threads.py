@@ -1,0 +1,33 @@
+"""Threads of this package, which must be over when the process ends."""
+
+import ast
+from pathlib import Path
+
+import lightning_hetero
+
+PACKAGE = Path(lightning_hetero.__file__).parent
+#: It only looks at a clock and at what Python's threads wait for, and wakes them.
+HARMLESS = {"failure-news"}
+
+
+def names() -> dict[str, str]:
+    """The name of each thread, as the source has it, with its file."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "threading.Thread":
+                name = next((word.value for word in node.keywords if word.arg == "name"), None)
+                found[f"{file.relative_to(PACKAGE)}:{node.lineno}"] = ast.unparse(name) if name else ""
+    return found
+
+
+def test_the_process_waits_for_all_threads_that_may_be_within_gloo_or_a_store() -> None:
+    """A thread that is in C++ when the interpreter ends aborts the process: "terminate called ..."."""
+    threads = names()
+    assert len(threads) > 10
+    others = {
+        place: name
+        for place, name in threads.items()
+        if not name.strip("f'\"").startswith(("hetero-", "{THREADS}")) and ast.literal_eval(name) not in HARMLESS
+    }
+    assert others == {}
