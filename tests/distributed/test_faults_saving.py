@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,34 @@ def test_a_full_disk_ends_all_and_leaves_the_checkpoint_before(tmp_path: Path, n
     assert torch.load(tmp_path / "saved" / "step=4.ckpt", weights_only=True)["global_step"] == 4
 
 
+class Waits(pl.Callback):
+    """Rank 2 goes on from step 5 once rank 0 could not write the checkpoint of step 4: it is lost after that."""
+
+    def __init__(self, there: Path) -> None:
+        self.there = there
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        until = time.monotonic() + 60
+        while os.environ["RANK"] == "2" and trainer.global_step == 5 and not self.there.exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 def _saves_beside(folder: str, name: str, strikes: list[Strike], options: dict[str, Any]) -> Seen:
     """Saves after every fourth step, beside the training; rank 0 cannot write the first one."""
     write = torch.save
 
     def full(value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, dict) and value.get("global_step") == 4:
+            there.touch()
             raise OSError(errno.ENOSPC, "No space left on device")
         write(value, *args, **kwargs)
 
+    there = Path(folder) / "could not write"
     if os.environ["RANK"] == "0":
         torch.save = full
     saving = ResumableCheckpoint(f"{folder}/saved", every_n_steps=4)
-    return fit(folder, name, strikes, options, callbacks=[saving], enable_checkpointing=True)
+    return fit(folder, name, strikes, options, callbacks=[saving, Waits(there)], enable_checkpointing=True)
 
 
 @pytest.mark.parametrize("name", ["ddp", "gossip_async"])
