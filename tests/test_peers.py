@@ -33,7 +33,7 @@ def rank_of(steps: int, each: float, bytes_each: int, losses: list[float], sampl
 
 
 def run_of(name: str, each: float, falls_at: int, steps: int = 40, bytes_each: int = 2_000_000) -> dict[str, Any]:
-    """Two ranks, whose loss falls from 2 to 0 at a step, as the accuracy rises in the middle."""
+    """Two ranks; the loss falls from 2 to 0 at a step, as the accuracy rises in the middle."""
     losses = [2.0] * falls_at + [0.0] * (steps - falls_at)
     ranks = [rank_of(steps, each, bytes_each, losses), rank_of(steps, each, 1_000_000, losses)]
     course = [[0, [0.1, 2.0]], [8, [0.5, 1.0]], [16, [0.92, 0.2]], [24, [0.97, 0.1]]]

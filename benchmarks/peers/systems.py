@@ -18,7 +18,7 @@ class System(NamedTuple):
         prefix: of its contenders' names.
         script: what each rank runs.
         package: what is installed; empty: it runs where this package does.
-        module: whose import shows that it is there.
+        module: to import, which shows that it is there.
     """
 
     prefix: str
