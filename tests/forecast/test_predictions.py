@@ -221,6 +221,12 @@ def test_weak_scaling_keeps_the_samples_of_a_rank_and_the_kinds_of_nodes():
     assert all(0 < value <= 1.2 for curve in curves.values() for value in curve.values())
 
 
+@pytest.mark.parametrize("handling", [0.0, -1.0, math.inf, math.nan])
+def test_a_rate_of_packing_that_cannot_be_is_refused(handling):
+    with pytest.raises(ConfigurationError, match="packed per second: give a number above 0"):
+        replace(cluster(), handling=handling)
+
+
 @pytest.mark.parametrize(("nodes", "samples"), [((), 8), (((),), 8), (((Cost(0, 1),) * 4,), 3)])
 def test_a_cluster_that_cannot_be_is_refused(nodes, samples):
     with pytest.raises(ConfigurationError):

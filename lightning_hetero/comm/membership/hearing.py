@@ -6,9 +6,9 @@ from collections.abc import Iterable
 BEAT = 2.0  # seconds between heartbeats, unless a smaller grace needs them more often
 _OFTEN, _MANY = 1.0, 64  # seconds between heartbeats while the grace is learned; of so many members, more for more
 _FIRST, _LEAST, _MOST = 10.0, 1.5, 60.0  # seconds: grace before it is learned, what it adds to a beat, and its limit
-_TIMES = 5  # the latest message, to be on the safe side
+_TIMES = 5  # so often the longest delay of a heartbeat counts, to be on the safe side
 _ENOUGH, _LISTENED = 8, 8.0  # gaps to learn from, and seconds in which they were heard
-_PERIODS, _PERIOD = 10, 60.0  # seconds of a period, and for how many of them a long gap is remembered
+_PERIODS, _PERIOD = 10, 60.0  # for how many periods a long gap is remembered, and the seconds of one
 
 
 class Hearing:
