@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 #: For tensors that have been on no device that another rank could have, or need not be on one.
 CPU = torch.device("cpu")
+#: Bytes of a message that travel by way of one rank. PyTorch gathers objects with two tensors around a ring: with eight
+#: ranks that are 14 hops, one after the other, and it takes six times as long.
+HEAD = 1024
 
 
 def portable(value: Any) -> Any:
@@ -93,16 +96,43 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         value: this rank's; anything that can be pickled.
         group: the ranks. Default: all.
     """
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, packed(value), group=group)
-    return [unpacked(message) for message in values]
+    message = packed(value)
+    heads, sizes = _heads(message, group)
+    rests = torch.zeros(len(sizes), max(*sizes, HEAD) - HEAD, dtype=torch.uint8)
+    if rests.numel():
+        dist.all_gather(list(rests), _row(message[HEAD:], rests.shape[1]), group=group)
+    return _values(heads, rests, sizes)
 
 
 def gather(value: Any) -> list[Any] | None:
     """One value per rank, on rank 0; ``None`` on the others (collective). Their tensors arrive on the CPU."""
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(packed(value), values)
-    return None if values is None else [unpacked(message) for message in values]
+    message, here = packed(value), dist.get_rank() == 0
+    heads, sizes = _heads(message, None)
+    rests = torch.zeros(len(sizes) if here else 1, max(*sizes, HEAD) - HEAD, dtype=torch.uint8)
+    if rests.numel():
+        dist.gather(_row(message[HEAD:], rests.shape[1]), list(rests) if here else None, 0)
+    return _values(heads, rests, sizes) if here else None
+
+
+def _values(heads: Tensor, rests: Tensor, sizes: Sequence[int]) -> list[Any]:
+    """What the ranks' messages hold."""
+    rows = torch.cat([heads, rests], 1).numpy()
+    return [unpacked(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _heads(message: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """The first bytes of each rank's message, and its size, by way of the group's first rank (collective)."""
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    own = torch.cat([torch.tensor([len(message)]).view(torch.uint8), _row(message[:HEAD], HEAD)])
+    heads = torch.zeros(dist.get_world_size(group), len(own), dtype=torch.uint8)
+    dist.gather(own, list(heads) if dist.get_rank() == first else None, first, group=group)
+    dist.broadcast(heads, first, group=group)
+    return heads[:, 8:], heads[:, :8].contiguous().view(torch.int64).flatten().tolist()
+
+
+def _row(message: bytes, length: int) -> Tensor:
+    """A message as a tensor, with zeros behind it."""
+    return torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def broadcast(message: bytes, source: int) -> bytes:

@@ -246,4 +246,4 @@ def _wait(store: dist.Store, k: int, limit: float) -> Admission:
             beat, heard = latest, now
         if now - heard > (limit if ready else _SILENT):
             raise JobGoneError(f"the job has been silent for {now - heard:.0f} s")
-        time.sleep(0.02 if ready else 0.1)
+        time.sleep(0.02)  # the ranks of the job wait for the answer

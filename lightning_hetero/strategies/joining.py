@@ -227,7 +227,9 @@ def make_parts(
 
     def begin_pass() -> Position:
         share.begin_pass()
-        return position(strategy.trainer, share.step)
+        here = position(strategy.trainer, share.step)
+        planner.origin = here.batch - here.step
+        return here
 
     def samples_of(batch: Any) -> float:
         if callable(getattr(strategy.lightning_module, "batch_weight", None)):

@@ -252,11 +252,11 @@ class Loaders:
 
     def _shares(self, sampler: ShareSampler, step: int, in_epoch: int, size: int) -> Sequence[int]:
         """Shares of one loader's batch, in proportion to those of the loaders that it is combined with."""
-        plan, combined = self.planner.at(step), self.combined()
+        plan, turn, combined = self.planner.at(step), self.planner.turn(step), self.combined()
         sources = self.sources()
         if combined is None or len(sources) <= 1:
-            return plan.split([size])[0]
-        shares = plan.split([self._size_at(source, in_epoch, mode_of(combined)) for source in sources])
+            return plan.split([size], turn)[0]
+        shares = plan.split([self._size_at(source, in_epoch, mode_of(combined)) for source in sources], turn)
         return shares[next(i for i, source in enumerate(sources) if source is sampler)]
 
     def _begin_pass(self) -> Position:

@@ -179,10 +179,11 @@ class ReplicaStrategy(HeteroStrategy):
 
     def _start(self, averager: Averager) -> Outcome | None:
         """Let an averager serve the replicas, which hold the same values (collective)."""
-        replica = averager.make_replica(self.trainer.lightning_module, self.settle)
-        return self.engine.start(
-            averager, replica, lambda: self.optimizers, run_of(self), self._metrics.mean_over_ranks
-        )
+        replica, view = averager.make_replica(self.trainer.lightning_module, self.settle), self.engine.view
+        # Ranks at their own pace keep in step if their shares are right in the mean.
+        self.share.planner.turns = 1 < view.world == view.count and not averager.facts.lockstep
+        metrics = self._metrics.mean_over_ranks
+        return self.engine.start(averager, replica, lambda: self.optimizers, run_of(self), metrics)
 
     @override
     def on_train_start(self) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import ConfigurationError, ShareError
 
 
 def fixed_shares(balance: Sequence[float], world: int) -> list[float]:
@@ -42,3 +42,13 @@ def per_rank(name: str, value: int | Sequence[int], world: int) -> tuple[int, ..
     if any(type(n) is not int or n < 0 for n in limits):
         raise ConfigurationError(f"{name}={list(limits)}: limits are whole numbers of samples, at least 0.")
     return limits
+
+
+def check_limits(low: Sequence[int], high: Sequence[int]) -> None:
+    """See that no rank must take more than it may.
+
+    Raises:
+        ShareError: one must.
+    """
+    if any(least > most for least, most in zip(low, high, strict=True)):
+        raise ShareError(f"min_batch_size={list(low)} exceeds max_batch_size={list(high)} on some rank.")

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost, split
+from lightning_hetero.workload.turns import in_turn
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Plan:
     reach: tuple[float, ...] = ()
     need: tuple[int, ...] = ()
 
-    def split(self, sizes: Sequence[int]) -> list[list[int]]:
+    def split(self, sizes: Sequence[int], turn: int | None = None) -> list[list[int]]:
         """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
 
         The unit is the greatest part that divides all batches: with one loader a sample, with batches of 64 and 32
@@ -38,6 +39,7 @@ class Plan:
 
         Args:
             sizes: samples in the global batch of each loader; 0 for a loader that has run out.
+            turn: the number of the batch, if ranks get what is left over in turn; else the same ones always get it.
 
         Returns:
             For each loader the shares per rank, in samples.
@@ -48,12 +50,12 @@ class Plan:
         units = math.gcd(*sizes)
         if units == 0:
             return [[0] * len(self.costs) for _ in sizes]
-        shares = _split_units(self, units, sum(sizes) // units)
+        shares = _split_units(self, units, sum(sizes) // units, turn)
         return [[share * (size // units) for share in shares] for size in sizes]
 
 
 @lru_cache(maxsize=256)  # asked at every step, with one answer for all but the tails
-def _split_units(plan: Plan, units: int, width: int) -> list[int]:
+def _split_units(plan: Plan, units: int, width: int, turn: int | None = None) -> list[int]:
     """Shares of ``units`` units, each of ``width`` samples."""
     low = [-(-n // width) for n in plan.low]
     high = [n // width for n in plan.high]
@@ -69,4 +71,5 @@ def _split_units(plan: Plan, units: int, width: int) -> list[int]:
         low[rank] = high[rank] = 0
     if sum(high) < units:  # too small even for one
         low, high = [0] * len(low), [n // width for n in plan.high]
-    return split(units, [cost.in_units(width) for cost in plan.costs], low, high)
+    costs = [cost.in_units(width) for cost in plan.costs]
+    return split(units, costs, low, high) if turn is None else in_turn(units, costs, low, high, turn)

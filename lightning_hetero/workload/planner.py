@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lightning_hetero.errors import ShareError
 from lightning_hetero.workload.curve import Curve
-from lightning_hetero.workload.limits import fixed_shares, per_rank
+from lightning_hetero.workload.limits import check_limits, fixed_shares, per_rank
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.shares import Cost, cost_of, makespan, row_of
@@ -40,6 +40,8 @@ class Planner:
         least: samples that a rank can train on, where the user has not said.
         before_draw: waits until it is sure which plan is in force at a step.
         in_force: the plan by which all ranks evaluate now.
+        turns: whether ranks get in turn what is left over when a batch is split, by its number in the epoch, ...
+        origin: ... which is that of the step, and this.
     """
 
     #: Noise that is expected before any has been seen, as a fraction of a rank's time.
@@ -69,13 +71,13 @@ class Planner:
         self.world = world
         self.auto = balance == "auto"
         self.min_gain = min_gain
-        self.total, self.learns, self.held, self.least = 0, False, False, 1
+        self.total, self.learns, self.held, self.least, self.turns, self.origin = 0, False, False, 1, False, 0
         self._may_raise = low is None
         self.found = False
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
         self.high = per_rank("max_batch_size", 2**62 if high is None else high, world)
-        self._check_limits()
+        check_limits(self._low, self.high)
         self._bars = tuple(share == 0 for share in shares)  # ranks that take nothing, whatever their limits
         barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
         costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
@@ -105,17 +107,13 @@ class Planner:
         """
         changed, self.high, self.found = tuple(high) != self.high, tuple(high), True
         self._low = tuple(max(n, min(lo, h)) for n, lo, h in zip(self._need, self._low, self.high, strict=True))
-        self._check_limits()
+        check_limits(self._low, self.high)
         barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
         self.plans = [replace(plan, low=self._low, high=barred) for plan in self.plans]
         if self.total:
             self.most = [min(most, h / self.total) for most, h in zip(self.most, self.high, strict=True)]
             self._note(self.plans[-1].split([self.total])[0])
         return changed
-
-    def _check_limits(self) -> None:
-        if any(lo > hi for lo, hi in zip(self._low, self.high, strict=True)):
-            raise ShareError(f"min_batch_size={list(self._low)} exceeds max_batch_size={list(self.high)} on some rank.")
 
     def hold(self, held: bool) -> None:
         """Keep measured shares even from the first step on, as where every rank has data of its own, or let them move.
@@ -148,13 +146,12 @@ class Planner:
             self.plans = [replace(plan, low=self._low, need=self._need) for plan in self.plans]
         if total is None:
             return
-        plan = self.plans[-1]
         if any(self._low) and sum(self._low) > total:
             raise ShareError(
                 f"a global batch of {total} samples is too small for {self.world} ranks that take at least "
                 f"{list(self._low)}. Raise the batch size, lower `min_batch_size`, or use fewer ranks."
             )
-        self._note(plan.split([total])[0])
+        self._note(self.plans[-1].split([total])[0])
 
     def at(self, step: int) -> Plan:
         """The plan in force at ``step``, which may be as old as the step before the latest update."""
@@ -170,7 +167,11 @@ class Planner:
 
     def shares(self, step: int) -> list[int]:
         """Shares of a full batch at ``step``, in samples."""
-        return self.at(step).split([self.total])[0]  # zeros where streams decide the sizes of batches
+        return self.at(step).split([self.total], self.turn(step))[0]  # zeros where streams size batches
+
+    def turn(self, step: int) -> int | None:
+        """Whose turn it is at a step, as a number; ``None``: what is left over always goes to the same ranks."""
+        return step + self.origin if self.turns else None
 
     def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
         """Solve the split again; deterministic in its arguments, so that all ranks agree.
@@ -182,8 +183,7 @@ class Planner:
         Returns:
             The new plan if it pays, else ``None``.
         """
-        plan = self.propose(step, reports)
-        if plan is not None:
+        if (plan := self.propose(step, reports)) is not None:
             plan = replace(plan, start=max(int(r.drawn) for r in reports))
             self.adopt(plan, step)
         return plan

@@ -58,6 +58,7 @@ def plan_among(former: Planner, kept: Sequence[int], planner: Planner) -> Planne
         ShareError: the ranks that remain cannot take a whole batch.
     """
     planner.least, planner.held = former.least, former.held
+    planner.turns, planner.origin = former.turns, former.origin
     if former.found:
         planner.limit([former.high[rank] for rank in kept])
     planner.trust_as(former)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from center_tasks import Line, fit
-from oracles import BATCH, LR, MOMENTUM, SAMPLES, START, data, order, split
+from oracles import BATCH, LR, MOMENTUM, SAMPLES, START, data, in_turn, order, split
 from ranks import run
 
 from lightning_hetero import GossipPushSumStrategy, GossipStrategy
@@ -21,17 +21,18 @@ def batches(nodes: list[int]) -> tuple[Steps, np.ndarray]:
     """The rows that each replica takes at each step, and its planned samples."""
     firsts = np.cumsum([0, *nodes])
 
-    def of_nodes(size: int) -> list[int]:
-        parts = split(size, SPEEDS)
+    def of_nodes(size: int, turn: int) -> list[int]:
+        # Ranks that do not meet at every step get in turn what is left over.
+        parts = in_turn(size, SPEEDS, turn) if len(nodes) == WORLD else split(size, SPEEDS)
         return [sum(parts[a:b]) for a, b in pairwise(firsts)]
 
     steps = []
     for epoch in range(EPOCHS):
         indices = order(epoch, SAMPLES)
-        for first in range(0, SAMPLES, BATCH):
+        for turn, first in enumerate(range(0, SAMPLES, BATCH)):
             rows = indices[first : first + BATCH]
-            steps.append(np.split(rows, np.cumsum(of_nodes(len(rows)))[:-1]))
-    return steps, np.array(of_nodes(BATCH), dtype=float)
+            steps.append(np.split(rows, np.cumsum(of_nodes(len(rows), turn))[:-1]))
+    return steps, np.array(of_nodes(BATCH, 0), dtype=float)
 
 
 class Trainers:

@@ -1,0 +1,50 @@
+"""Shares that are right in the mean, for ranks that do not wait for each other at every step.
+
+64 samples among 7 ranks are 10 for one of them and 9 for the others. If that is always the same rank, it falls behind
+by a tenth of a step in every step. So what is left over goes to each rank in turn.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from lightning_hetero.workload.curve import Curve
+from lightning_hetero.workload.shares import Cost, bound
+
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, without their whole parts, lie evenly between 0 and 1
+_TINY = 1e-9  # more than rounding errors of floats
+
+
+def in_turn(units: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int], turn: int) -> list[int]:
+    """Whole shares of a batch, which are in the mean over turns those that let all ranks finish together.
+
+    Each rank gets what it can do in the common time, rounded down. What is left goes to ranks by systematic sampling
+    (Madow 1949): their fractions stand in a row, and who has one of the points ``offset, offset + 1, ...`` gets one
+    more. The offset moves on from turn to turn, so that each rank gets it as often as its fraction says.
+
+    Args:
+        units: to split.
+        costs: one per rank.
+        low: least units per rank.
+        high: most units per rank.
+        turn: number of the batch.
+
+    Returns:
+        One share per rank, within its limits; ``sum(shares) == units``.
+
+    Example: one unit for three ranks that are equally fast::
+
+        >>> from lightning_hetero.workload.shares import Cost
+        >>> from lightning_hetero.workload.turns import in_turn
+        >>> [in_turn(1, [Cost(0.0, 1.0)] * 3, [0] * 3, [1] * 3, turn).index(1) for turn in range(6)]
+        [1, 2, 0, 1, 2, 0]
+    """
+    deadline = bound(units, costs, low, high)
+    exact = [min(h, max(lo, cost.samples(deadline))) for cost, lo, h in zip(costs, low, high, strict=True)]
+    shares = [math.floor(share + _TINY) for share in exact]
+    ends = [0.0, *accumulate(max(x - n, 0.0) for x, n in zip(exact, shares, strict=True))]
+    left, offset = units - sum(shares), (turn + 1) * _GOLDEN % 1.0
+    if not left:
+        return shares
+    points = [math.floor(end * left / ends[-1] + offset + _TINY) for end in ends[:-1]] + [left]
+    return [n + after - before for n, (before, after) in zip(shares, pairwise(points), strict=True)]
