@@ -9,7 +9,7 @@ import pytest
 # Before torch is imported anywhere: ranks share this machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # PyTorch's store asks for the names of addresses, on both sides of each connection. Without an answer that takes 5 s.
-os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # `ranks` and `tasks`, which run functions on several ranks, and `scripts`; and `fake_device`.
 sys.path[:0] = [str(Path(__file__).parent / "distributed"), str(Path(__file__).parent / "accelerator")]
 
