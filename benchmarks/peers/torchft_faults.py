@@ -1,7 +1,7 @@
-"""torchft beside this package's strategies: replicas are killed at random moments, and started again.
+"""torchft beside this package's strategies: replicas are struck at random moments, and started again.
 
     python benchmarks/peers/torchft_faults.py --envs peers-envs --make-envs
-    python benchmarks/peers/torchft_faults.py --envs peers-envs --ranks 8 --step 0.2 --seconds 600 --mean 20
+    python benchmarks/peers/torchft_faults.py --envs peers-envs --ranks 8 --seconds 300 --faults killed frozen error
 
 The same schedule of faults for all, on one host; each rank is a replica (under hetero_ddp all ranks are one). torchft
 averages every 16 steps, and so do those of this package's strategies that have a period. See `faults.py`, which has
@@ -40,6 +40,7 @@ STRATEGIES = (
     "hetero_ddp",
     "hetero_gossip_async",
 )
+FAULTS = ("killed", "frozen", "error")  # by an error torchft's processes end without a word
 _JOB = str(Path(__file__).with_name("torchft_fault_job.py").resolve())
 
 
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--restart", type=float, default=10.0, help="seconds after which a lost rank is started again")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["killed"], help="that may strike")
     add_options(parser)
     options = parser.parse_args()
     peers = [name for name in options.strategies if name.startswith("torchft_")]
@@ -127,11 +129,11 @@ def main() -> None:
     if not hasattr(TorchftFit, "server"):
         options.strategies = [name for name in options.strategies if name not in peers]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
-    print(f"{machine()}; {options.ranks} ranks, {options.seconds:.0f} s, a SIGKILL every {options.mean:.0f} s")
-    rows = [
-        faults.run_strategy(name, options, ("killed",), None, TorchftFit if name.startswith("torchft") else OurFit)
-        for name in options.strategies
-    ]
+    print(f"{machine()}; {options.ranks} ranks, {options.seconds:.0f} s, a fault every {options.mean:.0f} s")
+    rows = []
+    for name in options.strategies:
+        kind = TorchftFit if name in peers else OurFit
+        rows.append(faults.run_strategy(name, options, tuple(options.faults), None, kind))
     print("\n".join([faults.HEAD, *rows]))
     print(f"load average at the end {os.getloadavg()[0]:.2f}")
 
