@@ -72,7 +72,8 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     plans.begin(strategy)
     strategy.timer.restart()
     planner, steps = former.share.planner, range(strategy.share.step, moved.start)
-    lost = [n for step in steps for rank, n in enumerate(planner.shares(step)) if rank not in moved.kept]
+    shares = [planner.at(step).split([planner.total], planner.turn(step))[0] for step in steps]
+    lost = [n for step in shares for rank, n in enumerate(step) if rank not in moved.kept]
     return max(gather(sum(lost), "samples that are lost"))
 
 

@@ -166,8 +166,8 @@ class Planner:
         return self.at(step)
 
     def shares(self, step: int) -> list[int]:
-        """Shares of a full batch at ``step``, in samples."""
-        return self.at(step).split([self.total], self.turn(step))[0]  # zeros where streams size batches
+        """Shares of a full batch at ``step``, in samples, whoever's turn it is."""
+        return self.at(step).split([self.total])[0]  # zeros where streams decide the sizes of batches
 
     def turn(self, step: int) -> int | None:
         """Whose turn it is at a step, as a number; ``None``: what is left over always goes to the same ranks."""

@@ -68,5 +68,5 @@ def test_those_that_remain_go_on_in_turn(turns):
     former.turns, former.origin = turns, 5
     planner = plan_among(former, [0, 2], Planner(2, "off"))
     planner.expect(63)
-    rests = {tuple(planner.shares(step)) for step in range(20)}
+    rests = {tuple(planner.at(step).split([63], planner.turn(step))[0]) for step in range(20)}
     assert rests == ({(32, 31), (31, 32)} if turns else {(32, 31)})

@@ -20,10 +20,12 @@ class Count(pl.Callback):
 
     def __init__(self, path: str = "", at: int = -1) -> None:
         self.samples: list[int] = []
+        self.weights: set[tuple[int, ...]] = set()
         self.path, self.at = path, at
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, out: Any, batch: Any, batch_idx: int) -> None:
         self.samples.append(len(batch[0]))
+        self.weights.add(tuple(trainer.strategy.engine.samples_per_replica()))  # type: ignore[attr-defined]
         if trainer.global_step == self.at:
             trainer.save_checkpoint(self.path)
 
@@ -32,6 +34,7 @@ def counted(kind: Any, resume: str | None = None, path: str = "", at: int = -1, 
     count = Count(path, at)
     options |= {"balance": "off", "global_batch_size": OF_ALL, "resume": resume}
     fit(kind, Line(), epochs=epochs, trainer={"callbacks": [count]}, **options)
+    assert len(count.weights) == 1  # or pairs that meet halfway, by weight, would not keep the sum
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, count.samples)
     return everyone
