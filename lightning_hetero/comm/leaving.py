@@ -25,6 +25,7 @@ _spared: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # by which ranks ag
 _changing = threading.Lock()  # of these
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 _lingering: dict[str, socket.socket] = {}  # that were cut here, by the kernel's names
+_noting: list[set[str]] = []  # sockets that there were before each block that notes new ones, while it runs
 
 
 class Closable(Protocol):
@@ -48,8 +49,16 @@ def noting_sockets(of_all: bool = False) -> Iterator[None]:
             process ends, only if :func:`cut` is called.
     """
     before = {name for _, name in _open_sockets()}
-    yield
-    (_sockets_of_all if of_all else _sockets).update(name for _, name in _open_sockets() if name not in before)
+    _noting.append(before)
+    try:
+        yield
+    finally:
+        _noting.remove(before)
+        (_sockets_of_all if of_all else _sockets).update(_opened_since(before))
+
+
+def _opened_since(before: set[str]) -> set[str]:
+    return {name for _, name in _open_sockets()}.difference(before)
 
 
 def cut_too(connection: socket.socket) -> None:
@@ -67,9 +76,10 @@ def spare(connection: socket.socket) -> None:
 def cut() -> None:
     """Break the connections of all process groups: who waits on them here gets an error at once, elsewhere a bit later.
 
-    Those of the store, too: ranks wait for each other there when they make a group.
+    Those of the store, too: ranks wait for each other there when they make a group. And those of a group that is being
+    made.
     """
-    _cut(_sockets | _sockets_of_all)
+    _cut((_sockets | _sockets_of_all).union(*map(_opened_since, list(_noting))))
     with _changing:
         others = list(_others)
     for connection in others:

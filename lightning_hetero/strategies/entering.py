@@ -3,7 +3,9 @@
 import math
 import os
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -39,12 +41,14 @@ class Entry(NamedTuple):
         files: with the checkpoint.
         replica: id of the replica to which this rank belonged; ``None`` if it is new.
         since: when this rank stopped training, or was admitted, by ``time.monotonic()``.
+        lost: ranks that were lost since then, each with the reason.
     """
 
     admission: Admission
     files: MemoryFiles
     replica: int | None
     since: float
+    lost: Mapping[int, str] = MappingProxyType({})
 
 
 # -- a process that is started later ---------------------------------------------------------------
@@ -180,7 +184,7 @@ def entered(strategy: "HeteroStrategy") -> Loss | None:
     assert strategy.job is not None
     strategy.checkpoint_io, strategy.entry = entry.files.usual, None
     view, seconds = strategy.job.view, time.monotonic() - entry.since
-    joined = tuple(range(entry.admission.before, view.world))
-    if not joined:
+    joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
+    if not joined and not lost:
         return None
-    return Loss(view.number, {}, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)
+    return Loss(view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)

@@ -2,7 +2,6 @@
 
 import logging
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,17 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from lightning_hetero.comm import garbage, leaving
-from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
+from lightning_hetero.comm.agreement import gather, raise_on_all
 from lightning_hetero.comm.collective import Survivor, repeat_by
-from lightning_hetero.comm.deadline import deadline, of_communication
+from lightning_hetero.comm.deadline import deadline, of_communication, wait_for_news
 from lightning_hetero.comm.membership import Agreed, Membership, Terms
-from lightning_hetero.engine.job import open_store, store_at
+from lightning_hetero.engine.job import Job, open_store, store_at
 from lightning_hetero.errors import CommunicationError, MembershipLostError
 from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.entering import entered
 from lightning_hetero.strategies.growth import Growth
 from lightning_hetero.strategies.repeated_metrics import leave_metrics, repeat_metrics
-from lightning_hetero.strategies.standing import Behind, Standing
+from lightning_hetero.strategies.standing import LEFT, Behind, Standing, catch_up
 from lightning_hetero.strategies.survival import Loss, Survival
 from lightning_hetero.strategies.survival_guards import say_what_launchers_do, unsurvivable
 from lightning_hetero.workload.regrouping import Regrouping
@@ -47,6 +46,7 @@ class GoingOn(Survival):
         self._strategy = strategy
         self._survivor = Survivor(self._recover)
         self._membership: Membership | None = None
+        self._former: Membership | None = None  # of those that were there, while they begin again with others
         self._longest: float | None = None  # silence of a rank that lives, as far as is known
         self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
         self._in_step = False
@@ -55,7 +55,7 @@ class GoingOn(Survival):
 
     @property
     def growth(self) -> Growth:
-        """Lets other processes join."""
+        """See :class:`~lightning_hetero.strategies.survival.Survival`."""
         return self._growth
 
     @property
@@ -79,19 +79,24 @@ class GoingOn(Survival):
         Raises:
             HeteroError: on every rank: this fit could not go on without a rank.
         """
-        job, options = self._strategy.job, self._strategy.options
-        assert job is not None
-        view = job.view
+        assert self._strategy.job is not None
+        view = self._strategy.job.view
         self._survivor, self._over = Survivor(self._recover), False
         if self._strategy.entry is None:  # else the fit began earlier
             self.losses = []
         raise_on_all(unsurvivable(self._strategy, view), "a fit that goes on without lost ranks")
         say_what_launchers_do(self._strategy)
+        self._growth.begin()
+        if view.world > 1:
+            self._watch_each_other(self._strategy.job)
         if (change := entered(self._strategy)) is not None:
             self.losses.append(change)
-        self._growth.begin()
-        if view.world == 1:
-            return
+            change.warn(view)
+        self._end_former()
+
+    def _watch_each_other(self, job: Job) -> None:
+        """Begin to take part in the membership of a view (collective)."""
+        view, options = job.view, self._strategy.options
         grace = None if options.grace == "auto" else float(options.grace)
         unit = "rank" if view.ranks_leave else "replica"
         terms = Terms(grace, options.min_replicas, options.limit.total_seconds(), unit)
@@ -109,21 +114,45 @@ class GoingOn(Survival):
     def end(self) -> None:
         """Training has ended: from now on a lost rank is an error (collective)."""
         garbage.take_in_all()
+        self._over = True
         self.pause()
+        self._end_former()
         self._growth.end()
 
     def pause(self) -> None:
-        """Leave the fit, to begin it again with other ranks (collective)."""
+        """Leave the fit, to begin it again with other ranks (collective). Until it has begun, losses are noticed."""
         repeat_by(None)
         leave_metrics(self._strategy.lightning_module)
         if self._membership is not None:
-            self._over = True
-            with suppress(CommunicationError), deadline("end the fit"):
+            with suppress(CommunicationError), deadline("leave the fit"):
                 dist.barrier()  # who is lost now has done its part
             self._longest = self._membership.longest
-            self._membership.leave()
-            self._membership.close()
-            self._membership = None
+            self._former, self._membership = self._membership, None
+            wait_for_news(False)
+
+    def remaining(self) -> tuple[Agreed, int, dist.Store] | None:
+        """See :class:`~lightning_hetero.strategies.survival.Survival`.
+
+        Raises:
+            MembershipLostError: this rank cannot go on.
+        """
+        if self._former is None:
+            return None
+        leaving.cut()
+        agreed, me = self._former.agree(LEFT), self._former.me
+        return agreed, me, self._store_of(agreed, me)
+
+    def _store_of(self, agreed: Agreed, me: int) -> dist.Store:
+        store = self._store if agreed.host == me else store_at(agreed.offer, self._strategy.options.limit)
+        assert store is not None
+        return store
+
+    def _end_former(self) -> None:
+        if self._former is not None:
+            self._former.leave()
+            self._former.close()
+            self._former = None
+            wait_for_news(self._membership is None)
 
     def failed(self, exception: BaseException) -> None:
         """Let the others know why this rank ends; they go on."""
@@ -131,14 +160,15 @@ class GoingOn(Survival):
         repeat_by(None)
         leave_metrics(self._strategy.lightning_module)
         self._growth.end()
-        if self._membership is not None:
-            if getattr(exception, "on_every_rank", False) and self._strategy.job is not None:
-                # Who hears of a loss before it has raised the same error would go on instead.
-                self._strategy.job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
-            what = str(exception).strip().split("\n")[0]
-            self._membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
-            self._membership.close()
-            self._membership = None
+        if self._membership is not None and getattr(exception, "on_every_rank", False):
+            # Who hears of a loss before it has raised the same error would go on instead.
+            assert self._strategy.job is not None
+            self._strategy.job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
+        what = str(exception).strip().split("\n")[0]
+        for membership in filter(None, (self._membership, self._former)):
+            membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
+            membership.close()
+        self._membership = self._former = None
 
     # -- operations that may break -----------------------------------------------------------------
 
@@ -215,6 +245,8 @@ class GoingOn(Survival):
             leaving.cut()  # this thread has noticed the loss, other threads of this rank need not have
             agreed = self._membership.agree(own)
             lost |= agreed.lost
+            if LEFT in map(tuple, agreed.standings.values()):  # others have left the fit, and this rank was about to
+                raise self._growth.again(agreed, self._store_of(agreed, self._membership_id))
             try:
                 behind, samples = self._join(agreed, own)
                 break
@@ -245,12 +277,11 @@ class GoingOn(Survival):
         assert strategy.job is not None
         me, before = self._membership_id, strategy.job.view
         regrouping.abandon(strategy)
-        store = self._store if agreed.host == me else store_at(agreed.offer, strategy.options.limit)
-        assert store is not None
+        store = self._store_of(agreed, me)
         with survivor.plain():
             job = strategy.job.among(agreed.number, agreed.members, store)
             standings = [Standing(*agreed.standings[id]) for id in job.view.ids]
-            self._catch_up(standings, own)
+            catch_up(survivor, standings, own)
             kept = tuple(before.ids.index(id) for id in job.view.ids)
             reports = [standing.reports for standing in standings]
             moved = Regrouping(kept, max(standing.next_step for standing in standings), max(reports))
@@ -261,24 +292,8 @@ class GoingOn(Survival):
             regrouping.copy_states(strategy, [standing.windows for standing in standings])
         return Behind(step, exchange), samples
 
-    def _catch_up(self, standings: list[Standing], own: Standing) -> None:
-        """Give the results of collectives to those who missed them (collective)."""
-        calls = [standing.calls for standing in standings]
-        if len(set(calls)) == 1:
-            return
-        ahead = calls.index(max(calls))
-        results = {number: self._survivor.results.get(number) for number in range(min(calls), max(calls))}
-        results = of_rank(results, ahead)
-        missed = {number: result for number, result in results.items() if number >= own.calls}
-        self._survivor.received.update(missed)
-
     def _tell(self, lost: dict[int, str], samples: int, seconds: float) -> None:
-        strategy = self._strategy
-        assert strategy.job is not None
-        view = strategy.job.view
-        loss = Loss(view.number, lost, view.world, len(view.units), seconds, samples, strategy.engine.windows)
-        self.losses.append(loss)
-        rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
-        if lost:
-            with suppress(UserWarning):  # also where warnings are errors
-                warnings.warn(loss.said(rest, view.rank), stacklevel=2)
+        assert self._strategy.job is not None
+        view, steps = self._strategy.job.view, self._strategy.engine.windows
+        self.losses.append(Loss(view.number, lost, view.world, len(view.units), seconds, samples, steps))
+        self.losses[-1].warn(view)

@@ -14,9 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import _lightning
-from lightning_hetero.comm.agreement import of_rank, raise_on_all
+from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
 from lightning_hetero.comm.deadline import of_communication
 from lightning_hetero.comm.groups import default_store
+from lightning_hetero.comm.membership import Agreed
 from lightning_hetero.engine.job import open_store, store_at
 from lightning_hetero.engine.join_requests import Admission, JoinRequests, answers
 from lightning_hetero.errors import HeteroError, JoinRefusedError
@@ -56,6 +57,7 @@ class Growth:
         self._ended: JoinRequests | None = None
         self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
         self._written: list[JobAddress] = []
+        self._leaving: Entry | None = None  # how this rank is about to begin again
 
     def begin(self) -> None:
         """Let others find this job (collective).
@@ -100,8 +102,9 @@ class Growth:
 
     def _claim(self) -> None:
         """See that no other job has begun under the same file at the same time."""
-        file, view = self._strategy.options.join_file, self._strategy.survival.view
-        there = None if file is None or view else AddressFile(file).read()
+        file = self._strategy.options.join_file
+        follows = self._strategy.survival.view or self._strategy.entry is not None  # what stands there is this job's
+        there = None if file is None or follows else AddressFile(file).read()
         if there is not None and answers(there):
             raise JoinRefusedError(
                 f"another job has written join_file={file!r} in the meantime, and runs at {there[0]}:{there[1]}. "
@@ -136,15 +139,32 @@ class Growth:
         world = view.world + more
         rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
         files = strategy.checkpoint_io = MemoryFiles(PATH, strategy.checkpoint_io)
+        admission = Admission(view.number + 1, view.rank, world, view.world, address)
+        self._leaving = Entry(admission, files, view.replica.id, began)
         try:
             trainer.save_checkpoint(PATH)
         finally:
             strategy.checkpoint_io = files.usual
         strategy.share.listen()  # leave nothing in flight
+        if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
+            if requests is not None:
+                requests.put_off(newcomers)
+            return
         if requests is not None:
             requests.admit(newcomers, view.number + 1, view.world, address)
-        admission = Admission(view.number + 1, view.rank, world, view.world, address)
-        raise BeginAgainError(Entry(admission, files, view.replica.id, began), store or store_at(address, limit))
+        raise BeginAgainError(self._leaving, store or store_at(address, limit))
+
+    def again(self, agreed: Agreed, store: dist.Store) -> BeginAgainError:
+        """How this rank begins again with those that remain, since some of them have left the fit already.
+
+        Args:
+            agreed: who they are.
+            store: with which they meet.
+        """
+        assert self._leaving is not None, "nobody leaves before all have come to the end of admit()"
+        assert self._strategy.job is not None
+        view = self._strategy.job.view
+        return among(self._leaving, agreed, view.ids[view.rank], store)
 
     def end(self) -> None:
         """Refuse all that still wait. Local, idempotent."""
@@ -167,21 +187,45 @@ def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: 
         except BeginAgainError as grows:
             again = grows
         except Exception as error:
-            if again is None or (again := _without_newcomers(strategy.entry, again.store, error)) is None:
+            if again is None or (again := _without_newcomers(strategy, again, error)) is None:
                 raise
         _leave_fit(strategy)
 
 
-def _without_newcomers(entry: Entry | None, store: dist.Store, error: Exception) -> BeginAgainError | None:
-    """How those that were there go on if the fit cannot begin with the newcomers; ``None``: for another reason."""
+def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store) -> BeginAgainError:
+    """How a rank begins again with those that remain, without newcomers.
+
+    Args:
+        entry: how it was to begin with others.
+        agreed: who remain.
+        me: id of this rank.
+        store: with which they meet.
+    """
+    rank, world, view = agreed.members.index(me), len(agreed.members), max(agreed.number, entry.admission.view + 1)
+    admission = Admission(view, rank, world, world, agreed.offer)
+    return BeginAgainError(entry._replace(admission=admission, lost={**entry.lost, **agreed.lost}), store)
+
+
+def _without_newcomers(strategy: "HeteroStrategy", former: BeginAgainError, error: Exception) -> BeginAgainError | None:
+    """How those that remain go on if the fit cannot begin with the newcomers, or without one of them.
+
+    Returns:
+        ``None`` if there is another reason.
+    """
+    entry = strategy.entry
     if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or of_communication(error)):
         return None  # training has begun, or this is a newcomer
     view, rank, world, before, address = entry.admission
-    if world == before:
-        return None
-    if rank == 0:
+    if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
+        alone = Admission(view + 1, rank, before, before, address)
+        again = BeginAgainError(entry._replace(admission=alone), former.store)
+    else:
+        if world == before and not remaining[0].lost:
+            return None
+        again = among(entry, *remaining)
+    if again.entry.admission.rank == 0 and world > before:
         warnings.warn(f"{world - before} rank(s) could not join, and the fit goes on without: {error}", stacklevel=2)
-    return BeginAgainError(entry._replace(admission=Admission(view + 1, rank, before, before, address)), store)
+    return again
 
 
 def _leave_fit(strategy: "HeteroStrategy") -> None:

@@ -1,6 +1,10 @@
 """How far ranks have come when one of them is lost."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.collective import Survivor
 
 
 class Standing(NamedTuple):
@@ -21,6 +25,10 @@ class Standing(NamedTuple):
     reports: int
 
 
+#: Of a rank that has left the fit to begin it again with others: nobody goes on from where it was.
+LEFT = Standing(-1, -1, -1, -1, -1)
+
+
 class Behind(NamedTuple):
     """What others have completed while this rank lost its connections.
 
@@ -31,3 +39,21 @@ class Behind(NamedTuple):
 
     step: bool
     exchange: bool
+
+
+def catch_up(survivor: Survivor, standings: Sequence[Standing], own: Standing) -> None:
+    """Give the results of collectives to those who missed them (collective).
+
+    Args:
+        survivor: has the results of this rank.
+        standings: of all ranks.
+        own: of this rank.
+    """
+    calls = [standing.calls for standing in standings]
+    if len(set(calls)) == 1:
+        return
+    ahead = calls.index(max(calls))
+    results = {number: survivor.results.get(number) for number in range(min(calls), max(calls))}
+    results = of_rank(results, ahead)
+    missed = {number: result for number, result in results.items() if number >= own.calls}
+    survivor.received.update(missed)

@@ -1,11 +1,17 @@
 """What a strategy asks where a lost rank need not end the fit."""
 
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from lightning_hetero.comm.membership import Agreed
+    from lightning_hetero.engine.view import View
     from lightning_hetero.strategies.growth import Growth
 
 T = TypeVar("T")
@@ -37,19 +43,23 @@ class Loss:
     joined: tuple[int, ...] = ()
     at: float = field(default_factory=time.perf_counter, compare=False)
 
-    def said(self, rest: str, rank: int) -> str:
-        """What to tell the user.
+    def warn(self, view: "View") -> None:
+        """Tell the user who was lost, if anybody was.
 
         Args:
-            rest: who remains, in words.
-            rank: this rank's number since then.
+            view: since then, of this rank.
         """
+        if not self.lost:
+            return
         who = "; ".join(f"rank {id} {how}" for id, how in sorted(self.lost.items()))
         left = f" {self.samples} samples that they had still to take are not trained on." if self.samples else ""
-        return (
-            f"{who}. Training goes on with {rest} after step {self.step}; this rank, now number {rank}, stood still "
-            f"for {self.seconds:.2f} s.{left}"
-        )
+        rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
+        with suppress(UserWarning):  # also where warnings are errors
+            warnings.warn(
+                f"{who}. Training goes on with {rest} after step {self.step}; this rank, now number {view.rank}, stood "
+                f"still for {self.seconds:.2f} s.{left}",
+                stacklevel=4,
+            )
 
 
 class Survival:
@@ -90,6 +100,14 @@ class Survival:
 
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective)."""
+
+    def remaining(self) -> "tuple[Agreed, int, dist.Store] | None":
+        """Who is there still of those that have left the fit (collective over them).
+
+        Returns:
+            What they have agreed, the id of this rank, and the store with which they meet; ``None`` if it was alone.
+        """
+        return None
 
     def failed(self, exception: BaseException) -> None:
         """This rank ends with an error."""

@@ -1,0 +1,121 @@
+"""Ranks that are lost while others join."""
+
+import os
+import re
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from growing import LATE, fit, grow, values
+
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.errors import CommunicationError
+from lightning_hetero.strategies import growth
+
+OPTIONS = {"balance": "off", "grace": 2.0}
+
+
+def _struck(how: str) -> None:
+    """This process ends, or stands still for longer than the others take."""
+    if how == "frozen":
+        subprocess.Popen(["sh", "-c", f"sleep 20; kill -KILL {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Struck(pl.Callback):
+    """A rank is struck when it leaves the fit (``teardown``), or comes into it again, with others."""
+
+    def __init__(self, rank: int, where: str, how: str) -> None:
+        self.rank, self.where, self.how, self.starts = rank, where, how, 0
+
+    def _come(self, where: str) -> None:
+        own = os.environ["RANK"] == str(self.rank) and not os.environ.get(LATE)
+        if own and where == self.where and self.starts:
+            _struck(self.how)
+
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self._come("setup")
+
+    def on_train_start(self, *_: Any) -> None:
+        self._come("on_train_start")
+        self.starts += 1
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self._come("teardown")
+
+
+def _check(outcomes: list[Any], lost: int, said: str) -> None:
+    assert outcomes[lost].exitcode == -signal.SIGKILL
+    newcomer, rest = outcomes[-1], [outcome for rank, outcome in enumerate(outcomes[:-1]) if rank != lost]
+    joined = newcomer.value is not None  # it has heard in time that it must ask again
+    assert joined or isinstance(newcomer.error, CommunicationError), newcomer.trace
+    seen = values(rest)
+    world = 3 if joined else 2
+    assert [one.starts[-1][1:] for one in seen] == [(0, world), (1, world)]
+    assert torch.equal(seen[0].weights, seen[1].weights)
+    for one in seen:
+        [told] = [text for text in one.said if "Training goes on with 2" in text]
+        assert f"rank {lost} {said}" in told
+        [seconds] = re.findall(r"stood still for ([\d.]+) s", told)
+        assert float(seconds) < 15  # of 60 that ranks may wait for each other
+    assert any("1 rank(s) could not join, and the fit goes on without" in text for text in seen[0].said)
+
+
+CASES = [
+    *((rank, where, "killed") for where in ("teardown", "setup", "on_train_start") for rank in (0, 2)),
+    (0, "setup", "frozen"),
+    (1, "on_train_start", "frozen"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "how"),
+    [pytest.param(*case, marks=[] if case in CASES[2:3] else pytest.mark.long(after=1)) for case in CASES],
+)
+def test_the_others_go_on(rank: int, where: str, how: str, tmp_path: Path) -> None:
+    struck = partial(Struck, rank, where, how)
+    outcomes = grow(3, 1, fit, "HeteroDDPStrategy", OPTIONS, str(tmp_path / "job"), 1, [struck])
+    _check(outcomes, rank, "has not been heard of" if how == "frozen" else "has ended without a word")
+
+
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("strategy", ["NodeAverageStrategy", "GossipAsyncStrategy", "EASGDAsyncStrategy"])
+def test_replicas_go_on(strategy: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "replica": "rank", **({"moving_rate": "auto"} if strategy == "EASGDAsyncStrategy" else {})}
+    struck = partial(Struck, 0, "setup", "killed")
+    _check(grow(3, 1, fit, strategy, options, str(tmp_path / "job"), 1, [struck]), 0, "has ended without a word")
+
+
+def _one_is_behind(file: str) -> Any:
+    """Rank 0 has left the fit when rank 1 learns, in the last collective before, that rank 2 is lost."""
+
+    def last(value: Any, what: str) -> Any:
+        everyone = gather(value, what)
+        if what == "who was lost" and os.environ["RANK"] == "2":
+            _struck("killed")
+        if what == "who was lost" and os.environ["RANK"] == "1" and not growth.again:
+            growth.again = True
+            strategy.survival._recover()
+            raise AssertionError("it has not left the fit")
+        return everyone
+
+    strategy: Any = None
+
+    class Finds(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            nonlocal strategy
+            strategy = trainer.strategy
+
+    growth.gather, growth.again = last, False  # type: ignore[attr-defined]
+    return fit("HeteroDDPStrategy", OPTIONS, file, 1, [Finds])
+
+
+def test_who_is_behind_leaves_the_fit_as_well(tmp_path: Path) -> None:
+    outcomes = grow(3, 1, _one_is_behind, str(tmp_path / "job"))
+    _check(outcomes, 2, "has ended without a word")
