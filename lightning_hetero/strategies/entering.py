@@ -148,7 +148,8 @@ def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store) -> None:
             )
     entry = entry._replace(admission=entry.admission._replace(world=here))
     regrouping.renumber(strategy, rank, here)
-    entry.files.content = {**of_rank(entry.files.content if rank == 0 else None, 0), **entry.files.content}
+    theirs = of_rank(entry.files.content if rank == 0 else None, 0)
+    entry.files.content = {**theirs, **entry.files.content, PATH: theirs[PATH]}  # shards of its own, if it has any
     strategy.entry = entry
 
 
