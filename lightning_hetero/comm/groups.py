@@ -21,6 +21,7 @@ from lightning_hetero.comm.leaving import THREADS, noting_sockets
 from lightning_hetero.comm.own_group import default_store
 from lightning_hetero.comm.shared_group import SharedGroup
 from lightning_hetero.comm.sharing import Sharing
+from lightning_hetero.comm.stores import copy_of
 from lightning_hetero.errors import UnsupportedError
 
 _POLL = 0.05  # longest pause between two looks at who has asked for a group, seconds
@@ -132,9 +133,7 @@ class Groups:
 
 def _store(name: str) -> dist.Store:
     # Over a connection of its own: a rank that waits in the store, to make a process group, holds the one that it uses.
-    store = default_store()
-    with noting_sockets(of_all=True):
-        return dist.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)  # PyTorch 2.4 cannot
+    return dist.PrefixStore(name, copy_of(default_store()))
 
 
 def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:

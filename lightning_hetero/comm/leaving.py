@@ -25,6 +25,7 @@ _spared: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # by which ranks ag
 _changing = threading.Lock()  # of these
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 _lingering: dict[str, socket.socket] = {}  # that were cut here, by the kernel's names
+_cuts = 0  # calls of `cut`
 _noting: list[set[str]] = []  # sockets that there were before each block that notes new ones, while it runs
 
 
@@ -79,12 +80,19 @@ def cut() -> None:
     Those of the store, too: ranks wait for each other there when they make a group. And those of a group that is being
     made.
     """
+    global _cuts
+    _cuts += 1
     _cut((_sockets | _sockets_of_all).union(*map(_opened_since, list(_noting))))
     with _changing:
         others = list(_others)
     for connection in others:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def cuts() -> int:
+    """How many times :func:`cut` has been called."""
+    return _cuts
 
 
 def _open_sockets() -> list[tuple[int, str]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import failures
+from lightning_hetero.comm import failures, stores
 from lightning_hetero.comm.agreement import check_equal, gather
 from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.groups import Groups, end_unused
@@ -183,8 +183,7 @@ def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[st
 def store_at(address: Sequence[Any], timeout: timedelta) -> dist.Store:
     """Connect to the store of a new view."""
     host, port = address
-    with noting_sockets(of_all=True):
-        return dist.TCPStore(str(host), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return stores.store_at(str(host), int(port), timeout)
 
 
 def tell_failure(exception: BaseException) -> None:

@@ -128,8 +128,13 @@ def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Ad
 # -- all ranks -------------------------------------------------------------------------------------
 
 
-def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store) -> None:
+def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) -> None:
     """Meet all ranks of the new view, and get the checkpoint (collective over them).
+
+    Args:
+        strategy: in a fit.
+        entry: how this rank enters it.
+        store: with which the ranks meet, if this rank has it already.
 
     Raises:
         CommunicationError: not all have come.
@@ -139,6 +144,7 @@ def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store) -> None:
     with deadline("join the job"):
         if dist.is_initialized():
             dist.destroy_process_group()
+        store = store or store_at(entry.admission.store, limit)
         here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
         if rank >= here:
             raise CommunicationError("this process was too late: the job has gone on without it.")

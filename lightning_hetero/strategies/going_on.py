@@ -130,7 +130,7 @@ class GoingOn(Survival):
             self._former, self._membership = self._membership, None
             wait_for_news(False)
 
-    def remaining(self) -> tuple[Agreed, int, dist.Store] | None:
+    def remaining(self) -> tuple[Agreed, int, dist.Store | None] | None:
         """See :class:`~lightning_hetero.strategies.survival.Survival`.
 
         Raises:
@@ -140,12 +140,7 @@ class GoingOn(Survival):
             return None
         leaving.cut()
         agreed, me = self._former.agree(LEFT), self._former.me
-        return agreed, me, self._store_of(agreed, me)
-
-    def _store_of(self, agreed: Agreed, me: int) -> dist.Store:
-        store = self._store if agreed.host == me else store_at(agreed.offer, self._strategy.options.limit)
-        assert store is not None
-        return store
+        return agreed, me, self._store if agreed.host == me else None
 
     def _end_former(self) -> None:
         if self._former is not None:
@@ -246,7 +241,7 @@ class GoingOn(Survival):
             agreed = self._membership.agree(own)
             lost |= agreed.lost
             if LEFT in map(tuple, agreed.standings.values()):  # others have left the fit, and this rank was about to
-                raise self._growth.again(agreed, self._store_of(agreed, self._membership_id))
+                raise self._growth.again(agreed, self._store if agreed.host == self._membership_id else None)
             try:
                 behind, samples = self._join(agreed, own)
                 break
@@ -277,7 +272,8 @@ class GoingOn(Survival):
         assert strategy.job is not None
         me, before = self._membership_id, strategy.job.view
         regrouping.abandon(strategy)
-        store = self._store_of(agreed, me)
+        store = self._store if agreed.host == me else store_at(agreed.offer, strategy.options.limit)
+        assert store is not None
         with survivor.plain():
             job = strategy.job.among(agreed.number, agreed.members, store)
             standings = [Standing(*agreed.standings[id]) for id in job.view.ids]

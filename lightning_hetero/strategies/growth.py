@@ -18,7 +18,7 @@ from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
 from lightning_hetero.comm.deadline import of_communication
 from lightning_hetero.comm.groups import default_store
 from lightning_hetero.comm.membership import Agreed
-from lightning_hetero.engine.job import open_store, store_at
+from lightning_hetero.engine.job import open_store
 from lightning_hetero.engine.join_requests import Admission, JoinRequests, answers
 from lightning_hetero.errors import HeteroError, JoinRefusedError
 from lightning_hetero.launch.job_address import AddressFile, JobAddress
@@ -36,10 +36,10 @@ class BeginAgainError(Exception):
 
     Args:
         entry: of this rank.
-        store: with which the ranks meet.
+        store: with which the ranks meet, if this rank hosts it.
     """
 
-    def __init__(self, entry: Entry, store: dist.Store) -> None:
+    def __init__(self, entry: Entry, store: dist.Store | None) -> None:
         super().__init__("the fit begins again, with more ranks")
         self.entry, self.store = entry, store
 
@@ -145,21 +145,21 @@ class Growth:
             trainer.save_checkpoint(PATH)
         finally:
             strategy.checkpoint_io = files.usual
-        strategy.share.listen()  # leave nothing in flight
+        strategy.survival.again(strategy.share.listen)  # leave nothing in flight
         if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
             if requests is not None:
                 requests.put_off(newcomers)
             return
         if requests is not None:
             requests.admit(newcomers, view.number + 1, view.world, address)
-        raise BeginAgainError(self._leaving, store or store_at(address, limit))
+        raise BeginAgainError(self._leaving, store)
 
-    def again(self, agreed: Agreed, store: dist.Store) -> BeginAgainError:
+    def again(self, agreed: Agreed, store: dist.Store | None) -> BeginAgainError:
         """How this rank begins again with those that remain, since some of them have left the fit already.
 
         Args:
             agreed: who they are.
-            store: with which they meet.
+            store: with which they meet, if this rank hosts it.
         """
         assert self._leaving is not None, "nobody leaves before all have come to the end of admit()"
         assert self._strategy.job is not None
@@ -192,14 +192,14 @@ def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: 
         _leave_fit(strategy)
 
 
-def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store) -> BeginAgainError:
+def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> BeginAgainError:
     """How a rank begins again with those that remain, without newcomers.
 
     Args:
         entry: how it was to begin with others.
         agreed: who remain.
         me: id of this rank.
-        store: with which they meet.
+        store: with which they meet, if this rank hosts it.
     """
     rank, world, view = agreed.members.index(me), len(agreed.members), max(agreed.number, entry.admission.view + 1)
     admission = Admission(view, rank, world, world, agreed.offer)

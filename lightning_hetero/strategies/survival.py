@@ -101,11 +101,12 @@ class Survival:
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective)."""
 
-    def remaining(self) -> "tuple[Agreed, int, dist.Store] | None":
+    def remaining(self) -> "tuple[Agreed, int, dist.Store | None] | None":
         """Who is there still of those that have left the fit (collective over them).
 
         Returns:
-            What they have agreed, the id of this rank, and the store with which they meet; ``None`` if it was alone.
+            What they have agreed, the id of this rank, and the store with which they meet, if this rank hosts it;
+            ``None`` if it was alone.
         """
         return None
 

@@ -1,0 +1,75 @@
+"""Connections to key-value stores. PyTorch tries for as long as its limit, also where the store's host is gone."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lightning_hetero.comm.leaving import cuts, noting_sockets
+
+T = TypeVar("T")
+_TRY = timedelta(seconds=2)
+
+
+def connected(connect: Callable[[timedelta], T], limit: timedelta) -> T:
+    """Make a connection, in short tries, and give up once :func:`~lightning_hetero.comm.leaving.cut` is called.
+
+    Args:
+        connect: makes it, within a time.
+        limit: of all tries together.
+
+    Raises:
+        DistError: there is no connection.
+    """
+    before, until = cuts(), time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            with noting_sockets(of_all=True):
+                return connect(min(limit, _TRY))
+        except dist.DistError:
+            if cuts() != before or time.monotonic() > until:
+                raise
+
+
+def store_at(host: str, port: int, timeout: timedelta) -> dist.Store:
+    """Connect to a store.
+
+    Args:
+        host: its address.
+        port: of the host.
+        timeout: longest wait for it, and later for its answers.
+
+    Raises:
+        DistError: there is no connection.
+    """
+
+    def connect(limit: timedelta) -> dist.Store:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    store = connected(connect, timeout)
+    store.set_timeout(timeout)
+    return store
+
+
+def copy_of(store: dist.Store) -> dist.Store:
+    """A connection of its own to the same store, for another thread; called on the thread that uses the first one.
+
+    Raises:
+        DistError: there is no connection.
+    """
+    if not hasattr(store, "clone"):  # PyTorch 2.4
+        return store
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+
+    def connect(limit: timedelta) -> dist.Store:
+        store.set_timeout(limit)  # which its copies take over
+        try:
+            return store.clone()
+        finally:
+            store.set_timeout(timeout)
+
+    copy = connected(connect, timeout)
+    copy.set_timeout(timeout)
+    return copy
