@@ -54,13 +54,18 @@ class Entry(NamedTuple):
 # -- a process that is started later ---------------------------------------------------------------
 
 
-def addresses(strategy: "HeteroStrategy") -> list[JobAddress]:
-    """Where a running job says how it is reached."""
+def addresses(strategy: "HeteroStrategy", came_later: bool = False) -> list[JobAddress]:
+    """Where a running job says how it is reached.
+
+    Args:
+        strategy: of this process.
+        came_later: whether the process has joined: even if its launcher has given it rank 0, it hosts no store there.
+    """
     cluster, file = regrouping.launched(strategy), strategy.options.join_file
     found: list[JobAddress] = [] if file is None else [AddressFile(file)]
     # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
     if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        hosted = cluster.global_rank() == 0
+        hosted = cluster.global_rank() == 0 and not came_later
         found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))
     return found
 

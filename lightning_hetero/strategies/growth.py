@@ -58,6 +58,7 @@ class Growth:
         self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
         self._written: list[JobAddress] = []
         self._leaving: Entry | None = None  # how this rank is about to begin again
+        self._came_later = False  # whether this process has joined a job that ran
 
     def begin(self) -> None:
         """Let others find this job (collective).
@@ -65,7 +66,8 @@ class Growth:
         Raises:
             HeteroError: on every rank, if the address cannot be written.
         """
-        problem: HeteroError | None = None
+        problem, entry = None, self._strategy.entry
+        self._came_later |= entry is not None and entry.replica is None
         try:
             self.open()
         except HeteroError as error:
@@ -96,7 +98,7 @@ class Growth:
             interface, limit = regrouping.interface(strategy), strategy.options.limit
             self._requests = JoinRequests(interface, limit, lambda other: misfit(card(strategy), other))
             self._claim()
-        self._written = self._written or addresses(strategy)
+        self._written = self._written or addresses(strategy, self._came_later)
         for place in self._written:
             place.write(self._requests.address)
 

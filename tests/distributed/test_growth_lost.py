@@ -12,10 +12,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from growing import LATE, fit, grow, values
+from ranks import attempt
 
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import CommunicationError
+from lightning_hetero.launch.job_address import LauncherStore
 from lightning_hetero.strategies import growth
+from lightning_hetero.strategies.entering import addresses
 
 OPTIONS = {"balance": "off", "grace": 2.0}
 
@@ -119,3 +122,25 @@ def _one_is_behind(file: str) -> Any:
 def test_who_is_behind_leaves_the_fit_as_well(tmp_path: Path) -> None:
     outcomes = grow(3, 1, _one_is_behind, str(tmp_path / "job"))
     _check(outcomes, 2, "has ended without a word")
+
+
+class Hosts(pl.Callback):
+    """A process that joins hosts no store of its launcher's job, whatever rank it has there."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        growth, late = strategy.survival.growth, bool(os.environ.get(LATE))
+        places = [place for place in addresses(strategy, growth._came_later) if isinstance(place, LauncherStore)]
+        first = os.environ["RANK"] == "0" and not late
+        assert [place._hosted for place in places] == [first]
+
+
+def test_a_first_rank_that_is_started_again_does_not_look_for_its_former_store(tmp_path: Path) -> None:
+    """Once it is the first rank of the job it would wait for a store that has ended with the process before it."""
+
+    def env_of(rank: int) -> dict[str, str]:
+        same = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank % 2), "LOCAL_RANK": str(rank % 2)}
+        return {**same, LATE: "1"} if rank == 2 else same
+
+    outcomes = attempt(fit, 3, "HeteroDDPStrategy", OPTIONS, str(tmp_path / "job"), 1, [Hosts], env_of=env_of)
+    assert [one.starts[-1][1:] for one in values(outcomes)] == [(0, 3), (1, 3), (2, 3)]
