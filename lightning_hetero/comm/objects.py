@@ -97,6 +97,10 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         group: the ranks. Default: all.
     """
     message = packed(value)
+    if group is not None and type(group) is not dist.ProcessGroup:  # one of this package, which gathers from all only
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, message, group=group)
+        return [unpacked(one) for one in values]
     heads, sizes = _heads(message, group)
     rests = torch.zeros(len(sizes), max(*sizes, HEAD) - HEAD, dtype=torch.uint8)
     if rests.numel():

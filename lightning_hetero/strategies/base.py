@@ -31,7 +31,6 @@ from lightning_hetero.strategies.evaluation import evaluation_step, values_share
 from lightning_hetero.strategies.former_names import former_topology
 from lightning_hetero.strategies.going_on import GoingOn
 from lightning_hetero.strategies.guards import check_setup, running, served
-from lightning_hetero.strategies.memory_files import MemoryFiles
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.replica_ddp import share_buffers
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
@@ -275,8 +274,7 @@ class HeteroStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         with self._rank_state.saving(checkpoint, self) as portable:
             super().save_checkpoint(portable, filepath, storage_options)
-            if isinstance(self.checkpoint_io, MemoryFiles) and not self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(portable, filepath)  # rank 0 may be lost before it sends its own
+            saving.keep_in_memory(self, checkpoint, filepath)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -70,7 +70,7 @@ def addresses(strategy: "HeteroStrategy", came_later: bool = False) -> list[JobA
     return found
 
 
-def find(strategy: "HeteroStrategy") -> tuple[Entry, dist.Store] | None:
+def find(strategy: "HeteroStrategy") -> Entry | None:
     """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
 
     Raises:
@@ -91,8 +91,7 @@ def find(strategy: "HeteroStrategy") -> tuple[Entry, dist.Store] | None:
                 "first. Start a process that trains, or give this one no join_file."
             )
         admission = _admitted(strategy, place, address)
-        files, limit = MemoryFiles(PATH, strategy.checkpoint_io), strategy.options.limit
-        return Entry(admission, files, None, time.monotonic()), store_at(admission.store, limit)
+        return Entry(admission, MemoryFiles(PATH, strategy.checkpoint_io), None, time.monotonic())
     return None
 
 

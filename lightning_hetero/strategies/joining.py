@@ -104,7 +104,7 @@ def connect(strategy: "HeteroStrategy") -> None:
         if survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             garbage.leave_out()  # before others wait for this rank
     if strategy.job is None and strategy.entry is None and (found := entering.find(strategy)) is not None:
-        entering.enter(strategy, *found)
+        entering.enter(strategy, found, None)
     if strategy.entry is not None:
         failures.watch(regrouping.interface(strategy), strategy.options.limit.total_seconds())
         return

@@ -27,6 +27,7 @@ from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_hetero.strategies.memory_files import MemoryFiles
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import begin_next_epoch, fetch_anew_between_epochs, fetch_anew_if_moved
 from lightning_hetero.strategies.preemption import path_to_save, requeue, say_where
@@ -228,6 +229,12 @@ class Source:
             error = broken
         lost = "a shard is missing" if state is None and error is None else None
         return state if shards.agree(lost, error) is None else None
+
+
+def keep_in_memory(strategy: "HeteroStrategy", checkpoint: Mapping[str, Any], path: Any) -> None:
+    """Where others are about to join, keep the checkpoint on each rank: rank 0 may be lost before it sends its own."""
+    if isinstance(strategy.checkpoint_io, MemoryFiles) and not strategy.is_global_zero:
+        strategy.checkpoint_io.save_checkpoint(portable(checkpoint), path)
 
 
 def save_to_resume(strategy: "HeteroStrategy") -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from center_tasks import APART, SHARES, lines
-from oracles import BATCH, SAMPLES, START, data, order, split
+from oracles import BATCH, SAMPLES, START, data, in_turn, order, split
 from ranks import run
 
 LR, EPOCHS = 0.01, 3  # 60 steps; every twentieth batch has 7 samples
@@ -22,8 +22,8 @@ class Course(NamedTuple):
 class Worker:
     """One replica on its part of the samples, by the papers' equations: position ``x`` and velocity ``v``."""
 
-    def __init__(self, index: int, speeds: list[float], kind: str, momentum: float) -> None:
-        self.index, self.speeds, self.kind, self.momentum = index, speeds, kind, momentum
+    def __init__(self, index: int, speeds: list[float], kind: str, momentum: float, alone: bool) -> None:
+        self.index, self.speeds, self.kind, self.momentum, self.alone = index, speeds, kind, momentum, alone
         self.x, self.v = START.copy(), np.zeros_like(START)
         self.samples = data()
 
@@ -35,7 +35,9 @@ class Worker:
     def step(self, number: int) -> None:
         epoch, batch = divmod(number, -(-SAMPLES // BATCH))
         x, y = self.samples
-        parts = split(min(BATCH, SAMPLES - batch * BATCH), self.speeds)
+        size = min(BATCH, SAMPLES - batch * BATCH)
+        # Who does not meet the others at every step gets in turn what is left over.
+        parts = in_turn(size, self.speeds, batch) if self.alone else split(size, self.speeds)
         first = batch * BATCH + sum(parts[: self.index])
         rows = order(epoch, SAMPLES)[first : first + parts[self.index]]
         if len(rows) == 0:
@@ -58,7 +60,7 @@ def in_numpy(
     mutant: str = "",
 ) -> Course:
     speeds = SHARES[world]
-    workers = [Worker(i, speeds, kind, momentum) for i in range(world)]
+    workers = [Worker(i, speeds, kind, momentum, alone=turns) for i in range(world)]
     shares = np.array(speeds) / sum(speeds)
     center, weights, centers = START.copy(), [], []
     if mutant == "unweighted":
@@ -140,7 +142,7 @@ def test_the_oracle_tells_mistakes_apart(kind: str) -> None:
 
 def test_nesterov_of_pytorch_is_the_papers() -> None:
     # One replica that no center holds: the two ways to write it, with no package between.
-    worker = Worker(0, [1.0], "eamsgd", 0.8)
+    worker = Worker(0, [1.0], "eamsgd", 0.8, alone=False)
     w = torch.nn.Parameter(torch.tensor(START))
     optimizer = torch.optim.SGD([w], lr=LR, momentum=0.8, nesterov=True)
     x, y = (torch.tensor(part) for part in data())
