@@ -155,10 +155,10 @@ class GoingOn(Survival):
         repeat_by(None)
         leave_metrics(self._strategy.lightning_module)
         self._growth.end()
-        if self._membership is not None and getattr(exception, "on_every_rank", False):
+        job, alike = self._strategy.job, getattr(exception, "on_every_rank", False)
+        if self._membership is not None and job is not None and alike:
             # Who hears of a loss before it has raised the same error would go on instead.
-            assert self._strategy.job is not None
-            self._strategy.job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
+            job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
         what = str(exception).strip().split("\n")[0]
         for membership in filter(None, (self._membership, self._former)):
             membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
