@@ -49,7 +49,7 @@ lint: setup
 
 # What goes by the clock runs alone, and again where a busy machine has come between.
 PYTEST := $(BIN)/python -m pytest
-AT_ONCE := -n 3 --dist worksteal $(if $(RERUNS),--reruns $(RERUNS) -rR)
+AT_ONCE := -n 4 --dist worksteal $(if $(RERUNS),--reruns $(RERUNS) -rR)
 BY_THE_CLOCK := --reruns 3 --reruns-delay 3
 
 test: lint

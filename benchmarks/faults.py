@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--save", type=float, default=5.0, help="seconds between checkpoints; all ranks meet")
     parser.add_argument("--grace", type=_grace, default="auto", help="the strategies' option: seconds, or auto")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--first-seed", type=int, default=0, help="others have other weights, data and dice")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--restart", type=float, help="seconds after which a lost rank is started again, and joins")
     parser.add_argument("--cluster", action="store_true", help="a network namespace for each rank: needs root")

@@ -77,6 +77,19 @@ def test_the_table_pairs_runs_and_says_what_is_not_reached() -> None:
     assert cells["ddp's over it"] == ["1.00", "3.00 (2.00 to 4.00)"]
 
 
+def test_pairs_are_of_contenders_that_ran_for_both_goals() -> None:
+    import outcome
+
+    runs = [run_of("ddp", 1.0, 20), run_of("fast", 0.25, 20)]
+    for run, first in zip(runs, (16, 8), strict=True):
+        run["course"] = [[8, [0.5, 1.0]], [first, [0.95, 0.2]]]
+    loss, accuracy = outcome.pairs(runs, ["ddp", "gone"], (1.0, 0.9))
+    assert [column.header for column in loss.columns] == ["times as fast to a loss of 1 as", "ddp"]
+    assert list(loss.columns[1].cells) == ["1.00", "4.00"]
+    assert list(accuracy.columns[1].cells) == ["1.00", "8.00"]  # 16 steps of a second, 8 of a quarter
+    assert outcome.pairs(runs, ["gone"], (1.0, 0.9)) == []
+
+
 def test_without_a_seed_nothing_is_paired() -> None:
     import outcome
 

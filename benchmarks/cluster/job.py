@@ -40,12 +40,13 @@ MODELS = {"cnn": cnn, "deep": deep, "layers": layers}
 
 
 class Watched(pl.LightningModule):
-    """Notes when each step begins, what has been sent by then and how long has been waited."""
+    """Notes when each step begins, of how many samples, what has been sent by then and how long has been waited."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
         self.net = MODELS[model]()
         self.starts: list[float] = []
+        self.sizes: list[int] = []
         self.sent: list[int] = []
         self.exposed: list[float] = []
         self.payload: list[int] = []
@@ -53,6 +54,7 @@ class Watched(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.starts.append(time.perf_counter())
+        self.sizes.append(len(batch[0]))
         self.sent.append(network.bytes_sent())
         strategy = self.trainer.strategy
         if isinstance(strategy, ReplicaStrategy):

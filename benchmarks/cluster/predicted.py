@@ -1,8 +1,8 @@
 """Predicted against measured time per step, on emulated clusters: links, nodes and speeds vary, and so do strategies.
 
-    sudo python benchmarks/cluster/predicted.py                        # 24 clusters, some forty minutes
-    sudo python benchmarks/cluster/predicted.py --rates 20mbit --shapes 2x1    # ten minutes for two more
-    sudo python benchmarks/cluster/predicted.py --rates 1gbit --into all.json  # in parts; the summary is of all parts
+    sudo python benchmarks/cluster/predicted.py                        # 24 clusters, some seventy minutes
+    sudo python benchmarks/cluster/predicted.py --rates 20mbit --shapes 2x1    # five minutes for two more
+    sudo python benchmarks/cluster/predicted.py --into all.json                # goes on where it was broken off
 
 Devices by delay. In each cluster every device trains by itself first, and the links are measured as
 `lightning-hetero doctor` does it: that, and how early in a step the model's gradients are ready, is all that the
@@ -35,29 +35,37 @@ PARAMETERS = 2_150_000
 
 
 class Contender(NamedTuple):
-    """What runs, under which strategy string and wire it is predicted, and after how many steps its shares stay."""
+    """What runs, and under which strategy string and wire it is predicted.
+
+    Attributes:
+        settles: steps after which its shares stay, on unlike devices.
+        steps: that are measured then.
+    """
 
     text: str
     name: str
     wire: str = "fp32"
     settles: int = 7 * EVERY  # ranks tell each other their speeds when they meet
+    steps: int = 4 * EVERY
 
 
 CONTENDERS = (
-    Contender("ddp", "ddp", settles=8),
-    Contender("hetero_ddp", "hetero_ddp", settles=28),
+    Contender("ddp", "ddp", settles=8, steps=16),
+    Contender("hetero_ddp", "hetero_ddp", settles=28, steps=16),
     Contender(f"hetero_node:every_n_steps={EVERY}", "hetero_node"),
     Contender(f"hetero_node:every_n_steps={EVERY},wire=int8", "hetero_node", "int8"),
     Contender("hetero_daso:warmup=0,cooldown=0,patience=1000,wait=auto", "hetero_daso"),
     Contender(f"hetero_easgd:tau={EVERY},moving_rate=auto", "hetero_easgd"),
-    Contender(f"hetero_gossip:every_n_steps={EVERY}", "hetero_gossip", settles=25 * EVERY),  # by messages, one a second
+    # Shares by messages, one a second; pairs are drawn at random, within nodes and between them.
+    Contender(f"hetero_gossip:every_n_steps={EVERY}", "hetero_gossip", settles=25 * EVERY, steps=16 * EVERY),
+    Contender(f"hetero_gossip_async:every_n_steps={EVERY}", "hetero_gossip_async", settles=25 * EVERY),
 )
 AUTO = f"hetero_auto:every={EVERY},measure=16"
 SPEEDS = {"alike": (0.3,), "4:2:1:1": (0.8, 0.4, 0.2, 0.2)}  # samples per millisecond, repeated
 
 
 class Outcome(NamedTuple):
-    """A strategy on a cluster: seconds per step."""
+    """A strategy on a cluster: seconds in which all ranks together come through a global batch."""
 
     name: str
     predicted: float | None  # hetero_auto is not predicted
@@ -74,25 +82,25 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["2x1", "2x2", "3x1", "4x1"], help="nodes x ranks of each")
     parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
     parser.add_argument("--batch", type=int, default=24, help="samples per rank and step, on average")
-    parser.add_argument("--steps", type=int, default=16, help="of each run that are measured, once shares stay")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a cluster")
-    parser.add_argument("--into", type=Path, help="JSON file for the outcomes; those in it count in the summary")
+    parser.add_argument("--into", type=Path, help="JSON file for outcomes; those in it are not run again")
     options = parser.parse_args()
     console = Console(highlight=False, width=120)
     console.print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}")
-    everything: list[list[Outcome]] = []
+    kept: dict[str, list[Any]] = {}  # by the cluster
     if options.into and options.into.exists():
-        everything = [[Outcome(*one) for one in found] for found in json.loads(options.into.read_text())]
+        kept = json.loads(options.into.read_text())
     for rate in options.rates:
         for shape in options.shapes:
             for speeds in options.speeds:
                 options.rate, (options.nodes, options.ranks) = rate, map(int, shape.split("x"))
-                found = on_cluster(options, SPEEDS[speeds], console)
-                console.print(table(f"{shape} ranks, {rate}, {speeds}", found))
-                everything.append(found)
+                cluster = f"{shape} ranks, {rate}, {speeds}"
+                if cluster not in kept:
+                    kept[cluster] = on_cluster(options, SPEEDS[speeds], console)
+                console.print(table(cluster, [Outcome(*one) for one in kept[cluster]]))
                 if options.into:
-                    options.into.write_text(json.dumps(everything))
-    console.print(summary(everything))
+                    options.into.write_text(json.dumps(kept))
+    console.print(summary([[Outcome(*one) for one in found] for found in kept.values()]))
     console.print(f"load average at the end {os.getloadavg()[0]:.2f}")
 
 
@@ -101,15 +109,23 @@ def on_cluster(options: argparse.Namespace, speeds: tuple[float, ...], console: 
     world = options.nodes * options.ranks
     costs = [[FIXED, 1e-3 / speeds[rank % len(speeds)]] for rank in range(world)]
     alike = len(set(speeds)) == 1
-    skips = {"alone": 8, AUTO: (4 if alike else 25) * EVERY}
-    skips |= {contender.text: min(contender.settles, 16) if alike else contender.settles for contender in CONTENDERS}
-    numbers = options.steps, options.batch, json.dumps(costs), json.dumps(skips)
-    links, *runs = runner.run_script("predicted_job.py", ["cnn", *numbers], options, None, console)
-    times = {run["contender"]: [statistics.mean(rank["steps"]) for rank in run["ranks"]] for run in runs}
-    cluster = cluster_of(options, costs, times["alone"], links)
+    settled = {one.text: min(one.settles, 16) if alike else one.settles for one in CONTENDERS}
+    runs = {"alone": (8, 16), AUTO: ((4 if alike else 25) * EVERY, 4 * EVERY)}
+    runs |= {one.text: (settled[one.text], one.steps) for one in CONTENDERS}
+    numbers = options.batch, json.dumps(costs), json.dumps(runs)
+    links, *found = runner.run_script("predicted_job.py", ["cnn", *numbers], options, None, console)
+    total = options.batch * world
+    times = {run["contender"]: total / sum(map(speed, run["ranks"])) for run in found}
+    [alone] = (run for run in found if run["contender"] == "alone")
+    cluster = cluster_of(options, costs, [statistics.mean(rank["steps"]) for rank in alone["ranks"]], links)
     known = {(one.name, wire): one.step for wire in WIRES for one in predictions(cluster, EVERY, wire)}
-    found = [Outcome(text, known[name, wire], max(times[text])) for text, name, wire, _ in CONTENDERS]
-    return [*found, Outcome(AUTO, None, max(times[AUTO]))]
+    outcomes = [Outcome(one.text, known[one.name, one.wire], times[one.text]) for one in CONTENDERS]
+    return [*outcomes, Outcome(AUTO, None, times[AUTO])]
+
+
+def speed(rank: dict[str, Any]) -> float:
+    """Samples per second of a rank, over the steps that are measured."""
+    return sum(rank["samples"]) / sum(rank["steps"])
 
 
 def cluster_of(

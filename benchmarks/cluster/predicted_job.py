@@ -24,11 +24,11 @@ def ways() -> dict[str, tuple[float, float] | None]:
 
 
 def main() -> None:
-    output, model, steps, batch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    costs, skips = json.loads(sys.argv[5]), json.loads(sys.argv[6])
+    output, model, batch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    costs, runs = json.loads(sys.argv[4]), json.loads(sys.argv[5])
     with contenders.on_cluster():
         everything: list[dict[str, Any]] = [ways()]
-        for name, skip in skips.items():
+        for name, (skip, steps) in runs.items():
             dist.barrier()
             mine = fit(name, model, skip + steps + 1, skip, batch, costs)
             ranks: list[Any] = [None] * dist.get_world_size()

@@ -16,7 +16,7 @@ from lightning_hetero import EmulatedSpeed
 
 
 def fit(contender: str, model: str, steps: int, skip: int, batch: int, costs: list[list[float]]) -> dict[str, Any]:
-    """Train; seconds of each of this rank's steps after the first few, and the bytes that its node sends in a step."""
+    """Train; seconds and samples of each of this rank's steps after the first few, bytes that its node sends in one."""
     pl.seed_everything(1, verbose=False)
     if contenders.is_alone(contender):
         costs = [costs[int(os.environ["RANK"])]]
@@ -25,7 +25,8 @@ def fit(contender: str, model: str, steps: int, skip: int, batch: int, costs: li
     module = Watched(model)
     trainer.fit(module, DataLoader(Digits(batch * steps * len(costs)), batch_size=batch, shuffle=True))
     seconds = [b - a for a, b in zip(module.starts[skip:], module.starts[skip + 1 :], strict=False)]
-    return {"steps": seconds, "bytes": (module.sent[-1] - module.sent[skip]) / len(seconds)}
+    sent = (module.sent[-1] - module.sent[skip]) / len(seconds)
+    return {"steps": seconds, "samples": module.sizes[skip:-1], "bytes": sent}
 
 
 def main() -> None:

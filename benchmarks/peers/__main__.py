@@ -28,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "clu
 import outcome
 import runner
 import systems
-from rich.console import Console
+from rich.console import Console, Group
 
 OFF = "balance=off"
 PEERS = (
@@ -64,6 +64,14 @@ UNEQUAL = (
     "hetero_easgd_async:tau=16,moving_rate=auto",
     "hetero_auto:every=16,measure=16",
 )
+AGAINST = (
+    "ddp",
+    "ddp_powersgd:rank=4",
+    "accelerate_local_sgd:every=16",
+    "torchft_diloco:every=16",
+    "torchft_diloco:every=16,delay=8",
+    "hivemind_local:every=16",
+)
 SPEEDS, FIXED = (0.8, 0.4, 0.2, 0.2), 0.012  # samples per millisecond of unequal devices; seconds of a batch besides
 
 
@@ -71,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contenders", nargs="*", help="without: all")
     parser.add_argument("--unequal", action="store_true", help="devices of unequal speed: samples per second")
-    parser.add_argument("--against", default="ddp", help="what all are compared with")
+    parser.add_argument("--against", nargs="+", default=AGAINST, help="what all are compared with, the first one most")
     parser.add_argument("--rates", nargs="+", help="of each node's link; without: 20mbit 200mbit 1gbit")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run, at most; without: 64, or 1000 with --unequal")
@@ -127,7 +135,8 @@ def table(runs: Sequence[outcome.Run], options: argparse.Namespace) -> Any:
     """What the runs on one kind of link come to."""
     if options.unequal:
         return outcome.shares(runs, "alone", 0.4 * options.limit)
-    return outcome.table(runs, options.against, (options.loss, options.accuracy))
+    goals = options.loss, options.accuracy
+    return Group(outcome.table(runs, options.against[0], goals), *outcome.pairs(runs, options.against[1:], goals))
 
 
 class Runs:
@@ -157,6 +166,8 @@ class Runs:
         except runner.network.Unavailable:
             raise
         except SystemExit as failed:
+            if isinstance(failed.code, int):  # SIGTERM
+                raise
             if len(names) > 1:  # which one is it?
                 return runs + [run for name in names for run in self.of(seed, system, python, [name])]
             self._console.print(f"Left out: {names[0]}, seed {seed}: {failed}", markup=False)

@@ -81,32 +81,42 @@ def over(own: Sequence[Figures], base: Sequence[Figures]) -> str:
     return spread([b.ms / o.ms for o, b in zip(own, base, strict=True)], ".2f") if base else ""
 
 
-def times_as_fast(own: Sequence[Figures], base: Sequence[Figures]) -> str:
-    """How many times as soon the loss is reached, run by run; at least that many where the base never reaches it."""
-    ratios = [min(b.loss, b.seconds) / o.loss for o, b in zip(own, base, strict=bool(base)) if math.isfinite(o.loss)]
+def _to_loss(run: Figures) -> float:
+    return run.loss
+
+
+def _to_accuracy(run: Figures) -> float:
+    return run.accuracy
+
+
+def times_as_fast(own: Sequence[Figures], base: Sequence[Figures], seconds: Callable[[Figures], float]) -> str:
+    """How many times as soon something is reached, run by run; at least that many where the base never reaches it."""
+    ratios = [
+        min(seconds(b), b.seconds) / seconds(o)
+        for o, b in zip(own, base, strict=bool(base))
+        if math.isfinite(seconds(o))
+    ]
     if not ratios:
         return ""
-    return ("" if all(math.isfinite(b.loss) for b in base) else "> ") + spread(ratios, ".2f")
+    return ("" if all(math.isfinite(seconds(b)) for b in base) else "> ") + spread(ratios, ".2f")
 
 
 def table(runs: Sequence[Run], against: str, goals: tuple[float, float]) -> Table:
     """A row per contender: what each has taken to a loss and an accuracy."""
-    names = list(dict.fromkeys(run["contender"] for run in runs))
-    of = {name: [figures(run, *goals) for run in runs if run["contender"] == name] for name in names}
+    of = _by_contender(runs, goals)
 
     def seconds(rows: list[Figures], values: list[float]) -> str:
         return spread(values, ".1f", f"not in {max(row.seconds for row in rows):.0f} s")
 
     def paired(name: str) -> list[Figures]:
-        base = of.get(against, [])
-        return base if len(base) == len(of[name]) else []  # else a seed is missing
+        return _paired(of, name, against)
 
     columns: dict[str, Callable[[str, list[Figures]], str]] = {
         "ms per step": lambda _, rows: spread([row.ms for row in rows], ".0f"),
         f"{against}'s over it": lambda name, rows: over(rows, paired(name)),
         "MB per step and node": lambda _, rows: spread([row.sent for row in rows], ".2f"),
         f"seconds to a loss of {goals[0]:g}": lambda _, rows: seconds(rows, [row.loss for row in rows]),
-        f"times as fast as {against}": lambda name, rows: times_as_fast(rows, paired(name)),
+        f"times as fast as {against}": lambda name, rows: times_as_fast(rows, paired(name), _to_loss),
         f"seconds to {goals[1]:.0%} of test digits": lambda _, rows: seconds(rows, [row.accuracy for row in rows]),
         "at the end": lambda _, rows: spread([100 * row.left for row in rows], ".1f") + "%",
         "steps": lambda _, rows: spread([row.steps for row in rows], ".0f"),
@@ -117,6 +127,34 @@ def table(runs: Sequence[Run], against: str, goals: tuple[float, float]) -> Tabl
     for name, rows in of.items():
         result.add_row(name, *(column(name, rows) for column in columns.values()))
     return result
+
+
+def pairs(runs: Sequence[Run], against: Sequence[str], goals: tuple[float, float]) -> list[Table]:
+    """To the loss, and to the accuracy: a row per contender, how many times as fast it is as each of some others."""
+    of, tables = _by_contender(runs, goals), list[Table]()
+    against = [name for name in against if name in of]
+    if not against:
+        return tables
+    for what, seconds in ((f"a loss of {goals[0]:g}", _to_loss), (f"{goals[1]:.0%} of test digits", _to_accuracy)):
+        result = Table(box=box.MARKDOWN)
+        result.add_column(f"times as fast to {what} as", no_wrap=True)
+        for name in against:
+            result.add_column(name, no_wrap=True, justify="right")
+        for name, rows in of.items():
+            result.add_row(name, *(times_as_fast(rows, _paired(of, name, base), seconds) for base in against))
+        tables.append(result)
+    return tables
+
+
+def _by_contender(runs: Sequence[Run], goals: tuple[float, float]) -> dict[str, list[Figures]]:
+    names = dict.fromkeys(run["contender"] for run in runs)
+    return {name: [figures(run, *goals) for run in runs if run["contender"] == name] for name in names}
+
+
+def _paired(of: dict[str, list[Figures]], name: str, base: str) -> list[Figures]:
+    """The runs of another contender with the same seeds."""
+    found = of.get(base, [])
+    return found if len(found) == len(of[name]) else []  # else a seed is missing
 
 
 def rate(run: Run, warm: float) -> float:

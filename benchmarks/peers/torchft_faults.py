@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.06, help="seconds that a step takes while all ranks are there")
     parser.add_argument("--save", type=float, default=1e6, help="seconds between checkpoints; torchft makes none")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--first-seed", type=int, default=0, help="others have other weights, data and dice")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--restart", type=float, default=10.0, help="seconds after which a lost rank is started again")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["killed"], help="that may strike")

@@ -150,16 +150,13 @@ class Averager(ABC):
         optimizers: Callable[[], Sequence[Optimizer]],
         run: Run | None = None,
     ) -> Outcome | None:
-        """Take what the fit gives, then :meth:`prepare`. All replicas hold the same values now.
+        """Take what the fit gives; returns what :meth:`prepare` returns. All replicas hold the same values now.
 
         Args:
             replica: this rank's values.
             links: the network between replicas.
             optimizers: gives the optimizers.
             run: what is known of the job and the fit. Default: nothing.
-
-        Returns:
-            What :meth:`prepare` returns.
         """
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or Run()
         self._packed = replica.pack()
@@ -209,9 +206,8 @@ class Averager(ABC):
         """
         self._packed = self.replica.pack(self._packed)
         self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
-        return self.links.average(
-            self._packed, context.samples_per_replica, self.reference, self._spare, payload=payload
-        )
+        samples = context.samples_per_replica
+        return self.links.average(self._packed, samples, self.reference, self._spare, payload=payload)
 
     def adopt(self, average: Average) -> None:
         """Let the model take over the mean of :meth:`average`, and let that be the new reference."""
@@ -234,6 +230,10 @@ class Averager(ABC):
     def consensus(self, context: StepContext) -> list[Tensor]:
         """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
         return self.average(context).mean
+
+    def common_start(self, context: StepContext) -> list[Tensor]:
+        """The values from which all replicas go on together when others join (collective): here the consensus."""
+        return self.consensus(context)
 
     def finish(self, context: StepContext) -> Outcome | None:
         """End of the fit: complete what is in flight and make all replicas equal (collective); here the mean."""

@@ -114,6 +114,11 @@ class CenteredAverager(Averager):
         return [*self.known, *mean]
 
     @override
+    def common_start(self, context: StepContext) -> list[Tensor]:
+        # The center is some exchanges behind the replicas: what they have learned since would be lost.
+        return super().consensus(context)
+
+    @override
     def finish(self, context: StepContext) -> Outcome | None:
         self.replica.unpack(self.consensus(context))
         if not math.isnan(self._distance):

@@ -116,6 +116,10 @@ class OuterAsyncAverager(VisitingAverager):
         return self.links.average(values, context.samples_per_replica, self.reference).mean
 
     @override
+    def common_start(self, context: StepContext) -> list[Tensor]:
+        return self.consensus(context)  # it has both: the center, and what replicas have learned since
+
+    @override
     def before_step(self, context: StepContext) -> None:
         if self._last < 0:
             self._last = context.step

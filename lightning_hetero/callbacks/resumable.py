@@ -16,6 +16,7 @@ from lightning_hetero.strategies.apart import Apart
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.newest import clean, newest_first, newest_whole, path_of
 from lightning_hetero.strategies.resumable import Resumable
+from lightning_hetero.strategies.saving import loses_the_end
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -36,9 +37,11 @@ class ResumableCheckpoint(Resumable):
     Args:
         dirpath: folder of the checkpoints, for this run alone, on a file system that all hosts share. Its files are
             ``step=<step>.ckpt``, with shards beside them; the one of a complete run is ``step=<step>-complete.ckpt``.
-        every_n_steps: optimizer steps from one checkpoint to the next. Default: None, not by steps.
+        every_n_steps: optimizer steps from one checkpoint to the next. What is due at the last step of an epoch is
+            saved after the next: from the last one, Lightning would not go to the end of the epoch. Default: None, not
+            by steps.
         every_n_seconds: seconds from one checkpoint to the next, by rank 0's clock; all ranks save after the same step,
-            which is about a second later. Default: None, not by time, or every 600 if ``every_n_steps`` is None, too.
+            about a second later. Default: None, not by time, or every 600 if ``every_n_steps`` is None, too.
         keep: how many checkpoints to keep. Older ones are deleted once a newer one is complete.
         background: write files beside the training, from a copy. Training waits for the copy only. What is due while
             the one before is still being written is left out, with a warning.
@@ -83,6 +86,8 @@ class ResumableCheckpoint(Resumable):
         self._fit = 0  # a number that all ranks give the running fit
         self._kept: list[str] = []  # checkpoints, the oldest first
         self._at = 0  # the step at which it has last looked whether to save
+        self._counted = False  # whether it is to save, by steps
+        self._since: float | None = None  # when it last saved by time, or the fit has begun
         self._told = False  # that checkpoints are left out
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,11 +110,11 @@ class ResumableCheckpoint(Resumable):
             )
         self._ended = {"complete": False, "stopped": False}
         joins = getattr(trainer.strategy, "entry", None) is not None  # a job that runs, and has its checkpoints
-        self._kept, self._owed = (self._kept, self._owed) if joins else ([], None)
-        if stage == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False):
+        if not joins:
+            self._kept, self._owed, self._since = [], None, None
+        if stage == TrainerFn.FITTING and not joins and not getattr(trainer, "fast_dev_run", False):
             strategy = trainer.strategy
-            if not joins:
-                resume_by(trainer, lambda path, named: path if named else self._newest(strategy, path))
+            resume_by(trainer, lambda path, named: path if named else self._newest(strategy, path))
 
     def _newest(self, strategy: HeteroStrategy, given: str | None) -> str | None:
         own = newest_first(self.dirpath, given) if strategy.is_global_zero else []
@@ -156,13 +161,13 @@ class ResumableCheckpoint(Resumable):
         assert strategy.job is not None
         self._fit = strategy.broadcast(next(self._fits))
         self._open(strategy)
-        self._at, self._told = trainer.global_step, False
+        self._at, self._counted, self._told = trainer.global_step, False, False
         self._ended = {"complete": False, "stopped": False}
 
     def _open(self, strategy: HeteroStrategy) -> None:
         """Begin to save for the ranks that there are now."""
         self._close()
-        self._beside = Beside(strategy, self._fit, self.background, self.every_n_seconds, self._owed)
+        self._beside = Beside(strategy, self._fit, self.background, self.every_n_seconds, self._owed, self._since)
         self._owed = None
 
     @override
@@ -177,9 +182,12 @@ class ResumableCheckpoint(Resumable):
         if accumulates(trainer):
             return
         before, self._at = self._at, trainer.global_step
-        counted = self.every_n_steps is not None and self._at // self.every_n_steps > before // self.every_n_steps
-        if timed or counted:
-            self._save(trainer, self._beside)
+        if self.every_n_steps is not None:
+            self._counted |= self._at // self.every_n_steps > before // self.every_n_steps
+        if not (timed or self._counted) or loses_the_end(trainer):  # then after the next batch
+            return
+        self._save(trainer, self._beside)
+        self._counted = False
         if timed:
             self._beside.done()
 
@@ -284,7 +292,7 @@ class ResumableCheckpoint(Resumable):
     def _close(self) -> None:
         """End what runs beside the training, on this rank."""
         if self._beside is not None:
-            self._owed = self._beside.close()
+            self._owed, self._since = self._beside.close(), self._beside.since
             self._beside = None
 
     @override

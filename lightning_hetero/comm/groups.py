@@ -181,6 +181,30 @@ def _await_members(name: str, ranks: Sequence[int], timeout: timedelta) -> None:
         pause = min(2 * pause, _POLL)
 
 
+def begin_world(store: dist.Store, view: int, rank: int, world: int, timeout: timedelta) -> None:
+    """Make the group of all ranks of a view (collective over them).
+
+    PyTorch numbers the groups of a process, those that could not be made too, and members meet under that number. Where
+    one more rank is lost, some have tried to make the group of a view and others have not come to it: they would wait
+    for each other under different numbers in the next view. So each view counts from 0.
+
+    Args:
+        store: of the view.
+        view: its number.
+        rank: of this process.
+        world: number of ranks.
+        timeout: longest wait for another rank, now and in collectives.
+
+    Raises:
+        DistError: not all have come.
+    """
+    distributed_c10d._world.group_count = 0
+    with noting_sockets(of_all=True):
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"view-{view}", store), rank=rank, world_size=world, timeout=timeout
+        )
+
+
 @atexit.register
 def end_on_devices() -> None:
     """End NCCL's groups when the process ends: Lightning does so only where all ranks have met over NCCL."""

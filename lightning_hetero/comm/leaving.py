@@ -16,6 +16,7 @@ from typing import Protocol
 
 THREADS = "hetero-"  # their names begin with this
 _PATIENCE = 3.0  # seconds to wait for their end; a thread that waits for something else than gloo does no harm
+_MOMENT = 0.05  # seconds in which gloo's threads let go of what they have done
 _LINGER = 2.0  # seconds for which a connection that was cut here stays open for its other end
 
 _sockets: set[str] = set()  # of process groups
@@ -154,7 +155,7 @@ def _running() -> list[threading.Thread]:
 def leave() -> None:
     """End all threads of this package. Runs when the process ends."""
     if not _running():
-        return
+        return _let_go()
     _cut(_sockets)
     for thing in list(_open):
         with suppress(Exception):
@@ -162,3 +163,13 @@ def leave() -> None:
     until = time.monotonic() + _PATIENCE
     for thread in _running():
         thread.join(max(until - time.monotonic(), 0.0))
+    _let_go()
+
+
+def _let_go() -> None:
+    """Give way to gloo's threads, which let go of an operation's tensors a moment after it is known to be done.
+
+    They need the interpreter for that. One that asks for it only when that has begun to end aborts the process.
+    """
+    if _sockets or _sockets_of_all:
+        time.sleep(_MOMENT)

@@ -99,6 +99,10 @@ class MixedGroup(dist.ProcessGroup):
 
         return self._in_order(inputs, collect)
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        """Gather the tensors of all ranks, which are on CPUs, on one rank."""
+        return self._in_order(inputs, lambda own, _: self._all.gather(outputs, [own], opts).wait())
+
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks."""
         return self._in_order([torch.zeros(1)], lambda tensor, _: dist.all_reduce(tensor, group=self._all))

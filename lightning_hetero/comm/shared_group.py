@@ -99,6 +99,10 @@ class SharedGroup(dist.ProcessGroup):
         """Gather the tensors of all ranks into one; under this name from PyTorch 2.13 on."""
         return self._group.all_gather_single(output, own, opts)
 
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:  # type: ignore[override]
+        """Gather the tensors of all ranks on one of them."""
+        return self._group.gather(outputs, inputs, opts)
+
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         """Send to one rank."""
         return self._group.send(tensors, to, tag)

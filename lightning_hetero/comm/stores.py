@@ -1,9 +1,9 @@
 """Connections to key-value stores. PyTorch tries for as long as its limit, also where the store's host is gone."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -33,20 +33,20 @@ def connected(connect: Callable[[timedelta], T], limit: timedelta) -> T:
                 raise
 
 
-def store_at(host: str, port: int, timeout: timedelta) -> dist.Store:
+def store_at(address: Sequence[Any], timeout: timedelta) -> dist.Store:
     """Connect to a store.
 
     Args:
-        host: its address.
-        port: of the host.
+        address: host and port.
         timeout: longest wait for it, and later for its answers.
 
     Raises:
         DistError: there is no connection.
     """
+    host, port = address
 
     def connect(limit: timedelta) -> dist.Store:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        return dist.TCPStore(str(host), int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
     store = connected(connect, timeout)
     store.set_timeout(timeout)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import failures, stores
+from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import check_equal, gather
 from lightning_hetero.comm.deadline import deadline, of_communication
-from lightning_hetero.comm.groups import Groups, end_unused
+from lightning_hetero.comm.groups import Groups, begin_world, end_unused
 from lightning_hetero.comm.leaving import noting_sockets
 from lightning_hetero.comm.mixed_group import MixedGroup
 from lightning_hetero.comm.sharing import Sharing, Within
@@ -106,14 +106,7 @@ class Job:
         with deadline("join the ranks that remain"):
             if dist.is_initialized():
                 dist.destroy_process_group()
-            with noting_sockets(of_all=True):
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore(f"view-{number}", store),
-                    rank=view.rank,
-                    world_size=view.world,
-                    timeout=self.timeout,
-                )
+            begin_world(store, number, view.rank, view.world, self.timeout)
             return Job(view, self.timeout, self.within)
 
     def token(self) -> str:
@@ -178,12 +171,6 @@ def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[st
     with noting_sockets(of_all=True):
         store = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     return store, (interface, store.port)
-
-
-def store_at(address: Sequence[Any], timeout: timedelta) -> dist.Store:
-    """Connect to the store of a new view."""
-    host, port = address
-    return stores.store_at(str(host), int(port), timeout)
 
 
 def tell_failure(exception: BaseException) -> None:

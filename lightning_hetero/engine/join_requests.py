@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_hetero.comm.leaving import THREADS, close_at_exit
-from lightning_hetero.engine.job import store_at
+from lightning_hetero.comm.stores import store_at
 from lightning_hetero.errors import CommunicationError, JoinRefusedError
 
 _LOOK = 0.25  # seconds between two looks at the requests
@@ -162,15 +162,20 @@ class JoinRequests:
         for k in requests:
             self._store.set(f"{k}/answer", json.dumps(answer))
 
-    def close(self) -> None:
-        """Refuse all that wait, and let nobody in any more; idempotent."""
+    def close(self, over: bool = True) -> None:
+        """Let nobody in any more; idempotent.
+
+        Args:
+            over: the job has come to its end, and all that wait are refused. Else they ask whoever comes first now.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
         self._thread.join(2.0)
+        answer: dict[str, Any] = {"refused": "it has come to its end"} if over else {"again": True}
         with suppress(RuntimeError), self._lock:
             self._look()
-            self._answer(list(self._alive), refused="it has come to its end")
+            self._answer(list(self._alive), **answer)
 
 
 def ask(address: Sequence[Any], card: Mapping[str, Any], limit: timedelta, waits: Callable[[], None]) -> Admission:

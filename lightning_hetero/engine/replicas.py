@@ -233,17 +233,19 @@ class ReplicaEngine:
     # -- the consensus -----------------------------------------------------------------------------
 
     def consensus(self, sanity_check: bool = False) -> list[Tensor]:
-        """The values to evaluate and to save (collective).
-
-        Args:
-            sanity_check: whether the look comes from the sanity check, before training.
-        """
+        """The values to evaluate and to save (collective). In a ``sanity_check`` training has not begun."""
         assert self.averager is not None
         with explained(self):
             values = self.averager.consensus(self.context(epoch_ends=False))
         if not sanity_check:
             self.looked()
         return values
+
+    def common_start(self) -> list[Tensor]:
+        """The values from which all replicas go on together when others join (collective)."""
+        assert self.averager is not None
+        with explained(self):
+            return self.averager.common_start(self.context(epoch_ends=False))
 
     def looked(self) -> None:
         """Somebody looks at the mean of the replicas without :meth:`consensus`."""

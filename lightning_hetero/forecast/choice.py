@@ -83,6 +83,7 @@ def choose(cluster: Cluster, measured: float, wish: Wish) -> Choice:
     measured_waits = [name for name, one in found.items() if one.options.get("wait") == "auto"]  # never twice alike
     repeatable = [name for name in CANDIDATES if found[name].repeatable and name not in measured_waits]
     allowed = [found[name] for name in (repeatable if wish.deterministic else CANDIDATES)]
+    allowed = [one for one in allowed if not one.seldom] or allowed
     most = max(one.speed for one in allowed)
     best = next(one for one in allowed if one.speed >= (1 - EQUAL) * most)
     then = (

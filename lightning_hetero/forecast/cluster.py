@@ -138,9 +138,22 @@ class Cluster:
 
     @cached_property
     def alone(self) -> float:
-        """Samples per second of all ranks together, each alone with an even share: what no strategy can exceed."""
+        """Samples per second of all ranks together, each alone with an even share."""
         each = self.samples / self.world
         return sum(each / cost.seconds(each) for cost in self.ranks)
+
+    @cached_property
+    def paces(self) -> tuple[float, ...]:
+        """Seconds of a step of each rank on its share, where none waits for another."""
+        return tuple(cost.seconds(share) for cost, share in zip(self.ranks, self.shares, strict=True))
+
+    def apart(self, steps: Sequence[float]) -> float:
+        """Seconds in which all ranks together come through a global batch, each at its own pace.
+
+        Args:
+            steps: seconds of a step of each rank, on its share.
+        """
+        return self.samples / sum(share / step for share, step in zip(self.shares, steps, strict=True))
 
     def gradients(self, size: float | None = None) -> float:
         """Seconds of an all-reduce over all ranks: one ring, which enters and leaves each node once.

@@ -1,6 +1,6 @@
 """Seconds, bytes and samples of a step under each strategy, by the arithmetic of section "A model of cost"."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_hetero.forecast.cluster import Cluster
 
@@ -22,6 +22,8 @@ class Prediction(NamedTuple):
         efficiency: that speed over the sum of what the ranks reach alone.
         exact: whether the weights are those of one process.
         repeatable: whether two runs give the same weights.
+        seldom: whether the link lets it exchange less than half as often as its options say. It waits for nobody, and
+            its replicas drift apart.
     """
 
     name: str
@@ -34,10 +36,11 @@ class Prediction(NamedTuple):
     efficiency: float
     exact: bool = False
     repeatable: bool = True
+    seldom: bool = False
 
 
 def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Prediction]:
-    """What every strategy makes of a cluster, the fastest first.
+    """What every strategy makes of a cluster, the fastest first, but last those that could exchange too seldom.
 
     Args:
         cluster: the ranks, links and model.
@@ -47,15 +50,13 @@ def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[P
     found = [
         _ddp(cluster),
         _hetero_ddp(cluster),
-        *(_blocking(cluster, every, wire, kind) for kind in _BLOCKING),
-        _daso(cluster, wire),
-        _overlap(cluster, every, wire),
-        _streaming(cluster, every, wire),
+        *(_average(cluster, every, wire, kind) for kind in _AVERAGES),
+        _average(cluster, DASO_EVERY, wire, _DASO),
         _round_robin(cluster, every),
         *(_center(cluster, every, kind) for kind in _CENTERS),
         *(_pairs(cluster, every, kind) for kind in _PAIRS),
     ]
-    return sorted(found, key=lambda one: (-one.speed, not one.exact))
+    return sorted(found, key=lambda one: (one.seldom, -one.speed, not one.exact))
 
 
 class _Kind(NamedTuple):
@@ -68,7 +69,7 @@ class _Kind(NamedTuple):
         options: that make it what it is here.
         wired: whether it has a number format for exchanges.
         nodes: whether a replica is a node.
-        hides: whether an exchange passes in the background of the steps until the next one.
+        behind: what an exchange passes in the background of: nothing, one step, or the steps until the next exchange.
         lockstep: whether all ranks keep the same steps.
     """
 
@@ -78,8 +79,19 @@ class _Kind(NamedTuple):
     options: dict[str, Any] = {}
     wired: bool = False
     nodes: bool = False
-    hides: bool = False
+    behind: Literal["nothing", "a step", "all steps"] = "nothing"
     lockstep: bool = True
+
+    def waited(self, seconds: float, work: float, every: int) -> float:
+        """Seconds of each step, in the mean, for which a rank waits for an exchange.
+
+        Args:
+            seconds: that the exchange takes.
+            work: seconds of the step's work.
+            every: steps between two exchanges.
+        """
+        hidden = {"nothing": 0.0, "a step": work, "all steps": every * work}[self.behind]
+        return max(seconds - hidden, 0.0) / every
 
     def given(self, every: int, wire: str = "fp32") -> dict[str, Any]:
         """The strategy's options."""
@@ -90,20 +102,37 @@ class _Kind(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """What a step holds: seconds of work, seconds in which ranks only communicate, and bytes that leave a node."""
+    """What a step holds.
+
+    Attributes:
+        work: seconds.
+        exposed: seconds in which ranks only communicate.
+        sent: bytes that leave a node.
+        seldom: see :class:`Prediction`.
+    """
 
     work: float
     exposed: float
     sent: float
+    seldom: bool = False
 
 
 _AUTO = {"moving_rate": "auto"}
 _NODES = {"replica": "node"}
-_BLOCKING = (
+_AVERAGES = (
     _Kind("hetero_node", "NodeAverageStrategy", "every_n_steps", wired=True, nodes=True),
     _Kind("hetero_easgd", "EASGDStrategy", options=_AUTO, wired=True),
     _Kind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO, wired=True),
     _Kind("hetero_diloco", "DiLoCoStrategy", options=_NODES, wired=True, nodes=True),
+    _Kind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, wired=True, behind="a step"),
+    _Kind(
+        "hetero_diloco (streaming)",
+        "DiLoCoStrategy",
+        options={"fragments": 4, **_NODES},
+        wired=True,
+        nodes=True,
+        behind="all steps",
+    ),
 )
 _DASO = _Kind(
     "hetero_daso",
@@ -112,16 +141,7 @@ _DASO = _Kind(
     {"wait": "auto", "warmup": 0, "cooldown": 0},
     wired=True,
     nodes=True,
-    hides=True,
-)
-_OVERLAP = _Kind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, wired=True)
-_STREAMING = _Kind(
-    "hetero_diloco (streaming)",
-    "DiLoCoStrategy",
-    options={"fragments": 4, **_NODES},
-    wired=True,
-    nodes=True,
-    hides=True,
+    behind="all steps",
 )
 _ROUND_ROBIN = _Kind("hetero_easgd_round_robin", "EASGDRoundRobinStrategy", options=_AUTO)
 _CENTERS = (
@@ -130,9 +150,9 @@ _CENTERS = (
     _Kind("hetero_diloco_async", "DiLoCoAsyncStrategy", lockstep=False),
 )
 _PAIRS = (
-    _Kind("hetero_gossip", "GossipStrategy", "every_n_steps", hides=True),
+    _Kind("hetero_gossip", "GossipStrategy", "every_n_steps", behind="a step"),
     _Kind("hetero_gossip_push_sum", "GossipPushSumStrategy", "every_n_steps"),
-    _Kind("hetero_gossip_async", "GossipAsyncStrategy", "every_n_steps", hides=True, lockstep=False),
+    _Kind("hetero_gossip_async", "GossipAsyncStrategy", "every_n_steps", lockstep=False),
     _Kind("hetero_noloco", "NoLoCoStrategy"),
 )
 DASO_EVERY = 4  # steps between two exchanges, by default
@@ -153,32 +173,11 @@ def _gradients(cluster: Cluster, name: str, work: float, by_link: bool) -> Predi
     return _made(cluster, name, load, exact=True)
 
 
-def _blocking(cluster: Cluster, every: int, wire: str, kind: _Kind) -> Prediction:
-    """All wait for an all-reduce between replicas, once in a while."""
+def _average(cluster: Cluster, every: int, wire: str, kind: _Kind) -> Prediction:
+    """An all-reduce between replicas, once in a while; of fragments in turn that is the same."""
     work, seconds, sent = _between(cluster, wire, kind.nodes)
-    load = _Load(work, seconds / every + _handled(cluster, every), sent / every)
+    load = _Load(work, kind.waited(seconds, work, every) + _handled(cluster, every), sent / every)
     return _made(cluster, kind, load, kind.given(every, wire))
-
-
-def _daso(cluster: Cluster, wire: str) -> Prediction:
-    """In the background, one exchange after the other."""
-    work, seconds, sent = _between(cluster, wire, _DASO.nodes)
-    load = _Load(work, max(seconds / DASO_EVERY - work, 0.0) + _handled(cluster, DASO_EVERY), sent / DASO_EVERY)
-    return _made(cluster, _DASO, load, _DASO.given(DASO_EVERY, wire))
-
-
-def _overlap(cluster: Cluster, every: int, wire: str) -> Prediction:
-    """In the background of one step."""
-    work, seconds, sent = _between(cluster, wire, _OVERLAP.nodes)
-    load = _Load(work, max(seconds - work, 0.0) / every + _handled(cluster, every), sent / every)
-    return _made(cluster, _OVERLAP, load, _OVERLAP.given(every, wire))
-
-
-def _streaming(cluster: Cluster, every: int, wire: str) -> Prediction:
-    """Fragments in turn, in the background of the steps until the next one."""
-    work, seconds, sent = _between(cluster, wire, _STREAMING.nodes)
-    load = _Load(work, max(seconds / every - work, 0.0) + _handled(cluster, every), sent / every)
-    return _made(cluster, _STREAMING, load, _STREAMING.given(every, wire))
 
 
 def _round_robin(cluster: Cluster, every: int) -> Prediction:
@@ -190,15 +189,12 @@ def _round_robin(cluster: Cluster, every: int) -> Prediction:
 
 def _center(cluster: Cluster, every: int, kind: _Kind) -> Prediction:
     """Replicas visit a center when they come to it; its node's link carries all visits from elsewhere."""
-    each, away = cluster.samples / cluster.world, cluster.world - len(cluster.nodes[0])
-    steps = [
-        cost.seconds(each) + _visit(cluster, number) / len(node) / every
-        for number, node in enumerate(cluster.nodes)
-        for cost in node
-    ]
-    mean = cluster.samples / sum(each / step for step in steps) + _handled(cluster, every)
+    away = cluster.world - len(cluster.nodes[0])
+    visits = [_visit(cluster, number) / len(node) for number, node in enumerate(cluster.nodes) for _ in node]
+    mean = cluster.apart([pace + visit / every for pace, visit in zip(cluster.paces, visits, strict=True)])
+    mean += _handled(cluster, every)
     carried = away * cluster.size / cluster.between.bandwidth / every  # in each direction, while all take a step
-    work = cluster.samples / cluster.alone
+    work = cluster.apart(cluster.paces)
     sent = 2 * away * cluster.size / every / max(len(cluster.nodes) - 1, 1)
     load = _Load(work, max(mean, carried) - work, sent)
     return _made(cluster, kind, load, kind.given(every))
@@ -210,12 +206,22 @@ def _visit(cluster: Cluster, node: int) -> float:
 
 
 def _pairs(cluster: Cluster, every: int, kind: _Kind) -> Prediction:
-    """Pairs of ranks swap parameters; ranks of a node share its link."""
-    alone = len(cluster.nodes) == 1
-    swap = cluster.within.pair(cluster.size) if alone else cluster.between.pair(cluster.size * cluster.largest)
-    work = cluster.split if kind.lockstep else cluster.samples / cluster.alone
-    exposed = max(swap / every - (work if kind.hides else 0.0), 0.0)
-    load = _Load(work, exposed + _handled(cluster, every), cluster.size * cluster.largest / every)
+    """Pairs of ranks swap parameters, drawn at random; ranks of a node share its link."""
+    if len(cluster.nodes) == 1:
+        swap, away, crossing = cluster.within.pair(cluster.size), 1.0, 0.0
+    else:
+        world, node = cluster.world, cluster.largest
+        # How often a rank's peer is on another node. (Who is left out of an odd number waits for its next peer.)
+        away = (world - node) / (world - 1)
+        beside = (node - 1) * max(world - node - 1, 0) / max(world - 3, 1)  # then, how many others' peers beside it
+        swap, crossing = cluster.between.pair(cluster.size * (1 + beside)), node * away
+    if kind.lockstep:
+        load = _Load(cluster.split, away * kind.waited(swap, cluster.split, every), cluster.size * crossing / every)
+    else:  # nobody waits: replicas offer again once they have met, as often as the link allows
+        work = cluster.apart(cluster.paces)
+        interval = max(every, away * swap / work)
+        load = _Load(work, 0.0, cluster.size * crossing / interval, interval > 2 * every)
+    load = load._replace(exposed=load.exposed + _handled(cluster, every))
     return _made(cluster, kind, load, kind.given(every))
 
 
@@ -250,7 +256,7 @@ def _made(
         return Prediction(kind, options, f'"{kind}"', step, load.exposed, sent, speed, speed / cluster.alone, exact)
     strategy = f"{kind.strategy}({', '.join(f'{name}={_python(value)}' for name, value in options.items())})"
     costs = step, load.exposed, sent, speed, speed / cluster.alone
-    return Prediction(kind.name, options, strategy, *costs, exact, kind.lockstep)
+    return Prediction(kind.name, options, strategy, *costs, exact, kind.lockstep, load.seldom)
 
 
 def _python(value: object) -> str:

@@ -13,10 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import _lightning
+from lightning_hetero.comm import garbage
 from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.leaving import noting_sockets
-from lightning_hetero.engine.job import store_at
+from lightning_hetero.comm.groups import begin_world
+from lightning_hetero.comm.stores import store_at
 from lightning_hetero.engine.join_requests import Admission, JobGoneError, answers, ask, other_job
 from lightning_hetero.errors import CommunicationError, JoinRefusedError, UnsupportedError
 from lightning_hetero.launch.job_address import AddressFile, JobAddress, LauncherStore
@@ -119,6 +120,7 @@ def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Ad
 
     def waits() -> None:
         print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
+        garbage.leave_out()  # while the ranks of the job agree on a step
 
     own = card(strategy)
     while True:
@@ -152,10 +154,7 @@ def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) ->
         here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
         if rank >= here:
             raise CommunicationError("this process was too late: the job has gone on without it.")
-        with noting_sockets(of_all=True):
-            dist.init_process_group(
-                "gloo", store=dist.PrefixStore(f"view-{view}", store), rank=rank, world_size=here, timeout=limit
-            )
+        begin_world(store, view, rank, here, limit)
     entry = entry._replace(admission=entry.admission._replace(world=here))
     regrouping.renumber(strategy, rank, here)
     theirs = of_rank(entry.files.content if rank == 0 else None, 0)

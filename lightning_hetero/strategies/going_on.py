@@ -13,7 +13,8 @@ from lightning_hetero.comm.agreement import gather, raise_on_all
 from lightning_hetero.comm.collective import Survivor, repeat_by
 from lightning_hetero.comm.deadline import deadline, of_communication, wait_for_news
 from lightning_hetero.comm.membership import Agreed, Membership, Terms
-from lightning_hetero.engine.job import Job, open_store, store_at
+from lightning_hetero.comm.stores import store_at
+from lightning_hetero.engine.job import Job, open_store
 from lightning_hetero.errors import CommunicationError, MembershipLostError
 from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.entering import entered
@@ -154,8 +155,8 @@ class GoingOn(Survival):
         garbage.take_in_all()
         repeat_by(None)
         leave_metrics(self._strategy.lightning_module)
-        self._growth.end()
         job, alike = self._strategy.job, getattr(exception, "on_every_rank", False)
+        self._growth.end(over=alike or self._membership is None)
         if self._membership is not None and job is not None and alike:
             # Who hears of a loss before it has raised the same error would go on instead.
             job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)

@@ -26,6 +26,7 @@ from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.entering import PATH, Entry, addresses, enter
 from lightning_hetero.strategies.join_card import card, fits, misfit
 from lightning_hetero.strategies.memory_files import MemoryFiles
+from lightning_hetero.strategies.signals import sigterm_noted
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -49,10 +50,15 @@ class Growth:
 
     Args:
         strategy: of the fit.
+
+    Attributes:
+        terminated: whether SIGTERM has come while the fit ended, to begin again: then it is to stop at its first step.
     """
 
     def __init__(self, strategy: "HeteroStrategy") -> None:
         self._strategy = strategy
+        self.terminated = False
+        self._between = False  # the fit has ended, and has not begun again
         self._requests: JoinRequests | None = None  # on the first rank
         self._ended: JoinRequests | None = None
         self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
@@ -66,6 +72,7 @@ class Growth:
         Raises:
             HeteroError: on every rank, if the address cannot be written.
         """
+        self._between = False
         problem, entry = None, self._strategy.entry
         self._came_later |= entry is not None and entry.replica is None
         try:
@@ -112,6 +119,15 @@ class Growth:
                 f"another job has written join_file={file!r} in the meantime, and runs at {there[0]}:{there[1]}. "
                 "Start this process again to join it, or give this job another file."
             )
+
+    def leaves(self) -> None:
+        """This rank leaves the fit, to begin it again."""
+        self._between = True
+
+    def note_sigterm(self) -> bool:
+        """SIGTERM has come; returns whether the fit that is about to begin again will stop for it."""
+        self.terminated |= self._between
+        return self._between
 
     @property
     def wanted(self) -> bool:
@@ -168,30 +184,37 @@ class Growth:
         view = self._strategy.job.view
         return among(self._leaving, agreed, view.ids[view.rank], store)
 
-    def end(self) -> None:
-        """Refuse all that still wait. Local, idempotent."""
+    def end(self, over: bool = True) -> None:
+        """Let nobody in any more on this rank. Local, idempotent.
+
+        Args:
+            over: the job has come to its end; else it goes on without this rank, and with another first one.
+        """
         if self._requests is not None:
-            for place in self._written:
+            for place in self._written if over else ():  # else the next first rank writes its own address there
                 place.remove(self._requests.address)
-            self._requests.close()
+            self._requests.close(over)
             self._ended, self._requests = self._requests, None  # its store stays, to give the answer
 
 
 def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of the Trainer, and begin a fit again where ranks join it."""
-    again: BeginAgainError | None = None
-    while True:
-        try:
-            if again is not None:
-                strategy.entry = again.entry
-                enter(strategy, again.entry, again.store)
-            return function(*args, **kwargs)
-        except BeginAgainError as grows:
-            again = grows
-        except Exception as error:
-            if again is None or (again := _without_newcomers(strategy, again, error)) is None:
-                raise
-        _leave_fit(strategy)
+    growth, again = strategy.survival.growth, None
+    assert growth is not None
+    growth.terminated = False
+    with sigterm_noted(growth.note_sigterm):
+        while True:
+            try:
+                if again is not None:
+                    strategy.entry = again.entry
+                    enter(strategy, again.entry, again.store)
+                return function(*args, **kwargs)
+            except BeginAgainError as grows:
+                again = grows
+            except Exception as error:
+                if again is None or (again := _without_newcomers(strategy, again, error)) is None:
+                    raise
+            _leave_fit(strategy, growth)
 
 
 def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> BeginAgainError:
@@ -230,9 +253,10 @@ def _without_newcomers(strategy: "HeteroStrategy", former: BeginAgainError, erro
     return again
 
 
-def _leave_fit(strategy: "HeteroStrategy") -> None:
+def _leave_fit(strategy: "HeteroStrategy", growth: Growth) -> None:
     """End what belongs to the fit so far, on this rank."""
-    trainer = strategy.trainer
+    trainer, request = strategy.trainer, strategy.stop_request
+    growth.leaves()
     strategy.survival.pause()
     module, stage = trainer.lightning_module, TrainerFn.FITTING
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -241,5 +265,6 @@ def _leave_fit(strategy: "HeteroStrategy") -> None:
         if user is not None:
             user.teardown(stage)
     _lightning.tear_down(trainer)
+    growth.terminated |= request is not None and request.requested  # after all had asked each other
     for name in strategy.of_the_job:
         vars(strategy).pop(name, None)

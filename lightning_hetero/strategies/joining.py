@@ -53,12 +53,13 @@ def launcher(strategy: "HeteroStrategy") -> ObservedLauncher | ReturningLauncher
     if strategy.options.start_method != "popen":
         return ReturningLauncher(strategy, strategy.options.start_method)
     assert strategy.cluster_environment is not None
+    survive = strategy.options.on_peer_loss == "continue"
     return ObservedLauncher(
         cluster_environment=RaggedEnvironment(strategy.cluster_environment),
         num_processes=strategy.num_processes,
         num_nodes=strategy.num_nodes,
-        survive=strategy.options.on_peer_loss == "continue",
-        around=partial(growth.until_done, strategy),
+        survive=survive,
+        around=partial(growth.until_done, strategy) if survive else None,
     )
 
 
@@ -100,11 +101,11 @@ def connect(strategy: "HeteroStrategy") -> None:
     if strategy.entry is None:
         survives = strategy.options.on_peer_loss == "continue"
         check_process_group(failures.watched(), survives)
+        if strategy.job is None and (found := entering.find(strategy)) is not None:
+            entering.enter(strategy, found, None)
         trainer = _lightning.trainer_of(strategy.lightning_module)
         if survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             garbage.leave_out()  # before others wait for this rank
-    if strategy.job is None and strategy.entry is None and (found := entering.find(strategy)) is not None:
-        entering.enter(strategy, found, None)
     if strategy.entry is not None:
         failures.watch(regrouping.interface(strategy), strategy.options.limit.total_seconds())
         return

@@ -170,8 +170,7 @@ class ReplicaStrategy(HeteroStrategy):
             self.begin_apart()
             if self.engine.averages and self.averager is not None and not self.averager.facts.regrows:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
-            averaging = callbacks if self.engine.averages else ()
-            self.weight_averages = WeightAverages.of(averaging, self.lightning_module)
+            self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.lightning_module)
 
     def begin_apart(self) -> None:
         """Let a new averager serve the replicas, which hold the same values (collective)."""
@@ -215,9 +214,7 @@ class ReplicaStrategy(HeteroStrategy):
             share_values(self.trainer.lightning_module)  # also what does not travel
 
     def _finished(self) -> tuple[Outcome | None, list[Tensor]]:
-        outcome = self.engine.finish()
-        assert self.averager is not None
-        return outcome, self.averager.replica.pack()
+        return self.engine.finish(), self.engine.own_values()
 
     def rest(self) -> None:
         """After :meth:`finish`: only statistics, such as BatchNorm's, still change (collective)."""
@@ -235,7 +232,10 @@ class ReplicaStrategy(HeteroStrategy):
         training = self.job is not None and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
         if not training or self.noting or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
-        values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
+        if saving.others_join(self):
+            values = collective("find where all begin", lambda: self.engine.common_start())  # after a loss another one
+        else:
+            values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         assert self.averager is not None
         with self.averager.replica.holding(values):
             return deepcopy(dict(super().lightning_module_state_dict()))
@@ -256,9 +256,8 @@ class ReplicaStrategy(HeteroStrategy):
         view = self.engine.view
         background = isinstance(self.checkpoint_io, WrappingCheckpointIO)
         with self._shards.saving(self.checkpoint_io, filepath, view.leads, background) as save:
-            trainable = self.averager.replica.trainable
             self.weight_averages.save(checkpoint)
-            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, trainable)
+            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.averager.replica.trainable)
             with saving.told_to_all(alone=False):
                 if own is not None:
                     shard = shards.shard_of(filepath, view.replica.id, save)

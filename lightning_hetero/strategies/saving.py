@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_hetero._lightning import WrappingCheckpointIO, trainer_of
+from lightning_hetero._lightning import WrappingCheckpointIO, epoch_ends, trainer_of
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.objects import portable
 from lightning_hetero.engine import loader_states, random_states, shards
@@ -34,6 +34,8 @@ from lightning_hetero.strategies.preemption import path_to_save, requeue, say_wh
 from lightning_hetero.strategies.resumable import keepers
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_hetero.strategies.base import HeteroStrategy
 
 
@@ -231,9 +233,23 @@ class Source:
         return state if shards.agree(lost, error) is None else None
 
 
+def loses_the_end(trainer: "pl.Trainer") -> bool:
+    """Whether who goes on from here never comes to the end of the epoch: from the last batch Lightning begins the next.
+
+    Where an epoch is one step there is nowhere else to stop.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # of this epoch, so far
+    return epoch_ends(trainer) and batches > trainer.accumulate_grad_batches
+
+
+def others_join(strategy: "HeteroStrategy") -> bool:
+    """Whether what is saved now is what all go on from together with others, who are about to join."""
+    return isinstance(strategy.checkpoint_io, MemoryFiles)
+
+
 def keep_in_memory(strategy: "HeteroStrategy", checkpoint: Mapping[str, Any], path: Any) -> None:
     """Where others are about to join, keep the checkpoint on each rank: rank 0 may be lost before it sends its own."""
-    if isinstance(strategy.checkpoint_io, MemoryFiles) and not strategy.is_global_zero:
+    if others_join(strategy) and not strategy.is_global_zero:
         strategy.checkpoint_io.save_checkpoint(portable(checkpoint), path)
 
 

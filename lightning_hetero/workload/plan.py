@@ -7,7 +7,11 @@ from functools import lru_cache
 
 from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost, split
-from lightning_hetero.workload.turns import in_turn
+from lightning_hetero.workload.turns import exact_shares, in_turn
+
+#: Asked at every step, with one answer for all but the tails.
+_remembered = lru_cache(maxsize=256)
+_split, _exact = _remembered(split), _remembered(exact_shares)
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,17 @@ class Plan:
         units = math.gcd(*sizes)
         if units == 0:
             return [[0] * len(self.costs) for _ in sizes]
-        shares = _split_units(self, units, sum(sizes) // units, turn)
+        task = _task(self, units, sum(sizes) // units)
+        shares = _split(*task) if turn is None else in_turn(_exact(*task), turn)
         return [[share * (size // units) for share in shares] for size in sizes]
 
 
-@lru_cache(maxsize=256)  # asked at every step, with one answer for all but the tails
-def _split_units(plan: Plan, units: int, width: int, turn: int | None = None) -> list[int]:
-    """Shares of ``units`` units, each of ``width`` samples."""
+Task = tuple[int, tuple[Cost | Curve, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
+
+
+@_remembered
+def _task(plan: Plan, units: int, width: int) -> Task:
+    """What is to be split into ``units`` units, each of ``width`` samples, and within which limits."""
     low = [-(-n // width) for n in plan.low]
     high = [n // width for n in plan.high]
     if plan.reach:
@@ -71,5 +79,4 @@ def _split_units(plan: Plan, units: int, width: int, turn: int | None = None) ->
         low[rank] = high[rank] = 0
     if sum(high) < units:  # too small even for one
         low, high = [0] * len(low), [n // width for n in plan.high]
-    costs = [cost.in_units(width) for cost in plan.costs]
-    return split(units, costs, low, high) if turn is None else in_turn(units, costs, low, high, turn)
+    return units, tuple(cost.in_units(width) for cost in plan.costs), tuple(low), tuple(high)

@@ -50,6 +50,8 @@ class Planner:
     PATIENCE = 8
     #: Looks after which a re-split must have made steps shorter.
     TRIAL = 4
+    #: As many times that where ranks go at their own pace: they report different steps, some with an exchange.
+    APART = 3
     #: Seconds of steps that a look takes in at least, as for a rank's own stretches.
     LOOK = 0.1
     #: Shares stay away from even ones as long as their gain exceeds this part of the noise.
@@ -85,7 +87,7 @@ class Planner:
         self.plans = [Plan(0, costs, self._low, barred)]
         self.most = [0.0] * world
         self._updated = 0  # the step of the latest update
-        self._look = [0.0, 0.0]  # steps and their seconds since the latest look
+        self._look = Look()  # since the latest one
         self._looks: list[Look] = []  # under the plan in force
         self._doubt, self._patience = self.DOUBT, self.PATIENCE
         self._trial: Trial | None = None
@@ -220,7 +222,7 @@ class Planner:
             plan: agreed by all ranks; it starts at a step that none has drawn.
             step: the present step.
         """
-        self._look, self._looks = [0.0, 0.0], []
+        self._look, self._looks = Look(), []
         self._note(plan.split([self.total])[0])
         before = self.at(max(step - 1, 0))  # what has just been done may still be asked for
         self.plans = [p for p in self.plans if p is before or p.start >= step] + [plan]
@@ -229,12 +231,10 @@ class Planner:
         """Look at how long steps take now; not if they are ``mixed`` ones, of the plan in force and of that before."""
         if mixed:
             return
-        steps = min(r.laps for r in reports)
-        self._look[0] += steps
-        self._look[1] += steps * max(r.compute + r.wait for r in reports)
-        if self._look[1] >= self.LOOK:
-            self._looks.append(Look(*self._look))
-            self._look = [0.0, 0.0]
+        self._look = self._look.after(reports)
+        if self._look.shortest >= self.LOOK:
+            self._looks.append(self._look)
+            self._look = Look()
             self._doubt *= 1 - 1 / self._patience
 
     def _judged(self) -> Plan | None:
@@ -243,7 +243,7 @@ class Planner:
             return None
         if seconds_of(self._looks) < self._trial.bar:
             self._trial, self._doubt, self._patience = None, 0.0, self.PATIENCE
-        elif len(self._looks) >= self.TRIAL:
+        elif len(self._looks) >= self.TRIAL * (self.APART if any(look.apart for look in self._looks) else 1):
             plan, self._trial = self._trial.before, None
             self._doubt, self._patience = max(self.DOUBT, 2 * self._doubt), 2 * self._patience
             return plan
@@ -263,7 +263,7 @@ class Planner:
         if not self._pays(present, wanted, costs, [max(self._doubt, x) for x in noise]):
             return None
         looks, since = list(self._looks), min(r.since for r in reports)
-        while looks and sum(look.seconds for look in looks) > since:
+        while looks and sum(look.shortest for look in looks) > since:
             del looks[0]  # it began before the latest change of a rank's speed
         if looks:
             gain = makespan(present, costs) - makespan(wanted, costs)

@@ -98,7 +98,7 @@ def split(
     world = len(costs)
     low = [0] * world if low is None else list(low)
     high = [total] * world if high is None else [min(h, total) for h in high]
-    _check(total, costs, low, high)
+    check_limits(total, costs, low, high)
 
     # Every sample that finishes before the continuous optimum is surely given; one less per rank, for rounding.
     deadline = bound(total, costs, low, high)
@@ -143,7 +143,12 @@ def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve]) -> float:
     return max(cost.seconds(n) for n, cost in zip(shares, costs, strict=True))
 
 
-def _check(total: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> None:
+def check_limits(total: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> None:
+    """See that there are such shares.
+
+    Raises:
+        ShareError: there are none.
+    """
     for rank, cost in enumerate(costs):
         if not cost.is_valid():
             raise ShareError(

@@ -9,41 +9,52 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from lightning_hetero.workload.curve import Curve
-from lightning_hetero.workload.shares import Cost, bound
+from lightning_hetero.workload.shares import Cost, bound, check_limits
 
 _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, without their whole parts, lie evenly between 0 and 1
 _TINY = 1e-9  # more than rounding errors of floats
 
 
-def in_turn(units: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int], turn: int) -> list[int]:
-    """Whole shares of a batch, which are in the mean over turns those that let all ranks finish together.
-
-    Each rank gets what it can do in the common time, rounded down. What is left goes to ranks by systematic sampling
-    (Madow 1949): their fractions stand in a row, and who has one of the points ``offset, offset + 1, ...`` gets one
-    more. The offset moves on from turn to turn, so that each rank gets it as often as its fraction says.
+def exact_shares(units: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> list[float]:
+    """Shares with fractions, which let all ranks finish together.
 
     Args:
         units: to split.
         costs: one per rank.
         low: least units per rank.
         high: most units per rank.
+
+    Raises:
+        ShareError: the limits leave no such shares.
+    """
+    check_limits(units, costs, low, high)
+    deadline = bound(units, costs, low, high)
+    return [min(h, max(lo, cost.samples(deadline))) for cost, lo, h in zip(costs, low, high, strict=True)]
+
+
+def in_turn(exact: Sequence[float], turn: int) -> list[int]:
+    """Whole shares of a batch, which are the exact ones in the mean over turns.
+
+    Each rank gets its share rounded down. What is left goes to ranks by systematic sampling (Madow 1949): their
+    fractions stand in a row, and who has one of the points ``offset, offset + 1, ...`` gets one more. The offset moves
+    on from turn to turn, so that each rank gets it as often as its fraction says.
+
+    Args:
+        exact: of :func:`exact_shares`; their sum is a whole number.
         turn: number of the batch.
 
     Returns:
-        One share per rank, within its limits; ``sum(shares) == units``.
+        One share per rank, next to its exact one above or below; with the same sum.
 
     Example: one unit for three ranks that are equally fast::
 
-        >>> from lightning_hetero.workload.shares import Cost
         >>> from lightning_hetero.workload.turns import in_turn
-        >>> [in_turn(1, [Cost(0.0, 1.0)] * 3, [0] * 3, [1] * 3, turn).index(1) for turn in range(6)]
+        >>> [in_turn([1 / 3] * 3, turn).index(1) for turn in range(6)]
         [1, 2, 0, 1, 2, 0]
     """
-    deadline = bound(units, costs, low, high)
-    exact = [min(h, max(lo, cost.samples(deadline))) for cost, lo, h in zip(costs, low, high, strict=True)]
     shares = [math.floor(share + _TINY) for share in exact]
     ends = [0.0, *accumulate(max(x - n, 0.0) for x, n in zip(exact, shares, strict=True))]
-    left, offset = units - sum(shares), (turn + 1) * _GOLDEN % 1.0
+    left, offset = round(sum(exact)) - sum(shares), (turn + 1) * _GOLDEN % 1.0
     if not left:
         return shares
     points = [math.floor(end * left / ends[-1] + offset + _TINY) for end in ends[:-1]] + [left]

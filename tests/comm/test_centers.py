@@ -118,7 +118,7 @@ def test_a_crowd_of_clients_loses_nothing(home: str) -> None:
         lost = float((value != total).double().mean())
         # Processes without a lock lose what they add to the same number at the same moment: all of a small tensor,
         # and the more of a large one the more often they meet; how much careful ones lose is the next test's matter.
-        assert lost == 0 or (home == "hogwild" and (lost < 0.9 or value.numel() < 100))
+        assert lost == 0 or (home == "hogwild" and (lost < 1 or value.numel() < 100))
     if home == "hogwild":  # without the lock exchanges are torn
         assert sum(rank[1] for rank in ranks) > 0
     if home not in LOCKED:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from ranks import attempt, run
+from ranks import attempt, free_port, run
 
 from lightning_hetero.comm import failures
 from lightning_hetero.comm import groups as module
@@ -209,3 +209,22 @@ def test_only_groups_that_hold_a_device_are(monkeypatch: pytest.MonkeyPatch) -> 
     assert not made
     module._new_group("cards", (0, 1), LIMIT, "nccl")
     assert len(made) == 1
+
+
+def _meet_after_one_has_tried_in_vain(address: tuple[str, int]) -> list[int]:
+    rank = int(os.environ["RANK"])
+    host = dist.TCPStore(*address, is_master=rank == 0, wait_for_workers=False, timeout=LIMIT)
+    if rank == 0:
+        with pytest.raises(dist.DistError):
+            module.begin_world(host, 1, 0, 2, timedelta(seconds=1))  # the other one has not come so far
+    module.begin_world(host, 2, rank, 2, LIMIT)
+    numbers = torch.tensor([rank + 1])
+    dist.all_reduce(numbers)
+    dist.barrier()  # the store is on rank 0
+    dist.destroy_process_group()
+    return numbers.tolist()
+
+
+def test_ranks_meet_though_one_of_them_has_tried_in_vain_before() -> None:
+    """As where one more rank is lost while they meet: PyTorch would have them wait under different names."""
+    assert run(_meet_after_one_has_tried_in_vain, 2, ("127.0.0.1", free_port())) == [[3], [3]]

@@ -134,6 +134,7 @@ def _averaged(way: Any, replicas: list[list[int]]) -> dict[str, Any]:
     return {"mean": found.mean, "distance": found.distance, "kinds": kinds, "message": message}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("replicas", [[[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2], [3]]])
 def test_averages_of_replicas_and_what_their_ranks_are_told(replicas: list[list[int]]) -> None:
     shared, plain = run(_averaged, 4, "shm", replicas), run(_averaged, 4, "gloo", replicas)

@@ -62,7 +62,7 @@ def test_a_cut_ends_the_wait(host: str, request: pytest.FixtureRequest) -> None:
     began = time.monotonic()
     try:
         with pytest.raises(dist.DistError):
-            store_at("127.0.0.1", port, LIMIT)
+            store_at(("127.0.0.1", port), LIMIT)
     finally:
         over.set()
         thread.join()
@@ -72,7 +72,7 @@ def test_a_cut_ends_the_wait(host: str, request: pytest.FixtureRequest) -> None:
 def test_without_a_cut_the_limit_holds(dead: int) -> None:
     began = time.monotonic()
     with pytest.raises(dist.DistError):
-        store_at("127.0.0.1", dead, timedelta(seconds=3))
+        store_at(("127.0.0.1", dead), timedelta(seconds=3))
     assert 2.5 < time.monotonic() - began < SOON
 
 

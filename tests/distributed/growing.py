@@ -21,26 +21,31 @@ JOINS_AT = 5  # steps after which those that run wait for them
 
 
 class WaitsForOthers(pl.Callback):
-    """Ranks wait at some step until processes want to join, and then go slowly until they do."""
+    """Ranks go slowly until others have joined, and wait for them at some step. Before that nobody may join."""
 
     def __init__(self, how_many: int, timeout: float = 120.0) -> None:
         self.how_many, self.timeout, self.world = how_many, timeout, 0
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.world = min(self.world or trainer.world_size, trainer.world_size)
+        growth: Any = trainer.strategy.survival.growth  # type: ignore[attr-defined]
+        if trainer.global_step < JOINS_AT:
+            growth._most = lambda waiting: 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         growth: Any = trainer.strategy.survival.growth  # type: ignore[attr-defined]
-        if trainer.global_step < JOINS_AT or trainer.world_size > self.world:
+        if trainer.global_step >= JOINS_AT:
+            vars(growth).pop("_most", None)
+        if trainer.world_size > self.world:
             return
-        time.sleep(0.1)
+        time.sleep(0.1)  # what follows in half a second is then some steps later
         if trainer.global_step != JOINS_AT or not trainer.is_global_zero:
             return
         until = time.monotonic() + self.timeout
         while growth._requests.waiting < self.how_many and time.monotonic() < until:
             time.sleep(0.02)
         request: Any = trainer.strategy.stop_request  # type: ignore[attr-defined]
-        while self.how_many and request._bound is None and time.monotonic() < until:
+        while self.how_many and not request.agreed.asked and time.monotonic() < until:
             time.sleep(0.02)  # until all have been asked to agree on a batch
 
 

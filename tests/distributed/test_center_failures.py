@@ -170,6 +170,7 @@ def _dies(options: dict[str, Any]) -> None:
     fit("async", Dies(), epochs=1, **options)
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(("name", "options"), HOMES[3:5])
 def test_ranks_that_wait_at_the_epochs_end_learn_that_the_host_has_died(name: str, options: dict[str, Any]) -> None:
     outcomes = attempt(_dies, 3, options, nodes=APART)

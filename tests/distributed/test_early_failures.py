@@ -16,7 +16,13 @@ from torch.utils.data import DataLoader
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
 from lightning_hetero.errors import CommunicationError
 
-LIVES = 30.0  # seconds that the process of the rank that has failed goes on
+LIVES = 30.0  # seconds that a process goes on, unless those that are to hear of something have ended
+
+
+def _live_until(ended: list[Path]) -> None:
+    until = time.monotonic() + LIVES
+    while time.monotonic() < until and not all(path.exists() for path in ended):
+        time.sleep(0.05)
 
 
 class Fails(Net):
@@ -38,24 +44,24 @@ class Fails(Net):
             raise ValueError(f"a fault in {where}")
 
 
-def _fit(kind: Any, where: str) -> float:
+def _fit(kind: Any, where: str, heard: Path) -> None:
     trainer = pl.Trainer(strategy=kind(), max_epochs=1, **FAST)
     began = time.monotonic()
     try:
-        trainer.fit(Fails(where), DataLoader(dataset(48), batch_size=4))
+        trainer.fit(Fails(where), _loader())
     except ValueError:
-        time.sleep(LIVES)
+        _live_until([heard])
         raise
     finally:
-        if trainer.global_rank == 0 and time.monotonic() - began > LIVES - 5:
-            os._exit(1)  # it has heard too late
-    return 0.0
+        if trainer.global_rank == 0 and time.monotonic() - began < LIVES - 5:
+            heard.touch()
 
 
-@pytest.mark.clock
 @pytest.mark.parametrize("where", ["setup", "configure_model", "on_fit_start"])
-def test_the_others_hear_of_it_at_once(where: str) -> None:
-    first, second = attempt(_fit, 2, HeteroDDPStrategy if where != "setup" else DiLoCoStrategy, where, nodes=[1, 1])
+def test_the_others_hear_of_it_at_once(where: str, tmp_path: Path) -> None:
+    kind, heard = DiLoCoStrategy if where == "setup" else HeteroDDPStrategy, tmp_path / "heard"
+    first, second = attempt(_fit, 2, kind, where, heard, nodes=[1, 1])
+    assert heard.exists(), first.trace
     assert isinstance(second.error, ValueError)
     assert isinstance(first.error, CommunicationError), first.trace
     assert f"rank 1 failed with ValueError: a fault in {where}" in str(first.error)
@@ -91,7 +97,10 @@ def _one_of_two_jobs(folder: str) -> None:
     if os.environ["TORCHELASTIC_RUN_ID"] == "second":
         while not there.exists():
             time.sleep(0.05)
-        pl.Trainer(strategy=HeteroDDPStrategy(timeout=20), max_epochs=1, **FAST).fit(Net(), _loader())
+        try:
+            pl.Trainer(strategy=HeteroDDPStrategy(timeout=20), max_epochs=1, **FAST).fit(Net(), _loader())
+        finally:
+            Path(folder, f"rank {os.environ['RANK']} has ended").touch()
         return
     trainer = pl.Trainer(strategy=HeteroDDPStrategy(), max_epochs=1, callbacks=[Goes(there)], **FAST)
     trainer.fit(Net(), _loader())
@@ -109,10 +118,9 @@ class Goes(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.there.touch()
-        time.sleep(30)
+        _live_until([self.there.with_name(f"rank {rank} has ended") for rank in range(2)])
 
 
-@pytest.mark.clock
 def test_the_second_job_at_a_port_says_so(tmp_path: Path) -> None:
     def of(number: int) -> dict[str, str]:
         job = {"RANK": str(number % 2), "LOCAL_RANK": str(number % 2), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -101,6 +101,7 @@ def test_an_error_of_all_ranks_ends_those_too_that_hear_of_it_late(tmp_path: Pat
         assert isinstance(outcome.error, NotFiniteError), outcome.trace
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("name", ["gossip", "gossip_push_sum"])
 def test_where_replicas_meet_in_pairs_the_others_go_on_without_it(tmp_path: Path, name: str) -> None:
     outcomes = strike(tmp_path, name, [Strike(1, 5, "nan")])

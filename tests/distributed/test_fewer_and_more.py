@@ -25,6 +25,7 @@ from lightning_hetero import (
 from lightning_hetero.averaging.outer import OuterAverager
 from lightning_hetero.callbacks import ResumableCheckpoint
 
+AT = 10  # the step it is saved at; never the last of an epoch
 DASO = {"warmup": 1, "cooldown": 0, "global_every": 4, "wait": 1, "schedule_every_n_steps": 5}
 APART = [
     (NodeAverageStrategy, {"every_n_steps": 7}),
@@ -67,9 +68,9 @@ def _loader(data: str, size: int) -> DataLoader:
 def _train(folder: str, kind: Any, data: str = "list", size: int = 3, **limits: Any) -> Any:
     warnings.simplefilter("ignore")
     strategy, options = kind
-    begun, keeps = Begun(), ResumableCheckpoint(folder, every_n_steps=11, background=False)
+    begun, keeps = Begun(), ResumableCheckpoint(folder, every_n_steps=AT, background=False)
     settings = {**FAST, "max_epochs": 3, "enable_checkpointing": True, "callbacks": [begun, keeps], **limits}
-    path, resumes = Path(folder, "step=11.ckpt"), limits.pop("max_steps", None) is None
+    path, resumes = Path(folder, f"step={AT}.ckpt"), limits.pop("max_steps", None) is None
     trainer = pl.Trainer(strategy=strategy(balance="off", ranks_per_node=1, **options), **settings)
     module = Net()
     trainer.fit(module, _loader(data, size), ckpt_path=str(path) if resumes else None)
@@ -77,7 +78,7 @@ def _train(folder: str, kind: Any, data: str = "list", size: int = 3, **limits: 
 
 
 def _moved(folder: str, before: int, after: int, kind: Any, **options: Any) -> tuple[Any, Any]:
-    first = run(_train, before, folder, kind, nodes=[1] * before, max_steps=11, **options)
+    first = run(_train, before, folder, kind, nodes=[1] * before, max_steps=AT, **options)
     return first, run(_train, after, folder, kind, nodes=[1] * after, **options)
 
 
@@ -87,18 +88,18 @@ def _moved(folder: str, before: int, after: int, kind: Any, **options: Any) -> t
 def test_no_sample_comes_twice_and_none_is_lost(tmp_path: Path, before: int, after: int, data: str) -> None:
     first, second = _moved(str(tmp_path), before, after, (HeteroDDPStrategy, {}), data=data)
     steps = 96 // (3 * before)
-    done, left = 11 % steps, steps - 11 % steps
-    epoch = [i for seen, *_ in first for batch in seen[11 - done :] for i in batch]
+    done, left = AT % steps, steps - AT % steps
+    epoch = [i for seen, *_ in first for batch in seen[AT - done :] for i in batch]
     epoch += [i for seen, *_ in second for batch in seen[:left] for i in batch]
     assert sorted(epoch) == list(range(96))
     rest = [i for seen, *_ in second for batch in seen[left:] for i in batch]
-    assert sorted(rest) == sorted(list(range(96)) * (3 - 1 - 11 // steps))
+    assert sorted(rest) == sorted(list(range(96)) * (3 - 1 - AT // steps))
     for step in range(left):
         assert sum(len(seen[step]) for seen, *_ in second) == 3 * before
 
 
 def test_another_batch_size_of_the_users_counts(tmp_path: Path) -> None:
-    run(_train, 4, str(tmp_path), (HeteroDDPStrategy, {}), max_steps=11)
+    run(_train, 4, str(tmp_path), (HeteroDDPStrategy, {}), max_steps=AT)
     for kept, size, options in ((12, 3, {}), (16, 8, {}), (10, 3, {"global_batch_size": 10})):
         assert run(_train, 2, str(tmp_path), (HeteroDDPStrategy, options), size=size, max_epochs=2)[0][-1] == kept
 
@@ -109,7 +110,7 @@ def test_every_replica_has_its_own_or_the_nearest_optimizer(tmp_path: Path, kind
     for before, after in ((3, 2), (2, 3)) if kind[0] is DiLoCoStrategy else ((2, 3),):
         folder = tmp_path / f"{before}"
         _, second = _moved(str(folder), before, after, kind)
-        saved = replicas_of(folder / "step=11.ckpt")
+        saved = replicas_of(folder / f"step={AT}.ckpt")
         momenta = [[state["momentum_buffer"] for state in r["optimizers"][0]["state"].values()] for r in saved]
         assert not torch.equal(momenta[0][0], momenta[1][0])
         for replica, (_, found, outer, best, _) in enumerate(second):

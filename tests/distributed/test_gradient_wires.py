@@ -168,6 +168,7 @@ CASES = [("int8", 1, 4), ("int4", 1, 4), ("topk:0.25", 1, 4), ("powersgd:1", 1, 
 CASES += [("int4", 2, 4), ("powersgd:2", 2, 4)]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_against_a_loop_by_hand(world: int) -> None:
     results = run(_fits, world, CASES)

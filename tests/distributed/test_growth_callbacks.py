@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from growing import fit, grow, values
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -12,6 +13,39 @@ from test_survival import Module
 
 from lightning_hetero import HeteroMonitor
 from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.engine.agreed_batch import Ask
+
+
+class Ends(pl.Callback):
+    """Others join at the last batch of an epoch, if they may, and each end of an epoch is noted."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        agreed: Any = trainer.strategy.stop_request.agreed  # type: ignore[attr-defined]
+        agree = agreed._agree
+
+        def late(asked: Ask) -> None:
+            agreed._done = trainer.num_training_batches - 1  # the latest batch, as if this rank were that far
+            agree(asked._replace(notice=0.0))
+
+        agreed._agree = late
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.ends.append(trainer.global_step)
+
+
+def _at_the_end(file: str) -> Any:
+    ends = Ends()
+    return fit("NodeAverageStrategy", {"replica": "rank"}, file, 1, [lambda: ends]), ends.ends
+
+
+def test_no_epoch_loses_its_end(tmp_path: Path) -> None:
+    """Lightning does not run it when it goes on from the last batch of an epoch."""
+    found = values(grow(2, 1, _at_the_end, str(tmp_path / "job")))
+    assert {seen.starts[-1] for seen, _ in found} == {(13, rank, 3) for rank in range(3)}  # 12 batches an epoch
+    assert [ends for _, ends in found] == [[12, 24, 36], [12, 24, 36], [24, 36]]
 
 
 def _watched(folder: str) -> Any:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from growing import LATE, fit, grow, values
+from growing import JOINS_AT, LATE, fit, grow, values
 from ranks import attempt
 
 from lightning_hetero.comm.agreement import gather
@@ -93,6 +94,68 @@ def test_replicas_go_on(strategy: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "replica": "rank", **({"moving_rate": "auto"} if strategy == "EASGDAsyncStrategy" else {})}
     struck = partial(Struck, 0, "setup", "killed")
     _check(grow(3, 1, fit, strategy, options, str(tmp_path / "job"), 1, [struck]), 0, "has ended without a word")
+
+
+class Averaging(pl.Callback):
+    """Rank 1 is struck while the replicas find their mean, from which all are to begin with others."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if os.environ["RANK"] == "1" and not os.environ.get(LATE):
+            strategy: Any = trainer.strategy
+            strategy.engine.common_start = partial(_struck, "killed")
+
+
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("strategy", ["GossipAsyncStrategy", "NodeAverageStrategy"])
+def test_who_finds_the_mean_again_does_so_among_those_that_remain(strategy: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "replica": "rank"}
+    outcomes = grow(3, 1, fit, strategy, options, str(tmp_path / "job"), 1, [Averaging], epochs=10)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    seen = values([outcomes[0], *outcomes[2:]])
+    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
+
+
+class FirstFails(pl.Callback):
+    """Rank 0 fails when the other process waits to join."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        first = os.environ["RANK"] == "0" and not os.environ.get(LATE)
+        if first and trainer.global_step >= JOINS_AT and strategy.survival.growth.wanted:
+            raise ValueError("no more")
+
+
+@pytest.mark.long
+def test_who_waits_to_join_is_taken_in_by_the_successor_of_a_rank_that_fails(tmp_path: Path) -> None:
+    """It is not refused, and the file by which it finds the job stays."""
+    outcomes = grow(3, 1, fit, "NodeAverageStrategy", OPTIONS, str(tmp_path / "job"), 1, [FirstFails], epochs=10)
+    assert isinstance(outcomes[0].error, ValueError)
+    assert [one.starts[-1][1:] for one in values(outcomes[1:])] == [(0, 3), (1, 3), (2, 3)]
+
+
+class NoAnswer(pl.Callback):
+    """Rank 1 does not say after which step others may join, and is struck once they wait for that."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if os.environ["RANK"] != "1" or os.environ.get(LATE) or trainer.global_step != JOINS_AT:
+            return
+        request: Any = trainer.strategy.stop_request  # type: ignore[attr-defined]
+        request.agreed._closed.set()
+        store, until = request.agreed._store, time.monotonic() + 60
+        while not store.check(["0/asked"]) and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(2.0)
+        _struck("killed")
+
+
+@pytest.mark.long
+def test_a_rank_that_is_lost_before_it_has_said_when_others_may_join(tmp_path: Path) -> None:
+    """The others wait for its answer, and not for a gradient."""
+    options = {**OPTIONS, "every_n_steps": 1000}
+    outcomes = grow(3, 1, fit, "NodeAverageStrategy", options, str(tmp_path / "job"), 1, [NoAnswer], epochs=10)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    seen = values([outcomes[0], *outcomes[2:]])
+    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
 
 
 def _one_is_behind(file: str) -> Any:

@@ -74,6 +74,7 @@ def _refused(folder: str, how: str) -> Any:
         done.write_text("")
 
 
+@pytest.mark.long(after=3)
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
@@ -112,6 +113,7 @@ def _does_not_fit_after_all(folder: str, how: str) -> Any:
     )
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [

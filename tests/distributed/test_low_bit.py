@@ -79,6 +79,7 @@ def _all(wires: tuple[str, ...]) -> list[Any]:
     return [[line(name, {"momentum": 0.5}, wire=wire, **options) for wire in wires] for name, options in FITS]
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_replicas_stay_alike_and_near_fp32(count: int) -> None:
     wires = ("fp32", "int8", "int4", "topk:0.5")

@@ -118,6 +118,7 @@ def _kill_rank_0_once_both_have_begun(folder: Path) -> None:
 STRATEGIES = {"ddp": HeteroDDPStrategy, "easgd": partial(EASGDStrategy, moving_rate=0.3, tau=3)}
 
 
+@pytest.mark.long(after=1)
 @pytest.mark.parametrize("kind", list(STRATEGIES))
 def test_a_job_that_is_killed_ends_as_terminated_and_goes_on(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "script.py"

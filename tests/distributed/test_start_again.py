@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import attempt, run
 from tasks import FAST, Dropping, Net, dataset, parameters
 from torch.utils.data import DataLoader
@@ -137,10 +138,11 @@ class Epochs(pl.Callback):
 
 def _twice(folder: str, kind: Any) -> Any:
     sync, epochs = {"keep": 50, "background": False}, Epochs()
-    whole = train(f"{folder}/whole", kind, keeps=sync)
+    ends = ModelCheckpoint(f"{folder}/ends", "{step}", every_n_train_steps=8, save_top_k=-1)
+    whole = train(f"{folder}/whole", kind, ends, keeps=sync)
     results = []
     for end in (8, 16):  # ends of epochs
-        train(f"{folder}/{end}", kind, epochs, keeps=sync, ckpt_path=f"{folder}/whole/step={end}.ckpt")
+        train(f"{folder}/{end}", kind, epochs, keeps=sync, ckpt_path=f"{folder}/ends/step={end}.ckpt")
         again = f"{folder}/{end}/step={end + 4}.ckpt"
         results.append(train(f"{folder}/{end}-again", kind, keeps=sync, ckpt_path=again))
     return whole, epochs.begun, results
@@ -154,6 +156,41 @@ def test_from_the_end_of_an_epoch_and_then_from_within_the_next(tmp_path: Path, 
         for again, steps in zip(results, (12, 20), strict=True):
             assert again["seen"] == whole["seen"][steps:]
             assert torch.equal(again["weights"], whole["weights"])
+
+
+class Slower(Dropping):
+    """Learns slower from epoch to epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
+def _due_at_the_end(folder: str) -> Any:
+    options: dict[str, Any] = {"every": 8, "module": Slower, "keeps": {"keep": 50, "background": False}}
+    whole = train(f"{folder}/whole", DDP, **options)
+    return whole, train(f"{folder}/again", DDP, **options, ckpt_path=f"{folder}/whole/step=9.ckpt")
+
+
+def test_what_is_due_at_the_end_of_an_epoch_is_saved_after_the_next_batch(tmp_path: Path) -> None:
+    """Else the end of the epoch would be lost, and with it a step of the learning rate."""
+    for whole, again in run(_due_at_the_end, 2, str(tmp_path), nodes=[1, 1]):
+        names = [name for name in whole["files"] if not name.endswith(".shards")]
+        assert names == ["step=17.ckpt", "step=24-complete.ckpt", "step=9.ckpt"]
+        assert again["seen"] == whole["seen"][9:]
+        assert torch.equal(again["weights"], whole["weights"])
+
+
+def _one_step_an_epoch(folder: str) -> Any:
+    keeps: dict[str, Any] = {"keep": 50, "background": False}
+    return train(folder, DDP, every=1, keeps=keeps, trainer={"accumulate_grad_batches": 8})["files"]
+
+
+def test_where_an_epoch_is_one_step_it_is_saved_at_its_end(tmp_path: Path) -> None:
+    """There is no other moment."""
+    for files in run(_one_step_an_epoch, 2, str(tmp_path), nodes=[1, 1]):
+        names = [name for name in files if not name.endswith(".shards")]
+        assert names == ["step=1.ckpt", "step=2.ckpt", "step=3-complete.ckpt", "step=3.ckpt"]
 
 
 def _named(folder: str) -> Any:

@@ -96,7 +96,7 @@ class Asked(pl.Callback):
         if trainer.global_step == 5 and trainer.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             until = time.monotonic() + 20
-            while trainer.strategy.stop_request._bound is None and time.monotonic() < until:
+            while not trainer.strategy.stop_request.agreed.asked and time.monotonic() < until:
                 time.sleep(0.01)
 
 

@@ -66,6 +66,15 @@ def test_places_follow_those_that_are_there(requests: JoinRequests) -> None:
     ]
 
 
+def test_where_the_job_goes_on_without_its_first_rank_those_that_wait_ask_the_next_one(requests: JoinRequests) -> None:
+    other = Asks(requests.address)
+    other.start()
+    _until(lambda: requests.waiting == 1)
+    requests.close(over=False)
+    other.join(20)
+    assert isinstance(other.outcome, JobGoneError)
+
+
 def test_requests_are_taken_after_the_connections_of_a_view_were_broken(requests: JoinRequests) -> None:
     leaving.cut()  # a rank was lost
     time.sleep(0.5)  # for the thread to notice, if it would

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from lightning_hetero.averaging.mixing import MATCHINGS, rule_of, sends
 from lightning_hetero.comm import buckets
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.forecast.changes import changes
+from lightning_hetero.forecast.choice import Wish, choose
 from lightning_hetero.forecast.cluster import Cluster, Way
 from lightning_hetero.forecast.predictions import WIRES, predictions
 from lightning_hetero.forecast.scaling import efficiencies
@@ -147,7 +149,7 @@ clusters = some.builds(
 @given(clusters, some.integers(1, 1000), some.sampled_from(list(WIRES)))
 def test_no_strategy_is_faster_than_its_work(some_cluster, every, wire):
     found = predictions(some_cluster, every, wire)
-    assert found == sorted(found, key=lambda one: -one.speed)
+    assert found == sorted(found, key=lambda one: (one.seldom, -one.speed))
     for one in found:
         assert math.isfinite(one.step)
         assert one.exposed >= -1e-12
@@ -158,7 +160,8 @@ def test_no_strategy_is_faster_than_its_work(some_cluster, every, wire):
         elif one.repeatable:
             assert one.step >= some_cluster.split * (1 - 1e-9)
         else:  # each rank at its own pace
-            assert one.efficiency <= 1 + 1e-9
+            paces = zip(some_cluster.shares, some_cluster.ranks, strict=True)
+            assert one.speed <= sum(share / cost.seconds(share) for share, cost in paces) * (1 + 1e-9)
 
 
 @given(clusters, some.integers(2, 100))
@@ -197,6 +200,35 @@ def test_strategies_that_are_named_can_be_made():
         for one in predictions(cluster(), max(every, 2), wire):
             if one.strategy != '"ddp"':
                 eval(one.strategy, vars(lightning_hetero.strategies))
+
+
+# -- gossip ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
+def test_pairs_meet_within_nodes_and_between_them_as_often_as_when_they_are_drawn(nodes, size):
+    world, rule, rounds = nodes * size, rule_of("random", MATCHINGS, "x"), 4000
+    waited = sent = 0.0
+    for number in range(rounds):
+        pairs = sends(rule, range(world), number, 0)
+        crossing = sum(pairs[rank][0] // size != rank // size for rank in range(size))  # of the first node
+        sent += crossing
+        waited += max(2e-4 + crossing * 8.6e6 / 25e6 - 0.075, 0.0) if pairs[0][0] >= size else 0.0
+    found = by_name(replace(cluster((size,) * nodes), handling=1e30), every=8)["hetero_gossip"]
+    assert found.exposed == pytest.approx(waited / rounds / 8, rel=0.1)
+    assert found.sent == pytest.approx(8.6e6 * sent / rounds / 8, rel=0.1)
+
+
+def test_asynchronous_gossip_waits_for_nobody_and_is_no_advice_where_it_could_hardly_exchange():
+    some_cluster = replace(cluster(), handling=1e30)
+    for rate, seldom in ((125e6, False), (12.5e6, False), (1e6, True)):
+        slower = replace(some_cluster, between=Way(2e-4, rate))
+        found = by_name(slower)["hetero_gossip_async"]
+        assert found.step == pytest.approx(some_cluster.split)
+        assert found.sent <= rate * found.step  # per direction
+        assert found.seldom == seldom
+        assert (predictions(slower)[-1].name == "hetero_gossip_async") == seldom
+    assert choose(slower, 100.0, Wish()).prediction.name != "hetero_gossip_async"
 
 
 # -- what would help, and scaling -----------------------------------------------------------------------------

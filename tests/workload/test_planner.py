@@ -1,6 +1,8 @@
 """The agreed plan, from arbitrary reports: when shares change, and when they stay or go back."""
 
+import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -219,6 +221,41 @@ def test_a_resplit_that_makes_steps_shorter_is_kept():
     now = until_a_resplit(planner, 0, SLOWER, 0.048) + 1
     assert all(steps(planner, now + later, SLOWER, 0.039) is None for later in range(40))
     assert planner.shares(now + 40) == [39, 25]
+
+
+def seconds_apart(longest, own, exchange):
+    """Seconds of a rank's steps: every eighth one waits for the slower rank, and for an exchange."""
+    for step in itertools.count(1):
+        yield own + (8 * (longest - own) + exchange if step % 8 == 0 else 0.0)
+
+
+def kept_apart(seed):
+    """Whether a re-split stays that makes steps shorter, where ranks report different steps."""
+    rng, planner, now = random.Random(seed), planner_of(64, 2), 0
+    costs, ahead, exchange = [report(0.001), report(0.0015)], [0.0, 0.0], rng.uniform(0.1, 0.3)
+    for shares in ([32, 32], [39, 25]):
+        work = [n * cost.per_sample for n, cost in zip(shares, costs, strict=True)]
+        paces = [seconds_apart(max(work), own, exchange) for own in work]
+        for _ in range(40):
+            laps, spent = [0, 0], [0.0, 0.0]
+            for rank, pace in enumerate(paces):
+                until = rng.uniform(0.8, 1.4)  # the next message
+                while ahead[rank] + spent[rank] < until:
+                    spent[rank] += next(pace)
+                    laps[rank] += 1
+                ahead[rank] += spent[rank] - until
+            now += min(laps)
+            reports = [
+                cost._replace(samples=n, compute=s / k, laps=k, since=100.0, drawn=now + 1.0)
+                for cost, n, s, k in zip(costs, shares, spent, laps, strict=True)
+            ]
+            if planner.update(now, reports) is not None:
+                break
+    return planner.shares(now + 1) == [39, 25]
+
+
+def test_where_ranks_report_different_steps_a_resplit_that_makes_them_shorter_is_kept():
+    assert all(map(kept_apart, range(200)))
 
 
 def test_steps_that_became_longer_by_a_change_of_speed_are_no_reason_to_take_the_answer_back():

@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.errors import ShareError
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.regrouping import plan_among
-from lightning_hetero.workload.shares import Cost, bound, split
-from lightning_hetero.workload.turns import in_turn
+from lightning_hetero.workload.shares import Cost, split
+from lightning_hetero.workload.turns import exact_shares, in_turn
 
 positive = st.floats(0.01, 3.0)
 ranks = st.lists(
@@ -24,11 +25,11 @@ def test_no_rank_is_ever_more_than_a_few_samples_off_its_exact_part(ranks, part,
     costs, low = [cost for cost, _, _ in ranks], [least for _, least, _ in ranks]
     high = [least + more for _, least, more in ranks]
     units = round(sum(low) + part * (sum(high) - sum(low)))
-    deadline = bound(units, costs, low, high)
-    exact = [min(h, max(lo, cost.samples(deadline))) for cost, lo, h in zip(costs, low, high, strict=True)]
+    exact = exact_shares(units, costs, low, high)
+    assert sum(exact) == pytest.approx(units)
     given = [0] * len(costs)
     for turn in range(turns):
-        shares = in_turn(units, costs, low, high, turn)
+        shares = in_turn(exact, turn)
         assert sum(shares) == units
         assert all(lo <= n <= h for lo, n, h in zip(low, shares, high, strict=True))
         given = [before + n for before, n in zip(given, shares, strict=True)]
@@ -39,7 +40,7 @@ def test_where_the_same_rank_always_gets_the_rest_it_falls_behind():
     """What `in_turn` is there for, by the split that it replaces."""
     alike, limits = [Cost(0.0, 1.0)] * 7, ([1] * 7, [64] * 7)
     assert 100 * split(64, alike, *limits)[0] - 6400 / 7 > 80
-    assert abs(sum(in_turn(64, alike, *limits, turn)[0] for turn in range(100)) - 6400 / 7) < 4
+    assert abs(sum(in_turn(exact_shares(64, alike, *limits), turn)[0] for turn in range(100)) - 6400 / 7) < 4
 
 
 def test_shares_that_come_out_even_stay():
@@ -70,3 +71,9 @@ def test_those_that_remain_go_on_in_turn(turns):
     planner.expect(63)
     rests = {tuple(planner.at(step).split([63], planner.turn(step))[0]) for step in range(20)}
     assert rests == ({(32, 31), (31, 32)} if turns else {(32, 31)})
+
+
+def test_limits_that_leave_no_room_are_an_error():
+    """Samples would be left out without a word."""
+    with pytest.raises(ShareError, match="cannot be split"):
+        exact_shares(32, [Cost(0.0, 1.0)] * 10, [0] * 10, [3] * 10)
