@@ -66,7 +66,7 @@ def _affine(root: Path) -> None:
     costs = [(0.010, 0.0005), (0.010, 0.002)]
     with virtual_time():
         strategy = HeteroDDPStrategy(global_batch_size=32)
-        _fit(root, strategy, HeteroMonitor("report"), dataset(2560), callbacks=[EmulatedSpeed(costs)])
+        _fit(root, strategy, HeteroMonitor("report"), dataset(2560), callbacks=[EmulatedSpeed(costs)], max_epochs=4)
 
 
 def _slow_data(root: Path) -> None:
