@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # PyTorch's store asks for the names of addresses. Without an answer that takes 5 s.
@@ -76,7 +77,8 @@ def run_strategy(
         for text in result.said:
             print(f"    not clean: {text}", flush=True)
         for fault, outcomes in result.outcomes.items():
-            stall = f"; longest stall {result.stalls[fault]:.1f} s" if fault in result.stalls else ""
+            stalls = result.stalls[fault]
+            stall = f"; stalls: median {median(stalls):.2f} s, longest {max(stalls):.2f} s" if stalls else ""
             print(f"    {fault}: {', '.join(f'{how} {times}' for how, times in outcomes.items())}{stall}", flush=True)
     return line
 

@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 BATCH = 8
 #: Seconds after which a fault should have been noticed, and of the longest wait.
 GRACE, TIMEOUT = 5.0, 60.0
-#: Positions in the file of a process: samples trained on, optimizer steps, when the latest one ended, the longest time
-#: from one to the next, the current rank, when the first one ended.
+#: Positions in the file of a process: samples trained on, optimizer steps, when the latest one ended, the longest stall
+#: (the time from the end of a step to the end of the next one, less what the device takes for the samples of that one),
+#: the current rank, when the first step ended.
 SAMPLES, STEPS, LATEST, PAUSE, RANK, FIRST = range(6)
 
 

@@ -61,7 +61,7 @@ class Task(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, seen = time.monotonic(), self.progress
         if seen[LATEST]:
-            seen[PAUSE] = max(seen[PAUSE], now - seen[LATEST])
+            seen[PAUSE] = max(seen[PAUSE], now - seen[LATEST] - self.cost * len(batch[0]))
         seen[FIRST] = seen[FIRST] or now
         seen[SAMPLES] += len(batch[0])
         seen[STEPS], seen[LATEST], seen[RANK] = self.trainer.global_step, now, self.trainer.global_rank

@@ -264,7 +264,7 @@ class Fit:
             self.result.outcomes[self.pending[0]][outcome] += 1
             stall = max((self._pause(rank) for rank in self.ranks if rank.over is None), default=0.0)
             if outcome == "survived":
-                self.result.stalls[self.pending[0]] = max(stall, self.result.stalls.get(self.pending[0], 0.0))
+                self.result.stalls[self.pending[0]].append(stall)
             self.tell(f"{self.pending[0]}: {outcome}, longest stall {stall:.1f} s")
         elif force:
             self.result.outcomes["nothing"][outcome] += 1

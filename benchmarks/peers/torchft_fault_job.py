@@ -103,7 +103,7 @@ def fit(place: Place, address: str) -> dict[str, Any]:
             optimizer.step()  # and an average, when it is time
             now = time.monotonic()
             if seen[LATEST]:
-                seen[PAUSE] = max(seen[PAUSE], now - seen[LATEST])
+                seen[PAUSE] = max(seen[PAUSE], now - seen[LATEST] - place.step)
             seen[FIRST] = seen[FIRST] or now
             seen[STEPS], seen[LATEST] = EVERY * manager.current_step(), now
             if manager.current_step() == before + 1:  # more: it has copied another replica, and its own steps are lost
