@@ -12,7 +12,7 @@ _left_out = False
 def leave_out() -> None:
     """From now on let the collector look only at what is made later."""
     global _left_out
-    if gc.get_freeze_count() == 0:  # else the user decides
+    if not _left_out and gc.get_freeze_count() == 0:  # else the user decides; counting takes as long as a look
         _left_out = True
         gc.collect()
         gc.freeze()

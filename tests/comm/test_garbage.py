@@ -31,6 +31,16 @@ def test_what_is_made_later_is_still_collected() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_a_second_call_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Counting goes over all that is left out: others would wait 0.1 s for a rank that joins them.
+    garbage.leave_out()
+    try:
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted again"))
+        garbage.leave_out()
+    finally:
+        garbage.take_in_all()
+
+
 def test_what_the_user_has_frozen_stays_so() -> None:
     gc.freeze()
     try:
