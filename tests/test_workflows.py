@@ -1,22 +1,27 @@
 """What runs on GitHub: its commands are those of the Makefile, its versions those of the project; publishing docs."""
 
+import contextlib
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from docs_pages import ROOT
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 FOLDER = ROOT / ".github" / "workflows"
 FILES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yml"))}
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = (ROOT / "pyproject.toml").read_text()
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 VERSIONS = runpy.run_path(str(ROOT / "docs" / "versions.py"))
 
 
@@ -97,6 +102,19 @@ def test_the_tests_run_on_each_version_of_python_that_the_project_names() -> Non
         assert set(pythons(job)) <= set(named), f"{file}/{name}"
     assert f'target-version = "py{least.group(1).replace(".", "")}"' in PROJECT
     assert f'python_version = "{least.group(1)}"' in PROJECT
+
+
+def test_each_pinned_version_can_be_installed_on_each_python_that_takes_it() -> None:
+    pins = [Requirement(line) for line in CONSTRAINTS.splitlines() if line and not line.startswith("#")]
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+    seen = 0
+    for pin in pins:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # what the documentation needs is not installed
+            needs = SpecifierSet(metadata.metadata(pin.name)["Requires-Python"] or "")
+            taken = [one for one in named if pin.marker is None or pin.marker.evaluate({"python_version": one})]
+            assert all(needs.contains(f"{one}.20") for one in taken), f"{pin} needs Python {needs}"
+            seen += pin.specifier.contains(metadata.version(pin.name))
+    assert seen > 10
 
 
 def test_the_oldest_pytorch_is_that_of_the_project() -> None:
