@@ -1,4 +1,4 @@
-"""Brings what callbacks have learned back from processes that were forked or spawned."""
+"""Brings what callbacks, and the strategy, have learned back from processes that were forked or spawned."""
 
 import shutil
 import tempfile
@@ -18,7 +18,7 @@ _FILE = "lightning_hetero_callbacks"  # in what a process sends back
 
 @runtime_checkable
 class GivesBack(Protocol):
-    """A callback that the process which has called the Trainer is to know as it is after the run, as in a notebook.
+    """A callback, or a strategy, that comes back to the process which has called the Trainer, as in a notebook.
 
     Example::
 
@@ -32,11 +32,11 @@ class GivesBack(Protocol):
         """What to send, once the run has ended, from the node's first rank; anything that can be pickled."""
 
     def take_back(self, given: Any) -> None:
-        """What that callback has sent, for this one to hold."""
+        """Hold what that callback, or strategy, has sent."""
 
 
 class ReturningLauncher(MultiProcessingLauncher):
-    """Starts ranks by ``fork``, ``spawn`` or ``forkserver`` as Lightning does, and asks callbacks what to bring back.
+    """Starts ranks by ``fork``, ``spawn`` or ``forkserver`` as Lightning does, and asks what else to bring back.
 
     Lightning brings back the weights, the state of the Trainer and the metrics, but nothing of callbacks; their
     ``state_dict`` is for checkpoints only. What they give travels as the weights do, in a file: Lightning reads the
@@ -45,7 +45,7 @@ class ReturningLauncher(MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: "pl.Trainer") -> dict[str, Any]:
-        given = [(_kind(callback), callback.give_back()) for callback in _giving(trainer)]
+        given = [(_kind(one), one.give_back()) for one in _giving(trainer)]
         path = Path(tempfile.mkdtemp(), "callbacks.pickle")
         path.write_bytes(packed(given))
         return {**super().get_extra_results(trainer), _FILE: str(path)}
@@ -58,15 +58,16 @@ class ReturningLauncher(MultiProcessingLauncher):
         shutil.rmtree(path.parent)
         waiting = _giving(trainer)
         for kind, what in given:  # callbacks that a module has brought along exist in the other process only
-            found = next((callback for callback in waiting if _kind(callback) == kind), None)
+            found = next((one for one in waiting if _kind(one) == kind), None)
             if found is not None:
                 waiting.remove(found)
                 found.take_back(what)
 
 
 def _giving(trainer: "pl.Trainer") -> list[GivesBack]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, GivesBack)]  # type: ignore[attr-defined]
+    found = (*trainer.callbacks, trainer.strategy)  # type: ignore[attr-defined]
+    return [one for one in found if isinstance(one, GivesBack)]
 
 
-def _kind(callback: GivesBack) -> str:
-    return type(callback).__qualname__  # a spawned process has another name for the module of the script
+def _kind(one: GivesBack) -> str:
+    return type(one).__qualname__  # a spawned process has another name for the module of the script

@@ -176,7 +176,30 @@ class AutoStrategy(ReplicaStrategy):
         """Of an optimizer step."""
         return self.trainer.accumulate_grad_batches
 
-    # -- checkpoints -------------------------------------------------------------------------------
+    # -- what is kept ------------------------------------------------------------------------------
+
+    def _decision(self) -> dict[str, Any] | None:
+        """What has been decided, in plain values; ``None``: nothing yet."""
+        if self.chosen is not None:
+            options = self.chosen.algorithm.options()  # type: ignore[union-attr]
+            return {"strategy": self._chosen_name(), "options": options, "replica": self.chosen.replica}
+        return {"strategy": "hetero_ddp", "options": {}, "replica": self.replica} if self.stays else None
+
+    def give_back(self) -> tuple[dict[str, Any] | None, Choice | None]:
+        """The decision and its arithmetic, for the process that has called the Trainer where ranks are forked."""
+        return self._decision(), self.choice
+
+    def take_back(self, given: tuple[dict[str, Any] | None, Choice | None]) -> None:
+        """Know what :meth:`give_back` has sent."""
+        decision, self.choice = given
+        if decision is not None:
+            self._recall(decision)
+
+    def _recall(self, decision: Mapping[str, Any]) -> None:
+        if decision["strategy"] == "hetero_ddp":
+            self.stays = True
+        else:
+            self._take(decision["strategy"], {**decision["options"], "replica": decision["replica"]})
 
     @override
     def _identity(self) -> Identity:
@@ -186,15 +209,10 @@ class AutoStrategy(ReplicaStrategy):
     @override
     @saving.whole
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.chosen is None:  # one replica, which has nothing of its own
-            if self.stays:
-                own = {"strategy": "hetero_ddp", "options": {}, "replica": self.replica}
-                checkpoint.setdefault(KEY, {"format": FORMAT})["choice"] = own
-            HeteroStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-            return
-        choice = {"strategy": self._chosen_name(), "options": self.chosen.algorithm.options()}  # type: ignore[union-attr]
-        checkpoint.setdefault(KEY, {"format": FORMAT})["choice"] = {**choice, "replica": self.chosen.replica}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if (decision := self._decision()) is not None:
+            checkpoint.setdefault(KEY, {"format": FORMAT})["choice"] = decision
+        base = HeteroStrategy if self.chosen is None else ReplicaStrategy  # one replica has nothing of its own
+        base.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -205,7 +223,7 @@ class AutoStrategy(ReplicaStrategy):
         if (trainer := _lightning.trainer_of(self.lightning_module)) is not None:
             fits = trainer.state.fn == TrainerFn.FITTING
         if choice is not None and fits and self.chosen is None and self.job is not None:
-            self._take(choice["strategy"], {**choice["options"], "replica": choice["replica"]})
+            self._recall(choice)
             self.build(Job(changing.divided(self), self.job.timeout, self.job.within))
             self._rank_state.read(checkpoint, self)  # the loaders are new ones
             rank_zero_info(f"hetero_auto goes on as {choice['strategy']}, as chosen before the checkpoint was saved.")

@@ -100,3 +100,50 @@ def test_the_parent_knows_what_the_first_rank_knows(tmp_path: Path, strategy: st
     assert bytes.fromhex(parent["picture"]) == (tmp_path / "hetero_report" / "timeline.png").read_bytes()
     assert f"{parent['waiting'][-1]:.0%} of all ranks&#x27; time is waiting" in parent["shown"]
     assert (parent["sent"], parent["left"]) == (2, [])  # by the fit and by the test
+
+
+CHOOSES = """
+import json, pathlib, sys
+import torch, lightning_hetero, lightning.pytorch as pl
+from lightning_hetero.forecast import choice, links
+from lightning_hetero.strategies import auto
+from torch.utils.data import DataLoader, TensorDataset
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    choice.CANDIDATES = ("hetero_node",)
+    links.measure = lambda chosen: [links.Link(pair, 0.5, 1e3) for pair in chosen]
+    seconds = float(sys.argv[1])  # of a step, as the ranks believe
+    auto.choose = lambda cluster, step, wish: choice.choose(cluster, seconds, wish)
+    strategy = lightning_hetero.AutoStrategy(
+        measure=8, every=4, balance="off", rebalance_every_n_steps=2, start_method="fork", ranks_per_node=1
+    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **quiet)
+    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(256, 4)), batch_size=4))
+    chosen = strategy.chosen and [type(strategy.chosen).__name__, strategy.chosen.algorithm.every_n_steps]
+    pathlib.Path("parent.json").write_text(json.dumps([chosen, strategy.stays, strategy.choice.why]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "stays"), [(10.0, ["NodeAverageStrategy", 4], False), (1e-9, None, True)]
+)
+def test_the_parent_knows_what_hetero_auto_has_chosen(
+    tmp_path: Path, seconds: float, chosen: list[object] | None, stays: bool
+) -> None:
+    (tmp_path / "train.py").write_text(CHOOSES)
+    [(status, output)] = run_script(tmp_path / "train.py", str(seconds), folder=tmp_path)
+    assert status == 0, output
+    found = json.loads((tmp_path / "parent.json").read_text())
+    assert found[:2] == [chosen, stays], output
+    assert "samples/s" in found[2]
+    assert found[2] in output.replace("\n", " ")
