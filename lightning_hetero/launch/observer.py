@@ -60,10 +60,11 @@ class ObservedLauncher(SubprocessScriptLauncher):
         except SIGTERMException:
             raise  # no failure: all ranks end so
         except BaseException as error:
-            # This rank's error may be the echo of another's; that process takes a while to end.
-            observer.report(patience=10.0 if isinstance(error, CommunicationError) else 2.0)
+            # Not here: the other ranks hear of this rank's error only once it has left the Trainer.
             if self.survive:  # a scheduler would end the others together with this process
                 atexit.register(observer.wait)
+            # It may be the echo of another's error, and that process takes a while to end. Runs before the line above.
+            atexit.register(observer.report, patience=10.0 if isinstance(error, CommunicationError) else 2.0)
             raise
 
 
@@ -115,10 +116,13 @@ class Observer(threading.Thread):
         codes = [child.poll() for child in self.children]
         return [(rank, code) for rank, code in enumerate(codes, start=1) if code not in (None, *_ORDERLY)]
 
+    def _running(self) -> bool:
+        return any(child.poll() is None for child in self.children)
+
     def report(self, patience: float = 0.0) -> None:
-        """Say once which children failed first, waiting up to ``patience`` seconds for one to."""
+        """Say once which children failed first, waiting up to ``patience`` seconds for one to if any still runs."""
         deadline = time.monotonic() + patience
-        while not (failed := self._failed()) and time.monotonic() < deadline:
+        while not (failed := self._failed()) and self._running() and time.monotonic() < deadline:
             time.sleep(0.05)
         if not failed or not self._told.acquire(blocking=False):
             return

@@ -1,9 +1,11 @@
 """The observer of processes that the popen launcher starts."""
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import psutil
 import pytest
 from ranks import Outcome, attempt
 
-from lightning_hetero.launch.observer import Observer
+from lightning_hetero.errors import CommunicationError
+from lightning_hetero.launch import observer as module
+from lightning_hetero.launch.observer import ObservedLauncher, Observer
 
 
 def _job(folder: Path, child: str, grace: float, ends: bool) -> None:
@@ -56,3 +60,44 @@ def test_a_job_that_ends_within_the_grace_ends_as_it_likes(tmp_path: Path, child
     assert outcome.exitcode == 0
     assert words in said
     assert words or not said  # nothing is said when nothing fails
+
+
+class _Environment:
+    creates_processes_externally = False
+
+    def validate_settings(self, **_: int) -> None:
+        pass
+
+
+def _launched(folder: Path, children: list[str], survive: bool) -> None:
+    """A rank 0 that ends with an error of communication; its children are killed 0.3 s later, by somebody else."""
+    with open(folder / "stderr", "w") as said:
+        os.dup2(said.fileno(), sys.stderr.fileno())
+    launcher = ObservedLauncher(cluster_environment=_Environment(), num_processes=3, num_nodes=1, survive=survive)
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", child]) for child in children]
+    module.start_ranks = lambda launcher: setattr(launcher, "procs", processes)
+
+    def train() -> None:
+        raise CommunicationError("rank 0 of 3 has lost another one")
+
+    began = time.monotonic()
+    try:
+        launcher.launch(train)
+    except CommunicationError:
+        (folder / "took").write_text(str(time.monotonic() - began))
+    for process in processes:
+        threading.Timer(0.3, process.kill).start()
+    atexit._run_exitfuncs()  # forked processes end without
+
+
+@pytest.mark.parametrize("survive", [False, True])
+@pytest.mark.parametrize("children", [0, 2])
+def test_the_error_of_rank_zero_does_not_wait_for_its_children(tmp_path: Path, children: int, survive: bool) -> None:
+    sleeps = ["import time; time.sleep(100)"] * children
+    began = time.monotonic()
+    [outcome] = attempt(_launched, 1, tmp_path, sleeps, survive, timeout=80)
+    assert outcome.exitcode == 0
+    assert float((tmp_path / "took").read_text()) < 1.5  # who hears of it only then would wait for 10 s
+    said = (tmp_path / "stderr").read_text()
+    assert ("local rank 1 was killed by signal 9" in said) == bool(children)  # and yet it is told
+    assert time.monotonic() - began < 9 or children  # nothing to wait for
