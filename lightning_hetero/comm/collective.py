@@ -1,5 +1,6 @@
 """Collectives over all ranks of the job: what breaks becomes an error, or is repeated among the ranks that remain."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -50,7 +51,8 @@ class Survivor:
     that those who missed it get it from those who have it.
 
     Args:
-        recover: joins the ranks that remain (collective over them); raises an error if this rank must end.
+        recover: joins the ranks that remain (collective over them), given when what has broken began; raises an error
+            if this rank must end.
 
     Attributes:
         calls: collectives completed.
@@ -62,7 +64,7 @@ class Survivor:
     #: Results that are kept. A rank cannot be further ahead than broadcasts run ahead of who receives them.
     KEPT = 32
 
-    def __init__(self, recover: Callable[[], Any]) -> None:
+    def __init__(self, recover: Callable[[float], Any]) -> None:
         self.recover = recover
         self.calls = 0
         self.results: dict[int, Any] = {}
@@ -94,13 +96,14 @@ class Survivor:
             with deadline(what):
                 return operation()
         while self.calls not in self.received:
+            began = time.monotonic()
             try:
                 with self.waiting(), self.plain(), deadline(what):
                     result = operation()
             except RuntimeError as error:
                 if not of_communication(error):
                     raise
-                self.recover()
+                self.recover(began)
                 continue
             self.results[self.calls] = result
             self.results.pop(self.calls - self.KEPT, None)
@@ -117,11 +120,12 @@ class Survivor:
             missed: what to do instead of calling it again where the other ranks have completed it.
         """
         while True:
+            began = time.monotonic()
             try:
                 with self.waiting():
                     return operation()
             except RuntimeError as error:
                 if not of_communication(error):
                     raise
-                if self.recover() and missed is not None:
+                if self.recover(began) and missed is not None:
                     return missed()

@@ -36,7 +36,7 @@ def deadline(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, CommunicationError) or not of_communication(error):
             raise
-        me = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "this process"
+        me = failures.this_rank() if dist.is_initialized() else "this process"
         raise CommunicationError(f"{me} could not {what}: {cause(error)}") from error
 
 

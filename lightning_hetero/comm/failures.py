@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ _SOON = (
     3.0  # seconds in which who waits for a rank that has failed gets an error by itself, if that rank's process ends
 )
 _wakes = True
+_numbers: Sequence[int] = ()  # by which users know the ranks; their own, if empty
 _since: dict[int, float] = {}  # when a thread began to wait for other ranks
 
 
@@ -31,18 +32,19 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def watch(interface: str, seconds: float) -> None:
+def watch(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
     """Begin to watch all ranks, or begin a new run of them (collective over all ranks the first time).
 
     Args:
         interface: address of this machine on the network of the job.
         seconds: longest wait for rank 0.
+        numbers: that the ranks had at first, if others were lost since: messages name them so.
     """
-    global _failures, _world
+    global _failures, _world, _numbers
     if _world is not dist.group.WORLD:
         if _failures is not None:
             _failures.close()
-        _failures, _world = None, dist.group.WORLD
+        _failures, _world, _numbers = None, dist.group.WORLD, tuple(numbers)
         if dist.get_world_size() > 1:
             _failures = _connected(interface, seconds)
     if _failures is not None:
@@ -89,7 +91,19 @@ def first(seconds: float) -> Failure | None:
     Args:
         seconds: longest wait for one.
     """
-    return None if _failures is None else _failures.first(seconds)
+    failure = None if _failures is None else _failures.first(seconds)
+    return None if failure is None else failure._replace(rank=number(failure.rank))
+
+
+def number(rank: int) -> int:
+    """The number by which users know a rank: the one that it had at first."""
+    return _numbers[rank] if _numbers else rank
+
+
+def this_rank() -> str:
+    """This rank in words, by the number that it had at first."""
+    me, world = number(dist.get_rank()), dist.get_world_size()
+    return f"rank {me} (one of the {world} that remain)" if _numbers else f"rank {me} of {world}"
 
 
 # -- who waits for a rank that has failed --------------------------------------------------------------

@@ -20,6 +20,7 @@ from lightning_hetero.comm.sharing import Sharing, Within
 from lightning_hetero.comm.topology import Place, Topology, discover
 from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.view import View
+from lightning_hetero.errors import MembershipLostError
 
 
 class Follows(NamedTuple):
@@ -180,6 +181,8 @@ def tell_failure(exception: BaseException) -> None:
         failures.announce("failed", f"failed with {type(exception).__name__}{what and f': {what}'}")
         return
     failures.announce("echo", "has lost another rank")
+    if isinstance(exception, MembershipLostError):
+        return  # it says who was lost; what this rank has heard of others may be of their ends, long after
     first = failures.first(0.0)
     if first is not None and str(first) not in str(exception):  # of one of the user's own collectives
         exception.args = (f"{exception} The rank that failed first: {first}.",)

@@ -191,17 +191,18 @@ class GoingOn(Survival):
                 return operation()
 
         if self.changing:
-            self._recover()  # the others wait for this rank
+            self._recover(time.monotonic())  # the others wait for this rank
         return self._until_done(inside, lambda behind: behind.exchange, lambda: None)
 
     def _until_done(self, operation: Callable[[], T], missed: Callable[[Behind], bool], instead: Callable[[], T]) -> T:
         while True:
+            began = time.monotonic()
             try:
                 return operation()
             except RuntimeError as error:
                 if self._in_step or self._membership is None or not of_communication(error):
                     raise
-                if missed(self._recover()):
+                if missed(self._recover(began)):
                     return instead()
 
     @contextmanager
@@ -224,8 +225,11 @@ class GoingOn(Survival):
         self._store, address = open_store(regrouping.interface(self._strategy), self._strategy.options.limit)
         return address
 
-    def _recover(self) -> Behind:
+    def _recover(self, stopped: float) -> Behind:
         """Agree on who remains, and go on with them (collective over them).
+
+        Args:
+            stopped: when what has broken began, by ``time.monotonic()``.
 
         Returns:
             What they have completed, and this rank has not.
@@ -256,7 +260,7 @@ class GoingOn(Survival):
                     ) from error
                 _log.info("rank %d could not join view %d: %s", self._membership_id, agreed.number, error)
         self._growth.go_on()
-        self._tell(lost, samples, time.monotonic() - began)
+        self._tell(lost, samples, time.monotonic() - stopped)
         return behind
 
     @property
@@ -291,6 +295,6 @@ class GoingOn(Survival):
 
     def _tell(self, lost: dict[int, str], samples: int, seconds: float) -> None:
         assert self._strategy.job is not None
-        view, steps = self._strategy.job.view, self._strategy.engine.windows
-        self.losses.append(Loss(view.number, lost, view.world, len(view.units), seconds, samples, steps))
+        view, step = self._strategy.job.view, self._strategy.trainer.global_step
+        self.losses.append(Loss(view.number, lost, view.world, len(view.units), seconds, samples, step))
         self.losses[-1].warn(view)

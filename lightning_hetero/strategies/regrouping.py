@@ -59,7 +59,7 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     before, engine = strategy.job, strategy.engine
     assert before is not None
     take_number(strategy, job)
-    failures.watch(interface(strategy), strategy.options.limit.total_seconds())
+    failures.watch(interface(strategy), strategy.options.limit.total_seconds(), job.view.ids)
     plans.settle(strategy)
     known = Knowledge.of(strategy.share.planner)
     of_rank(known, source).teach(strategy.share.planner)

@@ -26,10 +26,11 @@ class Loss:
         lost: of each lost rank, by the number that it had at first, how it was lost.
         ranks: that remain.
         replicas: that remain.
-        seconds: for which this rank stood still, from the moment at which it noticed.
+        seconds: for which this rank stood still: from the beginning of the step, exchange or collective that broke to
+            when it could begin it again.
         samples: drawn for the lost ranks, and not trained on.
         joined: ranks that have joined, by their numbers since then.
-        step: optimizer steps done.
+        step: the Trainer's ``global_step`` then.
         at: when this rank went on, by ``time.perf_counter()``.
     """
 

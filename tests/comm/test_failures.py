@@ -136,3 +136,17 @@ def test_a_child_process_does_not_keep_connections_open(monkeypatch: pytest.Monk
             ours.close()
             theirs.close()
             assert all(connection.fileno() >= 0 for connection in one._others)
+
+
+def test_ranks_are_named_by_their_first_numbers_after_others_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks(2) as (first, other):
+        monkeypatch.setattr(failures, "_failures", first)
+        monkeypatch.setattr(failures, "_numbers", (1, 4))  # of five, 0, 2 and 3 were lost
+        monkeypatch.setattr(failures.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(failures.dist, "get_world_size", lambda: 2)
+        other.announce("failed", "failed with ValueError")
+        assert str(failures.first(LONG)) == "rank 4 failed with ValueError"
+        assert failures.this_rank() == "rank 1 (one of the 2 that remain)"
+        monkeypatch.setattr(failures, "_numbers", ())
+        assert str(failures.first(LONG)) == "rank 1 failed with ValueError"
+        assert failures.this_rank() == "rank 0 of 2"

@@ -43,6 +43,7 @@ def test_fewer_than_the_user_wants(tmp_path: Path, name: str) -> None:
         assert isinstance(outcomes[rank].error, MembershipLostError), outcomes[rank].trace
         told.append(str(outcomes[rank].error))
         assert f"rank 1 {DIED}" in told[-1]
+        assert "failed first" not in told[-1]  # it has said who is missing, and why
     # The one that hears of it last may find that the other has ended, too.
     what = "ranks" if name == "ddp" else "replicas"
     too_few = [f"Rank {rank} cannot go on: only 2 {what} remain, and at least 3 are required" for rank in (0, 2)]

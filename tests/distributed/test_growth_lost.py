@@ -88,6 +88,29 @@ def test_the_others_go_on(rank: int, where: str, how: str, tmp_path: Path) -> No
     _check(outcomes, rank, "has not been heard of" if how == "frozen" else "has ended without a word")
 
 
+class StruckLater(pl.Callback):
+    """Rank 1 is struck two steps after another one has joined."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.begun.append(trainer.global_step)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if os.environ["RANK"] == "1" and not os.environ.get(LATE) and len(self.begun) == 2:
+            if trainer.global_step == self.begun[-1] + 2:
+                _struck("killed")
+
+
+def test_a_loss_after_a_join_says_the_step_of_the_whole_fit(tmp_path: Path) -> None:
+    outcomes = grow(2, 1, fit, "HeteroDDPStrategy", OPTIONS, str(tmp_path / "job"), 1, [StruckLater], epochs=10)
+    seen = values([outcomes[0], outcomes[2]])
+    for one in seen:
+        [step] = [re.findall(r"after step (\d+)", text) for text in one.said if "Training goes on with 2" in text]
+        assert int(step[0]) == one.starts[-1][0] + 2
+
+
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize("strategy", ["NodeAverageStrategy", "GossipAsyncStrategy", "EASGDAsyncStrategy"])
 def test_replicas_go_on(strategy: str, tmp_path: Path) -> None:
@@ -167,7 +190,7 @@ def _one_is_behind(file: str) -> Any:
             _struck("killed")
         if what == "who was lost" and os.environ["RANK"] == "1" and not growth.again:
             growth.again = True
-            strategy.survival._recover()
+            strategy.survival._recover(time.monotonic())
             raise AssertionError("it has not left the fit")
         return everyone
 
