@@ -17,6 +17,7 @@ from lightning_hetero.comm.own_group import default_store
 from lightning_hetero.errors import CommunicationError
 
 _LOOK = 0.5  # seconds from one look at the other processes to the next, while they join
+_LONG = 15.0  # seconds after which a process says that it waits
 
 
 class Address(NamedTuple):
@@ -36,7 +37,11 @@ class Address(NamedTuple):
 
 
 def meet(
-    connect: Callable[[], None], address: Address, timeout: timedelta, ended: Callable[[], str | None] = lambda: None
+    connect: Callable[[], None],
+    address: Address,
+    timeout: timedelta,
+    ended: Callable[[], str | None] = lambda: None,
+    hint: str = "",
 ) -> None:
     """Join the world's process group, and listen for other ranks' failures (collective).
 
@@ -46,6 +51,7 @@ def meet(
         address: where ranks meet.
         timeout: longest wait for the others.
         ended: says which other process has ended before it could join, if it is known that one has.
+        hint: what else to say where this process waits for long.
 
     Raises:
         CommunicationError: not all ranks have come in time, or another job's have.
@@ -53,7 +59,7 @@ def meet(
     seconds, made = timeout.total_seconds(), dist.is_initialized()
     with deadline("join the job"):
         try:
-            _await(Background(connect), seconds, ended)
+            _await(Background(connect), seconds, ended, lambda: _say_that_it_waits(address, seconds, hint))
         except _EndedError as error:
             raise CommunicationError(
                 f"rank {address.rank} of {address.world} could not join the job: {error} before it had joined, so that "
@@ -111,9 +117,24 @@ class _EndedError(Exception):
     """A process has ended before it could join."""
 
 
-def _await(joining: Background[None], seconds: float, ended: Callable[[], str | None]) -> None:
-    until = time.monotonic() + seconds
+def _say_that_it_waits(address: Address, seconds: float, hint: str) -> None:
+    who = "rank 0" if address.rank else "the other ranks"
+    print(
+        f"lightning_hetero: rank {address.rank} of {address.world} has waited for {_LONG:g} s to meet {who} at "
+        f"{address.host}:{address.port}, and waits for up to {seconds:g} s (the strategy's `timeout`). {hint}".rstrip(),
+        flush=True,
+    )
+
+
+def _await(
+    joining: Background[None], seconds: float, ended: Callable[[], str | None], waits: Callable[[], None]
+) -> None:
+    began, told = time.monotonic(), False
+    until = began + seconds
     while (left := until - time.monotonic()) > _LOOK:
+        if not told and time.monotonic() - began > _LONG:
+            told = True
+            waits()
         try:
             return joining.result(_LOOK)
         except TimeoutError:

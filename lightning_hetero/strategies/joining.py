@@ -118,7 +118,13 @@ def connect(strategy: "HeteroStrategy") -> None:
             _lightning.init_dist_connection(cluster, "gloo", timeout=timeout, **_store_of_restart(timeout))
 
     observer = getattr(strategy.launcher, "observer", None)
-    meet(init, address, timeout, (lambda: None) if observer is None else observer.ended)
+    hint = ""
+    if strategy.options.on_peer_loss == "continue" and address.rank == 0 and strategy.options.join_file is None:
+        hint = (
+            "If they train already without an earlier process of this rank, it cannot come back here: a rank 0 that is "
+            "started again finds its job through the strategy's `join_file` only."
+        )
+    meet(init, address, timeout, (lambda: None) if observer is None else observer.ended, hint)
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:

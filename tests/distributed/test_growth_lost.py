@@ -98,9 +98,9 @@ class StruckLater(pl.Callback):
         self.begun.append(trainer.global_step)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if os.environ["RANK"] == "1" and not os.environ.get(LATE) and len(self.begun) == 2:
-            if trainer.global_step == self.begun[-1] + 2:
-                _struck("killed")
+        own = os.environ["RANK"] == "1" and not os.environ.get(LATE)
+        if own and len(self.begun) == 2 and trainer.global_step == self.begun[-1] + 2:
+            _struck("killed")
 
 
 def test_a_loss_after_a_join_says_the_step_of_the_whole_fit(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A rank's place in a job: for one process."""
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -7,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.comm.own_group import default_store
+from lightning_hetero.engine import meeting
 from lightning_hetero.engine.meeting import Address, meet
 from lightning_hetero.errors import CommunicationError
 
@@ -36,3 +38,19 @@ def test_a_process_comes_back_to_its_own_place():
     meet(_connect, HERE, LIMIT)
     assert default_store().get("rank 0 is").startswith(b"process ")
     meet(lambda: None, HERE, LIMIT)  # the group is there already: nothing is taken
+
+
+def test_who_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(meeting, "_LONG", 0.2)
+    monkeypatch.setattr(meeting, "_LOOK", 0.1)
+
+    def connect() -> None:
+        time.sleep(1.0)
+        _connect()
+
+    meet(connect, HERE, LIMIT, hint="Or else.")
+    said = (
+        "lightning_hetero: rank 0 of 1 has waited for 0.2 s to meet the other ranks at 127.0.0.1:29400, and waits for "
+        "up to 10 s (the strategy's `timeout`). Or else.\n"
+    )
+    assert capsys.readouterr().out == said  # once
