@@ -147,14 +147,6 @@ class Cluster:
         """Seconds of a step of each rank on its share, where none waits for another."""
         return tuple(cost.seconds(share) for cost, share in zip(self.ranks, self.shares, strict=True))
 
-    def apart(self, steps: Sequence[float]) -> float:
-        """Seconds in which all ranks together come through a global batch, each at its own pace.
-
-        Args:
-            steps: seconds of a step of each rank, on its share.
-        """
-        return self.samples / sum(share / step for share, step in zip(self.shares, steps, strict=True))
-
     def gradients(self, size: float | None = None) -> float:
         """Seconds of an all-reduce over all ranks: one ring, which enters and leaves each node once.
 
