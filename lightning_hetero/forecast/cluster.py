@@ -50,6 +50,10 @@ class Way(NamedTuple):
         return 2 * self.pair(size)
 
 
+#: In place of a link that no two ranks have, so that nobody has measured it: memory.
+MEMORY = Way(2e-5, 5e9)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Ranks, links and a model.
