@@ -152,6 +152,8 @@ def few_enough(ranks: int) -> None:
 
 def _way(found: Mapping[str, Any], name: str, used: bool) -> Way:
     """A link of the file; memory, if no two ranks have it: earlier versions wrote other numbers in its place."""
+    if used and found.get(name) is None:
+        raise KeyError(name)
     return Way(*found[name]) if used else MEMORY
 
 

@@ -134,7 +134,7 @@ def test_a_measured_cluster_is_read(tmp_path, capsys):
         ({"samples": 1.5}, "give a whole number"),
         ({"size": 0}, "0 bytes of parameters"),
         ({"format": 2}, "format 2, of a later version"),
-        ({"between": None}, "is no file that the doctor has saved"),
+        ({"between": None}, "is no file that the doctor has saved .*KeyError: 'between'"),
     ],
 )
 def test_a_measured_cluster_that_cannot_be_is_refused(tmp_path, wrong, words):
