@@ -85,16 +85,13 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
     near, far = links.pairs(topology.nodes)
     within, between = links.measure(near), links.measure(far)
     if topology.rank == 0:
-        inside, outside = (
-            max(some, key=lambda link: link.all_reduce(work.size, 2), default=None) for some in (within, between)
-        )
+        slowest = Slowest(*(links.slowest(some, work.size) for some in (within, between)))
         costs, spread = [one.cost for one in speeds], max(one.spread for one in speeds)
-        advice = advise(costs, topology.nodes, work.samples, work.size, Slowest(inside, outside), spread)
+        advice = advise(costs, topology.nodes, work.samples, work.size, slowest, spread)
         rows = [*available(topology), *extras(topology.world)]
         report.show(topology, work, speeds, (within, between), rows, advice)
         if save is not None:
-            ways = [None if link is None else link[1:] for link in (inside, outside)]
-            _save(save, [[costs[rank] for rank in ranks] for ranks in topology.nodes], work.samples, work.size, ways)
+            _save(save, [[costs[rank] for rank in ranks] for ranks in topology.nodes], work.samples, work.size, slowest)
     gather(None, "who is done")
     dist.destroy_process_group()
 

@@ -272,6 +272,6 @@ def test_options_that_cannot_be(options: dict[str, Any]) -> None:
 def test_links_are_measured_in_a_few_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(links, "measure", lambda some: asked.extend(some) or [links.Link(p, 0.1, 1e6) for p in some])
-    way = AutoStrategy()._measured([(i, i + 1) for i in range(1000)])
+    way = AutoStrategy()._measured([(i, i + 1) for i in range(1000)], 1e6)
     assert len(asked) <= 4
     assert way == auto.Way(0.1, 1e6)
