@@ -264,6 +264,7 @@ def test_what_doctor_saves_plan_reads(tmp_path: Path) -> None:
     subprocess.run(doctor, check=True, capture_output=True, timeout=300, env=environment)
     cluster = of_file(file)
     assert [len(node) for node in cluster.nodes] == [2]
+    assert json.loads(file.read_text())["between"] is None  # one node
     assert cluster.samples == 128
     done = subprocess.run(
         [*command, "plan", "--from", str(file)], capture_output=True, text=True, timeout=300, check=True
