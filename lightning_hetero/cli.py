@@ -60,11 +60,11 @@ def _run(options: argparse.Namespace) -> None:
 
         examine(**{name: value for name, value in vars(options).items() if name != "command"})
     elif options.command == "plan":
-        from lightning_hetero.forecast.command import Wish, of_file, of_wish, plan
+        from lightning_hetero.forecast import command
+        from lightning_hetero.forecast.sources import Wish
 
-        given = {name: getattr(options, name) for name in Wish._fields}
-        cluster = of_wish(Wish(**given)) if options.measured is None else of_file(options.measured)
-        plan(cluster, options.every, options.wire, options.most, options.out)
+        given = {name: getattr(options, name) for name in Wish._fields if hasattr(options, name)}
+        command.run(options.measured, given, options.every, options.wire, options.most, options.out)
     else:
         from lightning_hetero.demo.compare import demo
 
@@ -121,19 +121,19 @@ def _add_plan(commands: Any) -> None:
         description="Predict time, bytes and speed of a step under all strategies, by arithmetic: "
         "lightning-hetero plan --nodes 64 --ranks 8 --params 1.3e9 --link 1gbit --step 0.4 --speeds 1,1,0.5",
     )
-    plan.add_argument("--from", dest="measured", type=_file, help="a file of doctor --save, instead of the numbers")
-    plan.add_argument("--nodes", type=_at_least_one, default=2, help="(%(default)s)")
-    plan.add_argument("--ranks", type=_at_least_one, default=4, help="of each node (%(default)s)")
-    plan.add_argument("--params", type=_positive, default=25e6, help="of the model, such as 1.3e9 (%(default).3g)")
-    plan.add_argument("--step", type=_seconds, default=0.3, help="seconds of a rank of speed 1 (%(default)s)")
-    plan.add_argument("--speeds", type=_speeds, default=(1.0,), help="of the ranks, repeated, such as 1,1,0.5 (1)")
-    plan.add_argument("--batch", type=_at_least_one, default=32, help="samples per rank and step (%(default)s)")
-    plan.add_argument("--fixed", type=float, default=0.1, help="part of a step that no sample needs (%(default)s)")
-    plan.add_argument(
-        "--link", type=_rate, default=125e6, help="out of a node, such as 1gbit, 200mbit or 125MB (1gbit)"
-    )
-    plan.add_argument("--latency", type=float, default=2e-4, help="of that link, in s (%(default)s)")
-    plan.add_argument("--inside", type=_rate, default=5e9, help="between the ranks of a node (5GB)")
+    plan.add_argument("--from", dest="measured", type=_file, help="a file of doctor --save; what is given counts more")
+    cluster = plan.add_argument_group("the machines", argument_default=argparse.SUPPRESS)
+    cluster.add_argument("--nodes", type=_at_least_one, help="(2)")
+    cluster.add_argument("--ranks", type=_at_least_one, help="of each node (4)")
+    cluster.add_argument("--params", type=_positive, help="of the model, such as 1.3e9 (25e6)")
+    cluster.add_argument("--step", type=_seconds, help="seconds of a rank of speed 1 (0.3)")
+    cluster.add_argument("--speeds", type=_speeds, help="of the ranks, repeated, such as 1,1,0.5 (1)")
+    cluster.add_argument("--batch", type=_at_least_one, help="samples per rank and step (32)")
+    cluster.add_argument("--fixed", type=float, help="part of a step that no sample needs (0.1)")
+    cluster.add_argument("--link", type=_rate, help="out of a node, such as 1gbit, 200mbit or 125MB (1gbit)")
+    cluster.add_argument("--latency", type=float, help="of that link, in s (2e-4)")
+    cluster.add_argument("--inside", type=_rate, help="between the ranks of a node (5GB)")
+    cluster.add_argument("--handling", type=_rate, help="parameters that a rank packs and mixes (500MB; a core's)")
     plan.add_argument("--every", type=_at_least_one, default=16, help="steps between rare exchanges (%(default)s)")
     plan.add_argument("--wire", choices=("fp32", "bf16", "int8", "int4"), default="fp32", help="(%(default)s)")
     plan.add_argument("--most", type=_at_least_one, default=512, help="nodes of the weak scaling (%(default)s)")
@@ -141,11 +141,11 @@ def _add_plan(commands: Any) -> None:
 
 
 def _rate(text: str) -> float:
-    from lightning_hetero.forecast.command import bytes_per_second
+    from lightning_hetero.forecast.rates import bytes_per_second
 
     try:
         return bytes_per_second(text)
-    except ValueError as error:
+    except HeteroError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 

@@ -107,6 +107,7 @@ def test_safe_path_keeps_all_of_pythonpath(tmp_path: Path, monkeypatch: pytest.M
         (["--accelerator", "abacus"], "error: there is no such Trainer"),
         (["-c", "nowhere.yaml"], "argument -c/--config: there is no file nowhere.yaml in"),
         (["--timeout", "abc"], "argument --timeout: 'abc' must be a number of seconds above 0"),
+        (["--save", "nodir/h.json"], "error: --save nodir/h.json: there is no folder"),
         (["--batch-size", "x"], "argument --batch-size: 'x' must be a whole number of at least 1"),
     ],
 )

@@ -1,6 +1,6 @@
 """Predicted against measured time per step, on emulated clusters: links, nodes and speeds vary, and so do strategies.
 
-    sudo python benchmarks/cluster/predicted.py                        # 24 clusters, some seventy minutes
+    sudo python benchmarks/cluster/predicted.py                        # 24 clusters, some eighty minutes
     sudo python benchmarks/cluster/predicted.py --rates 20mbit --shapes 2x1    # five minutes for two more
     sudo python benchmarks/cluster/predicted.py --into all.json                # goes on where it was broken off
 
@@ -56,6 +56,7 @@ CONTENDERS = (
     Contender(f"hetero_node:every_n_steps={EVERY},wire=int8", "hetero_node", "int8"),
     Contender("hetero_daso:warmup=0,cooldown=0,patience=1000,wait=auto", "hetero_daso"),
     Contender(f"hetero_easgd:tau={EVERY},moving_rate=auto", "hetero_easgd"),
+    Contender(f"hetero_easgd_async:tau={EVERY},moving_rate=auto", "hetero_easgd_async", settles=25 * EVERY),
     # Shares by messages, one a second; pairs are drawn at random, within nodes and between them.
     Contender(f"hetero_gossip:every_n_steps={EVERY}", "hetero_gossip", settles=25 * EVERY, steps=16 * EVERY),
     Contender(f"hetero_gossip_async:every_n_steps={EVERY}", "hetero_gossip_async", settles=25 * EVERY),
@@ -65,11 +66,17 @@ SPEEDS = {"alike": (0.3,), "4:2:1:1": (0.8, 0.4, 0.2, 0.2)}  # samples per milli
 
 
 class Outcome(NamedTuple):
-    """A strategy on a cluster: seconds in which all ranks together come through a global batch."""
+    """A strategy on a cluster: seconds of a step of the slowest rank, which a fit takes for each of its steps.
+
+    Attributes:
+        predicted: ``None`` for `hetero_auto`.
+        seldom: whether it would exchange too seldom to be advised, as `lightning-hetero plan` says.
+    """
 
     name: str
-    predicted: float | None  # hetero_auto is not predicted
+    predicted: float | None
     measured: float
+    seldom: bool = False
 
     @property
     def error(self) -> float | None:
@@ -114,18 +121,15 @@ def on_cluster(options: argparse.Namespace, speeds: tuple[float, ...], console: 
     runs |= {one.text: (settled[one.text], one.steps) for one in CONTENDERS}
     numbers = options.batch, json.dumps(costs), json.dumps(runs)
     links, *found = runner.run_script("predicted_job.py", ["cnn", *numbers], options, None, console)
-    total = options.batch * world
-    times = {run["contender"]: total / sum(map(speed, run["ranks"])) for run in found}
+    times = {run["contender"]: max(statistics.mean(rank["steps"]) for rank in run["ranks"]) for run in found}
     [alone] = (run for run in found if run["contender"] == "alone")
     cluster = cluster_of(options, costs, [statistics.mean(rank["steps"]) for rank in alone["ranks"]], links)
-    known = {(one.name, wire): one.step for wire in WIRES for one in predictions(cluster, EVERY, wire)}
-    outcomes = [Outcome(one.text, known[one.name, one.wire], times[one.text]) for one in CONTENDERS]
+    known = {(one.name, wire): one for wire in WIRES for one in predictions(cluster, EVERY, wire)}
+    outcomes = []
+    for one in CONTENDERS:
+        prediction = known[one.name, one.wire]
+        outcomes.append(Outcome(one.text, prediction.step, times[one.text], prediction.seldom))
     return [*outcomes, Outcome(AUTO, None, times[AUTO])]
-
-
-def speed(rank: dict[str, Any]) -> float:
-    """Samples per second of a rank, over the steps that are measured."""
-    return sum(rank["samples"]) / sum(rank["steps"])
 
 
 def cluster_of(
@@ -166,7 +170,7 @@ def hidden(batch: int) -> float:
 def table(title: str, found: list[Outcome]) -> Table:
     """A row for each strategy."""
     result = Table("strategy", "predicted, ms", "measured, ms", "error", title=title, title_justify="left")
-    for name, predicted, measured in found:
+    for name, predicted, measured, _ in found:
         error = "" if predicted is None else f"{predicted / measured - 1:+.0%}"
         result.add_row(name, "" if predicted is None else f"{1e3 * predicted:.0f}", f"{1e3 * measured:.0f}", error)
     return result
@@ -177,8 +181,9 @@ def summary(everything: list[list[Outcome]]) -> str:
     errors = sorted(abs(one.error) for found in everything for one in found if one.error is not None)
     named, reached = 0, []
     for *found, auto in everything:
-        chosen = min(found, key=lambda one: one.predicted or 0.0)
-        best = min(one.measured for one in found)
+        advised = [one for one in found if not one.seldom]
+        chosen = min(advised, key=lambda one: one.predicted or 0.0)
+        best = min(one.measured for one in advised)
         named += chosen.measured <= 1.05 * best
         reached.append(best / auto.measured)
     return (

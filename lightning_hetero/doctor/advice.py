@@ -1,18 +1,19 @@
-"""What to train with, by arithmetic on what was measured."""
+"""What to train with: the choice of ``hetero_auto`` on what was measured, with its arithmetic."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_hetero.forecast.cluster import HIDDEN
-from lightning_hetero.forecast.links import Link
-from lightning_hetero.forecast.rhythm import PRICE, smallest_tau
+from lightning_hetero.forecast.changes import RAREST
+from lightning_hetero.forecast.choice import Wish, choose
+from lightning_hetero.forecast.cluster import MEMORY, Cluster, Way
+from lightning_hetero.forecast.predictions import Prediction, predictions
+from lightning_hetero.forecast.rhythm import smallest_tau
 from lightning_hetero.workload.shares import Cost, makespan, split
 
-#: Steps from one background exchange of DASO to the next: by default, and at most.
-EVERY, MOST = 4, 8
 #: Measurements further apart than this, as a fraction, come from a machine that does other things as well.
 BUSY = 0.1
+#: If ranks only communicate for more than this part of a step, rarer exchanges are worth a word.
+MUCH = 0.2
 
 
 class Advice(NamedTuple):
@@ -35,8 +36,24 @@ class Slowest(NamedTuple):
         between: nodes, if there are several.
     """
 
-    within: Link | None
-    between: Link | None
+    within: Way | None
+    between: Way | None
+
+
+def cluster_of(
+    costs: Sequence[Cost], nodes: Sequence[Sequence[int]], samples: int, size: int, links: Slowest
+) -> Cluster:
+    """What was measured, as ``lightning-hetero plan`` and ``hetero_auto`` see it.
+
+    Args:
+        costs: of each rank.
+        nodes: the ranks of each.
+        samples: of each rank in a step, on average.
+        size: bytes of gradients, and of parameters.
+        links: the slowest ones.
+    """
+    ranks = tuple(tuple(costs[rank] for rank in node) for node in nodes)
+    return Cluster(ranks, samples * len(costs), size, links.within or MEMORY, links.between or MEMORY)
 
 
 def advise(
@@ -47,7 +64,7 @@ def advise(
     links: Slowest,
     spread: float = 0.0,
 ) -> Advice:
-    """Compare a step's time with that of the exchanges that each strategy would put into it.
+    """What ``hetero_auto`` would choose if ``hetero_ddp`` took as long as predicted.
 
     Args:
         costs: of each rank.
@@ -57,66 +74,74 @@ def advise(
         links: the slowest ones.
         spread: how far measurements of a rank are apart from round to round, as a fraction.
     """
-    reasons: list[str] = []
-    step = _step(reasons, costs, samples, spread)
+    reasons = _step(costs, samples, spread)
     if len(costs) == 1:
         return Advice('"hetero_ddp"', reasons)
-    if links.between is None:
-        assert links.within is not None
-        steps = _exchange(reasons, "the ranks of the node", len(costs), size, links.within, step)
-        choice = within_a_node(steps)
-    else:
-        steps = _exchange(reasons, "the nodes", len(nodes), size, links.between, step)
-        choice = between_nodes(steps)
-    return Advice(choice.strategy, reasons + choice.reasons)
-
-
-def between_nodes(steps: float) -> Advice:
-    """The rule for a job of several nodes; ``docs/choosing.md`` works through an example.
-
-    Args:
-        steps: time that an all-reduce of the gradients between the nodes takes, over the time of a step.
-    """
-    if steps <= HIDDEN:
-        return _hides()
-    reasons = [f"The exchange between nodes takes {steps:.1f} times as long as the step: take it out of the step."]
-    if steps <= MOST:
-        every = EVERY if steps <= EVERY else MOST
-        reasons.append(f"In the background, once every {every} steps, there is time enough for it.")
-        options = 'wait="auto"' if every == EVERY else f'global_every={every}, wait="auto"'
-        return Advice(f"DASOStrategy({options})", reasons)
-    if steps / 2 <= MOST:
-        reasons.append(f"In bf16 it takes {steps / 2:.1f} steps: do it in the background, once every {MOST} steps.")
-        return Advice(f'DASOStrategy(global_every={MOST}, wait="auto", wire="bf16")', reasons)
-    tau = smallest_tau([steps], delay=0)
+    cluster = cluster_of(costs, nodes, samples, size, links)
+    exact = next(one for one in predictions(cluster) if one.name == "hetero_ddp")
+    reasons += _exact(cluster, exact)
+    chosen = choose(cluster, exact.step, Wish()).prediction
+    if chosen is None:
+        return Advice(exact.strategy, [*reasons, _too_little(cluster, exact)])
     reasons.append(
-        f"Even in bf16 it takes more than {MOST} steps: once every {tau} steps it takes {PRICE:.0%} of the time."
+        f"{chosen.strategy} would take {_ms(chosen.step)}, {_times(chosen, exact)} times the samples/s: more than "
+        f"1 + gain = {1 + Wish().gain:g}. If exactness matters more than time, take hetero_ddp all the same."
     )
-    return Advice(f'DiLoCoStrategy(tau={tau}, replica="node")', reasons)
+    return Advice(chosen.strategy, [*reasons, *_limits(cluster, exact, chosen)])
 
 
-def within_a_node(steps: float) -> Advice:
-    """The rule for a job on one node.
-
-    Args:
-        steps: time that an all-reduce of the gradients between the ranks takes, over the time of a step.
-    """
-    if steps <= HIDDEN:
-        return _hides()
-    tau = max(EVERY, math.ceil(2 * steps))
-    reasons = [
-        f"Too long to hide in every step: exchange every {tau} steps, in the background of one of them.",
-        "If exactness matters more than time, take hetero_ddp all the same.",
+def _exact(cluster: Cluster, exact: Prediction) -> list[str]:
+    """The all-reduce of the gradients, and what of it a step of ``hetero_ddp`` waits for."""
+    several = len(cluster.nodes) > 1
+    way, seconds = cluster.between if several else cluster.within, cluster.gradients()
+    return [
+        f"Gradients of all ranks, in a ring over the slowest link {'between nodes' if several else 'of the node'}: "
+        f"{2 * (cluster.world - 1)} x ({cluster.size / 1e6:.2f} MB / {cluster.world} / {way.bandwidth / 1e6:.1f} MB/s "
+        f"+ {_ms(way.latency)}) = {_ms(seconds)}, that is {seconds / cluster.split:.2f} steps.",
+        f"hetero_ddp, which is exact, hides them behind at most {cluster.hidden:.0%} of a step, and waits for the last "
+        f"ones: {_ms(exact.step)} a step, in {_ms(exact.exposed)} ({exact.exposed / exact.step:.0%}) of which ranks "
+        "only communicate.",
     ]
-    return Advice(f'EASGDOverlapStrategy(tau={tau}, moving_rate="auto")', reasons)
 
 
-def _hides() -> Advice:
-    return Advice('"hetero_ddp"', [f"At most {HIDDEN} of a step: it hides behind the backward pass."])
+def _too_little(cluster: Cluster, exact: Prediction) -> str:
+    """Why nothing is better than the exact strategy."""
+    other = choose(cluster, exact.step, Wish(gain=0.0)).prediction
+    if other is None:
+        return "No strategy that trains replicas apart would be faster."
+    return (
+        f"Of those that train replicas apart, {other.strategy} would take {_ms(other.step)}, "
+        f"{_times(other, exact)} times the samples/s: not more than 1 + gain = {1 + Wish().gain:g}, so stay exact."
+    )
 
 
-def _step(reasons: list[str], costs: Sequence[Cost], samples: int, spread: float) -> float:
-    """Seconds of a step, split by speed only if the gain is larger than the spread of the measurements."""
+def _limits(cluster: Cluster, exact: Prediction, chosen: Prediction) -> list[str]:
+    """What to know about a strategy that trains replicas apart, before one takes it."""
+    lines = []
+    if not chosen.repeatable or chosen.options.get("wait") == "auto":  # which is measured, and never twice alike
+        steady = choose(cluster, exact.step, Wish(deterministic=True)).prediction
+        instead = "hetero_ddp" if steady is None else f"{steady.strategy}, {_ms(steady.step)} a step"
+        lines.append(f"It depends on timing: two runs differ. If they must not: {instead}.")
+    several = len(cluster.nodes) > 1
+    exchange = cluster.across() if several else cluster.gradients()
+    every = smallest_tau([exchange / cluster.split], delay=0, longest=RAREST)
+    rarer = choose(cluster, exact.step, Wish(every=every)).prediction
+    if chosen.exposed > MUCH * chosen.step and rarer is not None and rarer.step < chosen.step:
+        lines.append(
+            f"Ranks still only communicate for {chosen.exposed / chosen.step:.0%} of a step. If replicas may meet as "
+            f"rarely as every {every} steps: {rarer.strategy}, {_ms(rarer.step)} a step."
+        )
+    if not several:
+        lines.append(
+            "The link was measured over gloo. If gradients travel in shared memory or over NCCL, hetero_ddp may be "
+            "faster than predicted: hetero_auto measures its steps in training."
+        )
+    return lines
+
+
+def _step(costs: Sequence[Cost], samples: int, spread: float) -> list[str]:
+    """The work of a step, which a split by speed shortens only if the gain is larger than the measurements' spread."""
+    reasons: list[str] = []
     total, least = samples * len(costs), [1] * len(costs)  # a strategy gives every rank something to do
     shares = split(total, costs, least)
     each = [cost.seconds(samples) for cost in costs]
@@ -128,15 +153,14 @@ def _step(reasons: list[str], costs: Sequence[Cost], samples: int, spread: float
             "it is quiet; what follows may be wrong."
         )
     if len(costs) == 1:
-        reasons.append(f"One rank: a step of {samples} samples takes {_ms(even)}; nobody to wait for.")
-        return even
+        return [*reasons, f"One rank: a step of {samples} samples takes {_ms(even)}; nobody to wait for."]
     text = f"Step: {_ms(even)} with {samples} samples on each rank"
     if apart <= spread:
-        reasons.append(
-            f"{text}. Ranks differ by {apart:.0%}, and measurements of one rank by up to {spread:.0%}: it is not clear "
+        text += (
+            f". Ranks differ by {apart:.0%}, and measurements of one rank by up to {spread:.0%}: it is not clear "
             "that any rank is slower than another, nor that splitting by speed would help."
         )
-        return even
+        return [*reasons, text]
     sure = "" if spread <= BUSY else "perhaps "
     reasons.append(
         f"{text}, {sure}{_ms(step)} if they are split by speed ({', '.join(map(str, shares))}): "
@@ -148,19 +172,12 @@ def _step(reasons: list[str], costs: Sequence[Cost], samples: int, spread: float
             f"Rank(s) {', '.join(map(str, idle))}: so slow that the job would {sure}be at least as fast without. "
             "Every rank gets at least one sample, so leave them out."
         )
-    return step
+    return reasons
 
 
-def _exchange(reasons: list[str], between: str, members: int, size: int, link: Link, step: float) -> float:
-    """An all-reduce's time in steps, with its arithmetic."""
-    seconds = link.all_reduce(size, members)
-    rounds = 2 * (members - 1)
-    reasons.append(
-        f"Gradients between {between}: {rounds} x ({size / 1e6:.2f} MB / {members} / {link.bandwidth / 1e6:.1f} MB/s "
-        f"+ {_ms(link.latency)}) = {_ms(seconds)}, that is {seconds / step:.2f} steps."
-    )
-    return seconds / step
+def _times(one: Prediction, exact: Prediction) -> str:
+    return f"{one.speed / exact.speed:.2f}"
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,6 +1,5 @@
 """The examination: ranks meet as for a training, measure, and the first one reports."""
 
-import json
 import logging
 import subprocess
 import warnings
@@ -13,13 +12,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.doctor import report, speed
+from lightning_hetero.doctor import report, saving, speed
 from lightning_hetero.doctor.advice import Slowest, advise
 from lightning_hetero.doctor.availability import available, extras
 from lightning_hetero.errors import ConfigurationError, HeteroError
 from lightning_hetero.forecast import links
 from lightning_hetero.strategies import HeteroDDPStrategy
-from lightning_hetero.workload.shares import Cost
 
 
 def examine(
@@ -42,7 +40,7 @@ def examine(
             such as those of torchrun or mpiexec, or new ones.
 
     Raises:
-        ConfigurationError: Lightning makes no such Trainer.
+        ConfigurationError: Lightning makes no such Trainer, or the file to save cannot be written.
         HeteroError: the launcher's variables or an option are wrong, or another rank has failed.
     """
     for source in ("lightning.pytorch", "lightning.fabric"):
@@ -64,6 +62,8 @@ def examine(
     except (MisconfigurationException, TypeError, ValueError) as error:  # Lightning's ways to refuse
         given = ", ".join(f"{name}={value!r}" for name, value in trainer_options.items())
         raise ConfigurationError(f"there is no such Trainer ({given}): {error}") from error
+    if save is not None and trainer.global_rank == 0:  # which will write it; others may have other folders
+        saving.check(save)
     launcher = trainer.strategy.launcher
     assert launcher is not None
     try:
@@ -85,28 +85,15 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
     near, far = links.pairs(topology.nodes)
     within, between = links.measure(near), links.measure(far)
     if topology.rank == 0:
-        inside, outside = (
-            max(some, key=lambda link: link.all_reduce(work.size, 2), default=None) for some in (within, between)
-        )
+        slowest = Slowest(*(links.slowest(some, work.size) for some in (within, between)))
         costs, spread = [one.cost for one in speeds], max(one.spread for one in speeds)
-        advice = advise(costs, topology.nodes, work.samples, work.size, Slowest(inside, outside), spread)
+        advice = advise(costs, topology.nodes, work.samples, work.size, slowest, spread)
         rows = [*available(topology), *extras(topology.world)]
         report.show(topology, work, speeds, (within, between), rows, advice)
         if save is not None:
-            ways = [None if link is None else link[1:] for link in (inside, outside)]
-            _save(save, [[costs[rank] for rank in ranks] for ranks in topology.nodes], work.samples, work.size, ways)
+            saving.save(save, speeds, topology.nodes, work.samples, work.size, slowest)
     gather(None, "who is done")
     dist.destroy_process_group()
-
-
-def _save(
-    path: Path, nodes: Sequence[Sequence[Cost]], samples: int, size: int, ways: Sequence[Sequence[float] | None]
-) -> None:
-    """Write what ``lightning-hetero plan --from`` reads."""
-    memory = 2e-5, 5e9  # in place of a way that no two ranks have
-    within, between = (way or memory for way in ways)
-    found = {"nodes": nodes, "samples": samples, "size": size, "within": within, "between": between}
-    path.write_text(json.dumps(found, indent=1))
 
 
 def _end(children: Sequence[subprocess.Popen], patience: float) -> None:

@@ -9,6 +9,9 @@ from lightning_hetero.forecast.cluster import Cluster
 from lightning_hetero.forecast.predictions import WIRES, Prediction, predictions
 from lightning_hetero.forecast.rhythm import PRICE
 
+#: As many steps as ``tau="auto"`` lets lie between two exchanges: replicas that meet more rarely hardly train together.
+RAREST = 500
+
 
 class Change(NamedTuple):
     """One thing that differs, and what that brings.
@@ -34,13 +37,20 @@ def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Chang
     """
     now = predictions(cluster, every, wire)[0].speed
     slowest = max(cost.seconds(cluster.samples / cluster.world) for cost in cluster.ranks)
-    rare = max(math.ceil(cluster.across() * WIRES[wire] / PRICE / cluster.split), every)
+    several = len(cluster.nodes) > 1
+    exchange = (cluster.across() if several else cluster.gradients()) * WIRES[wire]
+    rare = max(min(math.ceil(exchange / PRICE / cluster.split), RAREST), every)
+    part = exchange / rare / cluster.split
     options: list[tuple[str, Callable[[], tuple[Cluster, int, str]]]] = [
-        ("a link ten times as fast", lambda: (_faster(cluster, 10), every, wire)),
         ("twice the samples per step", lambda: (replace(cluster, samples=2 * cluster.samples), every, wire)),
-        (f"exchanges every {rare} steps, 5% of the time", lambda: (cluster, rare, wire)),
         ("the slowest ranks as fast as the fastest", lambda: (_alike(cluster, slowest), every, wire)),
     ]
+    if rare > every:
+        options.append(
+            (f"exchanges every {rare} steps, each as long as {part:.0%} of them", lambda: (cluster, rare, wire))
+        )
+    if several:
+        options.append(("a link ten times as fast", lambda: (_faster(cluster, 10), every, wire)))
     if wire == "fp32":
         options.append(('wire="int8"', lambda: (cluster, every, "int8")))
     found = []

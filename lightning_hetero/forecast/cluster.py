@@ -50,6 +50,10 @@ class Way(NamedTuple):
         return 2 * self.pair(size)
 
 
+#: In place of a link that no two ranks have, so that nobody has measured it: memory.
+MEMORY = Way(2e-5, 5e9)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Ranks, links and a model.
@@ -146,14 +150,6 @@ class Cluster:
     def paces(self) -> tuple[float, ...]:
         """Seconds of a step of each rank on its share, where none waits for another."""
         return tuple(cost.seconds(share) for cost, share in zip(self.ranks, self.shares, strict=True))
-
-    def apart(self, steps: Sequence[float]) -> float:
-        """Seconds in which all ranks together come through a global batch, each at its own pace.
-
-        Args:
-            steps: seconds of a step of each rank, on its share.
-        """
-        return self.samples / sum(share / step for share, step in zip(self.shares, steps, strict=True))
 
     def gradients(self, size: float | None = None) -> float:
         """Seconds of an all-reduce over all ranks: one ring, which enters and leaves each node once.

@@ -38,6 +38,11 @@ class Link(NamedTuple):
         return Way(self.latency, self.bandwidth).all_reduce(size, members)
 
 
+def slowest(some: Sequence[Link], size: float) -> Way | None:
+    """The link over which a message of ``size`` bytes takes longest; ``None``: there is no link."""
+    return max((Way(link.latency, link.bandwidth) for link in some), key=lambda way: way.pair(size), default=None)
+
+
 def pairs(nodes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Pairs of ranks to measure.
 

@@ -18,7 +18,7 @@ from lightning_hetero.engine.job import Job
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.forecast import links
 from lightning_hetero.forecast.choice import Choice, Wish, choose
-from lightning_hetero.forecast.cluster import Cluster, Way
+from lightning_hetero.forecast.cluster import MEMORY, Cluster, Way
 from lightning_hetero.strategies import changing, saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.of_averager import with_options_of
@@ -28,7 +28,6 @@ from lightning_hetero.workload.shares import Cost
 
 _TRIES = 10  # times that it waits for the ranks' speeds
 _PAIRS = 4  # links of each kind that are measured, or it would take long on many nodes
-_MEMORY = Way(2e-5, 5e9)  # in place of a way that no two ranks have
 
 
 @with_options_of(UndecidedAverager)
@@ -121,12 +120,12 @@ class AutoStrategy(ReplicaStrategy):
             if problem := next(filter(None, gather(changing.unchangeable(self), "whether replicas can change")), None):
                 self._stay(f"{problem}, so that the replicas cannot change within this fit.")
                 return
-            if self._cluster(_MEMORY, _MEMORY) is None:
+            if self._cluster(MEMORY, MEMORY) is None:
                 self._next += self.algorithm.measure
                 if self._next > self._last:
                     self._stay("not every rank has measured its speed, or steps differ in size.")
                 return
-            near, far = (self._measured(pairs) for pairs in links.pairs(self._nodes()))
+            near, far = (self._measured(pairs, self._size()) for pairs in links.pairs(self._nodes()))
             cluster = self._cluster(near, far)
             assert cluster is not None
             step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
@@ -152,11 +151,10 @@ class AutoStrategy(ReplicaStrategy):
         assert self.job is not None
         return [list(ranks) for ranks in self.job.view.topology.nodes]
 
-    def _measured(self, pairs: list[tuple[int, int]]) -> Way:
-        """The slowest of some links (collective)."""
+    def _measured(self, pairs: list[tuple[int, int]], size: float) -> Way:
+        """The slowest of some links for a message of ``size`` bytes (collective)."""
         some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
-        ways = [Way(link.latency, link.bandwidth) for link in links.measure(some)]
-        return max(ways, key=lambda way: way.pair(1e6), default=_MEMORY)
+        return links.slowest(links.measure(some), size) or MEMORY
 
     def _cluster(self, within: Way, between: Way) -> Cluster | None:
         """What has been measured, the same on all ranks; ``None``: not yet, or it is not known how large steps are."""
@@ -167,10 +165,13 @@ class AutoStrategy(ReplicaStrategy):
         costs = [_straight(report, batches) for report in reports]
         if not all(cost.is_valid() and cost.fixed >= 0 for cost in costs):
             return None
-        size = sum(4 * p.numel() for p in self.trainer.lightning_module.parameters() if p.requires_grad)
         nodes = tuple(tuple(costs[rank] for rank in ranks) for ranks in self._nodes())
         shares = () if planner.auto else tuple(batches * n for n in planner.shares(self.share.step))
-        return Cluster(nodes, batches * planner.total, size, within, between, given=shares)
+        return Cluster(nodes, batches * planner.total, self._size(), within, between, given=shares)
+
+    def _size(self) -> int:
+        """Bytes of the gradients in fp32."""
+        return sum(4 * p.numel() for p in self.trainer.lightning_module.parameters() if p.requires_grad)
 
     def _batches(self) -> int:
         """Of an optimizer step."""

@@ -118,6 +118,24 @@ def test_its_wire_is_that_of_the_strategy_that_goes_on():
     torch.testing.assert_close(whole[2], narrow[2], rtol=0.05, atol=0.05)
 
 
+def _narrow(name: str) -> Any:
+    _measured_as(FAST_LINK, (name,))
+    # Whatever it brings:
+    auto.choose = lambda cluster, step, wish: choice.choose(cluster, 10.0, wish._replace(gain=-1.0))
+    strategy, module = _strategy(wire="bf16"), Net()
+    _trainer(strategy).fit(module, _data())
+    assert strategy.chosen is not None
+    return strategy.chosen.algorithm.wire, strategy.algorithm.wire, strategy.traffic.exchanges, parameters(module)
+
+
+@pytest.mark.parametrize("name", ["hetero_gossip", "hetero_gossip_async", "hetero_easgd_async"])
+def test_pairs_and_visits_to_a_center_take_its_wire_too(name: str) -> None:
+    for chosen, running, exchanges, weights in run(_narrow, 2, name, nodes=[1, 1]):
+        assert chosen == running == "bf16"
+        assert exchanges > 1
+        assert torch.isfinite(weights).all()
+
+
 # -- staying -------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +272,6 @@ def test_options_that_cannot_be(options: dict[str, Any]) -> None:
 def test_links_are_measured_in_a_few_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(links, "measure", lambda some: asked.extend(some) or [links.Link(p, 0.1, 1e6) for p in some])
-    way = AutoStrategy()._measured([(i, i + 1) for i in range(1000)])
+    way = AutoStrategy()._measured([(i, i + 1) for i in range(1000)], 1e6)
     assert len(asked) <= 4
     assert way == auto.Way(0.1, 1e6)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,11 @@ from rich.console import Console
 
 from lightning_hetero.cli import main
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.forecast.command import Wish, bytes_per_second, of_file, of_wish, plan
+from lightning_hetero.forecast.changes import RAREST
+from lightning_hetero.forecast.cluster import Way
+from lightning_hetero.forecast.command import plan
+from lightning_hetero.forecast.rates import bytes_per_second
+from lightning_hetero.forecast.sources import Wish, of_file, of_file_but, of_wish
 
 
 def printed(arguments, capsys):
@@ -23,14 +28,41 @@ def printed(arguments, capsys):
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("1gbit", 125e6), ("200mbit", 25e6), ("125MB", 125e6), ("10 Gbit/s", 1.25e9), ("5e1mb", None), ("fast", None)],
+    [
+        ("1gbit", 125e6),
+        ("200mbit", 25e6),
+        ("125MB", 125e6),
+        ("125mB", 125e6),
+        ("10 Gbit/s", 1.25e9),
+        (".5gbit", 62.5e6),
+        ("3.Mbytes", 3e6),
+    ],
 )
 def test_rates(text, rate):
-    if rate is None:
-        with pytest.raises(ValueError, match="is no rate"):
-            bytes_per_second(text)
-    else:
-        assert bytes_per_second(text) == rate
+    assert bytes_per_second(text) == rate
+
+
+@pytest.mark.parametrize("text", ["5e1mb", "fast", ".gbit", "1.2.3gbit", "gbit", "1", "-1gbit", ""])
+def test_what_is_no_rate(text):
+    with pytest.raises(ConfigurationError, match="is no rate: write 1gbit, 200mbit or 125MB"):
+        bytes_per_second(text)
+
+
+@pytest.mark.parametrize(("text", "words"), [("1Mb", "write 1mbit or 1MB"), ("2.5gb/s", "write 2.5gbit or 2.5GB")])
+def test_a_rate_of_bits_or_bytes_is_refused_with_both(text, words):
+    with pytest.raises(ConfigurationError, match=f"can be of bits or of bytes: {words}"):
+        bytes_per_second(text)
+
+
+def test_help_names_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    told = re.findall(r"--(\w+) \w+\s+(?:[^-]|-(?!-))*?\(([\w.-]+)[^)]*\)\s", capsys.readouterr().out)
+    found = {name: text for name, text in told if name in Wish._fields}
+    assert set(found) == set(Wish._fields)
+    for name, text in found.items():
+        value = Wish()._asdict()[name]
+        assert (bytes_per_second(text) if text[-1] in "tB" else float(text)) == (1 if name == "speeds" else value), name
 
 
 def test_the_cluster_that_was_described():
@@ -65,7 +97,7 @@ def test_it_prints_all_strategies_the_best_and_why_and_what_would_help(capsys, t
     assert "8 nodes, 32 ranks; 25 million parameters" in text
     rows = [line.split()[0] for line in text.splitlines() if "%" in line and line.startswith(("hetero_", "ddp"))]
     assert len(rows) >= 16
-    assert rows[-1] in ("ddp", "hetero_easgd_round_robin")
+    assert rows[-1] in ("hetero_easgd_round_robin", "hetero_diloco_async")  # 28 ranks visit a center on one link
     best = " ".join(text[text.index("Best: ") :].split())
     assert "times the samples/s of ddp" in best
     assert "a link ten times as fast: " in best
@@ -74,13 +106,23 @@ def test_it_prints_all_strategies_the_best_and_why_and_what_would_help(capsys, t
         assert image.size[0] > 600
 
 
+NODE = [[0.01, 0.002], [0.01, 0.004]]
+
+
+def saved(folder, **changed):
+    """A file of two nodes of two ranks, or what a test makes of it."""
+    found = {"nodes": [NODE, NODE], "samples": 32, "size": 4e6, "within": [1e-5, 1e9], "between": [1e-4, 125e6]}
+    file = folder / "doctor.json"
+    file.write_text(json.dumps({**found, **changed}))
+    return file
+
+
 def test_a_measured_cluster_is_read(tmp_path, capsys):
-    file = tmp_path / "doctor.json"
-    found = {"nodes": [[[0.01, 0.002]], [[0.01, 0.004]]], "samples": 32, "size": 4e6}
-    file.write_text(json.dumps({**found, "within": [1e-5, 1e9], "between": [1e-4, 125e6]}))
-    cluster = of_file(file)
-    assert (cluster.samples, cluster.size, cluster.between.bandwidth) == (64, 4e6, 125e6)
-    assert "2 nodes, 2 ranks; 1 million parameters" in printed(["--from", str(file), "--most", "2"], capsys)
+    cluster = of_file(saved(tmp_path))
+    assert (cluster.samples, cluster.size, cluster.between.bandwidth) == (128, 4e6, 125e6)
+    text = printed(["--from", str(saved(tmp_path)), "--most", "2"], capsys)
+    assert "2 nodes, 4 ranks; 1 million parameters" in text
+    assert of_file(saved(tmp_path, format=1)) == cluster
 
 
 @pytest.mark.parametrize(
@@ -91,14 +133,47 @@ def test_a_measured_cluster_is_read(tmp_path, capsys):
         ({"nodes": [[[0.0, 0.0]]]}, "above 0 for a sample"),
         ({"samples": 1.5}, "give a whole number"),
         ({"size": 0}, "0 bytes of parameters"),
+        ({"format": 2}, "format 2, of a later version"),
+        ({"between": None}, "is no file that the doctor has saved .*KeyError: 'between'"),
     ],
 )
 def test_a_measured_cluster_that_cannot_be_is_refused(tmp_path, wrong, words):
-    file = tmp_path / "doctor.json"
-    found = {"nodes": [[[0.01, 0.002]]], "samples": 32, "size": 4e6, "within": [1e-5, 1e9], "between": [1e-4, 1e8]}
-    file.write_text(json.dumps({**found, **wrong}))
     with pytest.raises(ConfigurationError, match=words):
-        of_file(file)
+        of_file(saved(tmp_path, **wrong))
+
+
+def test_what_is_given_beside_a_file_counts_more_than_what_it_has(tmp_path):
+    file = saved(tmp_path)
+    cluster = of_file(file)
+    given = {"params": 5e6, "batch": 8, "link": 1e6, "inside": 2e9, "handling": 7e9, "nodes": 3}
+    found, linked = of_file_but(file, given)
+    assert linked
+    assert found.nodes == (*cluster.nodes, cluster.nodes[0])
+    assert (found.size, found.samples, found.handling) == (20e6, 48, 7e9)
+    assert (found.within, found.between) == (Way(1e-5, 2e9), Way(1e-4, 1e6))
+    assert of_file_but(file, {"latency": 0.5})[0].between == Way(0.5, 125e6)
+    assert of_file_but(file, {}) == (cluster, True)
+
+
+@pytest.mark.parametrize("between", [None, [2e-5, 5e9]])  # the latter was saved by earlier versions
+def test_a_link_that_was_not_measured_is_not_printed_but_asked_for(between, tmp_path, capsys):
+    file = saved(tmp_path, nodes=[NODE], between=between)
+    text = " ".join(printed(["--from", str(file)], capsys).split())
+    assert "between nodes;" not in text
+    assert "5000" not in text
+    assert "a link ten times as fast" not in text
+    assert "Weak scaling is left out: no link between nodes was measured. Give its rate, such as --link 1gbit." in text
+    text = " ".join(printed(["--from", str(file), "--link", "1gbit", "--most", "2"], capsys).split())
+    assert "up to 2 nodes, 125 MB/s and 0.2 ms between nodes" in text
+    for options in (["--nodes", "2"], ["--latency", "0.1"], ["--out", str(tmp_path / "scaling.png")]):
+        with pytest.raises(SystemExit, match="no link between nodes was measured"):
+            main(["plan", "--from", str(file), *options])
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--step", "--speeds", "--fixed"])
+def test_what_a_file_has_measured_cannot_be_given_beside_it(option, tmp_path):
+    with pytest.raises(SystemExit, match=f"error: {option}: how fast the ranks are was measured"):
+        main(["plan", "--from", str(saved(tmp_path)), option, "1"])
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"nodes": []}', '{"nodes": [[1]], "samples": 1, "size": 1}'])
@@ -124,7 +199,13 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
         (["--out", "nowhere/scaling.png"], "in a folder that exists"),
         (["--out", "scaling.jpeg2"], "give the name of a PNG"),
         (["--nodes", "1000000"], "are more than 100000"),
+        (["--nodes", "10000000000000"], "are more than 100000"),  # not by way of a list of them
+        (["--most", "10000000000000"], "are more than 100000"),
         (["--link", "1.2.3gbit"], "is no rate"),
+        (["--link", "1Mb"], "can be of bits or of bytes"),
+        (["--link", "0gbit"], "above 0"),
+        (["--handling", "0B"], "above 0"),
+        (["--speeds", "1,1,1,0.5", "--nodes", "1", "--ranks", "3"], "4 speeds for 3 ranks"),
     ],
 )
 def test_bad_input_ends_with_one_line(options, words, capsys):
@@ -141,6 +222,40 @@ def test_zero_latency_and_a_model_of_one_parameter_are_no_trouble():
     assert math.isfinite(cluster.alone)
 
 
+def test_without_matplotlib_it_says_what_to_install_before_it_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lightning_hetero.forecast.command.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"matplotlib: python -m pip install 'lightning-hetero\[plots\]'"):
+        main(["plan", "--out", str(tmp_path / "scaling.png")])
+    assert capsys.readouterr().out == ""
+
+
+def test_who_exchanges_too_seldom_is_marked_and_explained(capsys):
+    slow = ["--nodes", "4", "--link", "1mbit", "--most", "2"]
+    text = printed(slow, capsys)
+    [row] = [line for line in text.splitlines() if line.startswith("hetero_gossip_async")]
+    assert row.split()[-1] == "seldom"
+    assert "seldom: this link lets it exchange less than half as often" in text
+    assert "seldom" not in printed(["--nodes", "4", "--link", "10gbit", "--most", "2"], capsys)
+
+
+def test_what_is_as_fast_as_ddp_is_not_told_as_a_gain(capsys):
+    alone = " ".join(printed(["--nodes", "1", "--ranks", "1", "--most", "2"], capsys).split())
+    assert 'Best: "ddp", and no other is faster.' in alone
+    assert "1.00 times the samples/s of ddp" not in alone
+
+
+def test_exchanges_are_advised_no_more_seldom_than_replicas_bear(capsys):
+    text = printed(["--nodes", "8", "--link", "1mbit", "--most", "2"], capsys)
+    [steps] = re.findall(r"exchanges every (\d+) steps", text)
+    assert int(steps) == RAREST
+
+
+def test_strategies_without_the_wire_are_named(capsys):
+    text = " ".join(printed(["--wire", "bf16", "--most", "2"], capsys).split())
+    assert 'In fp32, since they have no wire="bf16": hetero_diloco_async.' in text
+    assert "In fp32" not in printed(["--most", "2"], capsys)
+
+
 @pytest.mark.long
 def test_what_doctor_saves_plan_reads(tmp_path: Path) -> None:
     file, environment = tmp_path / "doctor.json", {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -149,8 +264,10 @@ def test_what_doctor_saves_plan_reads(tmp_path: Path) -> None:
     subprocess.run(doctor, check=True, capture_output=True, timeout=300, env=environment)
     cluster = of_file(file)
     assert [len(node) for node in cluster.nodes] == [2]
+    assert json.loads(file.read_text())["between"] is None  # one node
     assert cluster.samples == 128
     done = subprocess.run(
         [*command, "plan", "--from", str(file)], capture_output=True, text=True, timeout=300, check=True
     )
     assert "1 nodes, 2 ranks" in done.stdout
+    assert "Weak scaling is left out" in done.stdout

@@ -157,11 +157,8 @@ def test_no_strategy_is_faster_than_its_work(some_cluster, every, wire):
         assert one.efficiency == pytest.approx(one.speed / some_cluster.alone)
         if one.name == "ddp":
             assert one.step >= some_cluster.even
-        elif one.repeatable:
+        else:  # asynchronous or not, the slowest rank has its share to do
             assert one.step >= some_cluster.split * (1 - 1e-9)
-        else:  # each rank at its own pace
-            paces = zip(some_cluster.shares, some_cluster.ranks, strict=True)
-            assert one.speed <= sum(share / cost.seconds(share) for share, cost in paces) * (1 + 1e-9)
 
 
 @given(clusters, some.integers(2, 100))
@@ -191,15 +188,6 @@ def test_every_strategy_is_there_and_split_is_the_best_one():
     assert some_cluster.split == makespan(some_cluster.shares, some_cluster.ranks) < some_cluster.even
     for one in found.values():
         assert one.name.removesuffix(" (streaming)") == "ddp" or "Strategy(" in one.strategy or "hetero" in one.strategy
-
-
-def test_strategies_that_are_named_can_be_made():
-    import lightning_hetero.strategies
-
-    for every, wire in ((16, "fp32"), (1, "int8")):
-        for one in predictions(cluster(), max(every, 2), wire):
-            if one.strategy != '"ddp"':
-                eval(one.strategy, vars(lightning_hetero.strategies))
 
 
 # -- gossip ------------------------------------------------------------------------------------------------------
