@@ -59,7 +59,12 @@ def whole(save: Callable[..., None]) -> Callable[..., None]:
     def saved(strategy: "HeteroStrategy", *args: Any, **kwargs: Any) -> None:
         before = strategy.survival.view
         save(strategy, *args, **kwargs)
-        if before is not None and any(view != strategy.survival.view for view in gather(before, "what was saved")):
+        if before is None:
+            return
+        # All go by what they have gathered. A loss within that has come to some before they know its outcome, and to
+        # others after.
+        views = gather((before, strategy.survival.view), "what was saved")
+        if any(since != then for then, since in views):
             save(strategy, *args, **kwargs)
 
     return saved

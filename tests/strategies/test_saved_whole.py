@@ -1,0 +1,56 @@
+"""A checkpoint is saved once more if ranks were lost meanwhile: by all ranks, or by none."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_hetero.strategies import saving
+
+
+def _saves(
+    monkeypatch: pytest.MonkeyPatch, lost: str, others: list[tuple[int, int]] | None = None
+) -> tuple[int, tuple[int, int]]:
+    """How many times a rank saves, and what it tells the others.
+
+    Args:
+        monkeypatch: replaces what the ranks gather.
+        lost: when this rank learns of a loss: "never", while it "saves", or while ranks "gather".
+        others: what other ranks tell.
+    """
+    strategy: Any = SimpleNamespace(survival=SimpleNamespace(view=3))
+    saves, told = [], []
+
+    def gather(value: tuple[int, int], what: str) -> list[tuple[int, int]]:
+        told.append(value)
+        if lost == "gather":
+            strategy.survival.view = 4
+        return [value, *(others or [])]
+
+    @saving.whole
+    def save(strategy: Any) -> None:
+        saves.append(strategy.survival.view)
+        if lost == "saves":
+            strategy.survival.view = 4
+
+    monkeypatch.setattr(saving, "gather", gather)
+    save(strategy)
+    return len(saves), told[0]
+
+
+@pytest.mark.parametrize(
+    ("when", "times"),
+    [
+        (("never", "never"), 1),
+        (("never", "gather"), 1),  # the one has the outcome already when the other one's connection breaks
+        (("gather", "gather"), 1),
+        (("saves", "saves"), 2),
+        (("saves", "gather"), 2),
+        (("saves", "never"), 2),
+    ],
+)
+def test_ranks_decide_alike_whenever_they_learn_of_a_loss(
+    monkeypatch: pytest.MonkeyPatch, when: tuple[str, str], times: int
+) -> None:
+    told = [_saves(monkeypatch, one)[1] for one in when]
+    assert [_saves(monkeypatch, one, [other])[0] for one, other in zip(when, told[::-1], strict=True)] == [times] * 2
