@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_hetero.callbacks.record import View
 from lightning_hetero.engine.view import View as Members
+from lightning_hetero.strategies.lost_samples import sentence
 from lightning_hetero.strategies.survival import Loss
 
 
@@ -47,6 +48,7 @@ class Change(NamedTuple):
         stalls: seconds for which each rank stood still, as far as known.
         samples: drawn for the lost ranks, and not trained on.
         writer: the rank that writes checkpoints and logs from then on.
+        bound: what ``samples`` is: ``""`` (exactly so many), ``"up to "`` or ``"at least "``.
     """
 
     view: int
@@ -59,11 +61,17 @@ class Change(NamedTuple):
     stalls: dict[int, float]
     samples: int
     writer: int
+    bound: str = ""
 
     @property
     def stall(self) -> float:
         """The longest time for which a rank stood still."""
         return max(self.stalls.values())
+
+    @property
+    def amount(self) -> str:
+        """How many samples are lost."""
+        return f"{self.bound}{self.samples}"
 
     @property
     def who(self) -> str:
@@ -98,14 +106,15 @@ def changes(own: Sequence[Loss], rank: int, lineup: Lineup, views: Sequence[View
     for loss in own:
         living -= set(loss.lost)
         amounts = loss.ranks, loss.replicas, dict(sorted(stalls[loss.view].items())), loss.samples
-        found.append(Change(loss.view, loss.at, loss.step, loss.lost, loss.joined, *amounts, min(living)))
+        what = loss.view, loss.at, loss.step, loss.lost, loss.joined
+        found.append(Change(*what, *amounts, min(living), loss.bound))
     return found
 
 
 def sentence_of(change: Change) -> str:
     """A change in words."""
     rest = f"{change.ranks} rank{'' if change.ranks == 1 else 's'}"
-    left = f" {change.samples} samples that were drawn for {change.who} are not trained on." if change.samples else ""
+    left = sentence(change.samples, change.bound, f"that were drawn for {change.who}")
     how = change.how[0].upper() + change.how[1:]
     return (
         f"{how}. Training went on with {rest} after step {change.step}, {change.at:.1f} s after its start; ranks stood "

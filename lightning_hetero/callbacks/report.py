@@ -235,7 +235,7 @@ def _changes(fit: Fit) -> str:
         return ""
     head = ("view", "after step", "s", "lost", "ranks", "replicas", "longest stall, s", "samples lost", "now writes")
     rows = [
-        (c.view, c.step, f"{c.at:.2f}", c.how, c.ranks, c.replicas, f"{c.stall:.2f}", c.samples, f"rank {c.writer}")
+        (c.view, c.step, f"{c.at:.2f}", c.how, c.ranks, c.replicas, f"{c.stall:.2f}", c.amount, f"rank {c.writer}")
         for c in fit.changes
     ]
     return (

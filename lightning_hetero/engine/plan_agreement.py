@@ -92,7 +92,7 @@ class PlanAgreement:
         everyone = gather((number, None if plan is None else plan_as_row(plan)))
         latest, row = max(everyone, key=lambda one: one[0])
         if latest > number:
-            self._share.planner.adopt(plan_of_row(row), self._share.step)
+            self._share.planner.adopt(plan_of_row(row))
         self._share.agreement, planner = None, self._share.planner
         planner.before_draw, planner.in_force = (lambda step: None), (lambda: planner.plans[-1])
 
@@ -144,7 +144,7 @@ class PlanAgreement:
 
     def _adopt(self) -> None:
         for plan in self._member.new_plans():
-            self._share.planner.adopt(plan, self._share.step)
+            self._share.planner.adopt(plan)
 
     # -- on the thread of its own ------------------------------------------------------------------
 

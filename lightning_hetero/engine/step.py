@@ -76,7 +76,7 @@ class Workshare:
         self.replica, self._group, self._gathering = replica, group, gathering
         self._defers, self._owes = defers_reports, False  # a report of the step that has ended
         self.cost, self.evidence = CostModel(), Evidence()
-        self.step = 0  # batches done, the same on every rank
+        self.step = self.met = 0  # batches done, the same on every rank; after which all have met last, to report
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
         self._row, self._quiet = list[float](), 0  # that report; the step up to which there is none, after a loss
@@ -101,7 +101,7 @@ class Workshare:
         if regrouping is not None:  # in the midst of a step, perhaps
             kept = regrouping.kept
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
-            self.ended, self._laps = [former.ended[rank] for rank in kept], former._laps
+            self.ended, self._laps, self.met = [former.ended[rank] for rank in kept], former._laps, former.met
             self.drawn, self._fresh_pass = former.drawn and former.drawn.among(kept, self.replica), former._fresh_pass
             if self._defers:  # replicas may be steps apart: the next reports are of a step that none has done
                 self.launched, self._owes, self._quiet = regrouping.reports, False, regrouping.start
@@ -200,7 +200,7 @@ class Workshare:
         if not self._gathering.in_flight:
             return
         with self.timer.waiting():
-            self.reports = [Report.of_row(row) for row in self._gathering.collect()]
+            self.reports, self.met = [Report.of_row(row) for row in self._gathering.collect()], self._reported_at
         if not all(ended := [bool(report.ended) for report in self.reports]):
             self.ended = ended
         self._say_where_times_bend_down()

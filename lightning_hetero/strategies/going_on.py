@@ -15,14 +15,16 @@ from lightning_hetero.comm.deadline import deadline, of_communication, wait_for_
 from lightning_hetero.comm.membership import Agreed, Membership, Terms
 from lightning_hetero.comm.stores import store_at
 from lightning_hetero.engine.job import Job, open_store
-from lightning_hetero.errors import CommunicationError, MembershipLostError
+from lightning_hetero.errors import CommunicationError
 from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.entering import entered
 from lightning_hetero.strategies.growth import Growth
+from lightning_hetero.strategies.lost_samples import Count, count
 from lightning_hetero.strategies.repeated_metrics import leave_metrics, repeat_metrics
-from lightning_hetero.strategies.standing import LEFT, Behind, Standing, catch_up
+from lightning_hetero.strategies.standing import LEFT, Behind, Standing, catch_up, in_vain
 from lightning_hetero.strategies.survival import Loss, Survival
 from lightning_hetero.strategies.survival_guards import say_what_launchers_do, unsurvivable
+from lightning_hetero.workload.past_shares import PastShares
 from lightning_hetero.workload.regrouping import Regrouping
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class GoingOn(Survival):
         self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
         self._in_step = False
         self._over = False  # training has ended
-        self._growth = Growth(strategy)
+        self._growth, self._past = Growth(strategy), PastShares()
 
     @property
     def growth(self) -> Growth:
@@ -82,7 +84,7 @@ class GoingOn(Survival):
         """
         assert self._strategy.job is not None
         view = self._strategy.job.view
-        self._survivor, self._over = Survivor(self._recover), False
+        self._survivor, self._over, self._past = Survivor(self._recover), False, PastShares()
         if self._strategy.entry is None:  # else the fit began earlier
             self.losses = []
         raise_on_all(unsurvivable(self._strategy, view), "a fit that goes on without lost ranks")
@@ -103,7 +105,9 @@ class GoingOn(Survival):
         terms = Terms(grace, options.min_replicas, options.limit.total_seconds(), unit)
         me, token = view.ids[view.rank], job.token()
         interface = regrouping.interface(self._strategy)
-        membership = Membership(me, interface, token, terms, on_change=self._noticed, offer=self._offer)
+        self._share = self._strategy.share
+        hooks: dict[str, Any] = {"on_change": self._noticed, "offer": self._offer, "steps": lambda: self._share.step}
+        membership = Membership(me, interface, token, terms, **hooks)
         everyone = gather((me, membership.address, self._longest), "where ranks can be reached")
         addresses = {id: address for id, address, _ in everyone}
         known = [silence for *_, silence in everyone if silence is not None]
@@ -238,29 +242,26 @@ class GoingOn(Survival):
             MembershipLostError: this rank cannot go on.
         """
         assert self._membership is not None
-        began, own, lost = time.monotonic(), self._standing(), dict[int, str]()
+        began, own, lost, known = time.monotonic(), self._standing(), dict[int, str](), dict[int, int]()
         limit = self._strategy.options.limit.total_seconds()
         self._in_step = False
         while True:
             leaving.cut()  # this thread has noticed the loss, other threads of this rank need not have
             agreed = self._membership.agree(own)
-            lost |= agreed.lost
+            lost, known = lost | agreed.lost, known | agreed.steps
             if LEFT in map(tuple, agreed.standings.values()):  # others have left the fit, and this rank was about to
                 raise self._growth.again(agreed, self._store if agreed.host == self._membership_id else None)
             try:
-                behind, samples = self._join(agreed, own)
+                behind, counted = self._join(agreed, own, lost, known)
                 break
             except RuntimeError as error:  # one more was lost meanwhile
                 if not of_communication(error):
                     raise
                 if time.monotonic() - began > limit:
-                    raise MembershipLostError(
-                        f"Rank {self._membership_id} cannot go on: for {limit:g} s (the strategy's `timeout`) the "
-                        f"ranks that remain have tried in vain to meet, most recently in view {agreed.number}: {error}"
-                    ) from error
+                    raise in_vain(self._membership_id, limit, agreed.number, error) from error
                 _log.info("rank %d could not join view %d: %s", self._membership_id, agreed.number, error)
         self._growth.go_on()
-        self._tell(lost, samples, time.monotonic() - stopped)
+        self._tell(lost, counted, time.monotonic() - stopped)
         return behind
 
     @property
@@ -270,9 +271,10 @@ class GoingOn(Survival):
 
     def _standing(self) -> Standing:
         engine, share = self._strategy.engine, self._strategy.share
-        return Standing(engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step(), share.heard)
+        come = engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step(), share.heard
+        return Standing(*come, share.step, share.met if engine.lockstep else 0)
 
-    def _join(self, agreed: Agreed, own: Standing) -> tuple[Behind, int]:
+    def _join(self, agreed: Agreed, own: Standing, lost: dict[int, str], known: dict[int, int]) -> tuple[Behind, Count]:
         strategy, survivor = self._strategy, self._survivor
         assert strategy.job is not None
         me, before = self._membership_id, strategy.job.view
@@ -289,12 +291,14 @@ class GoingOn(Survival):
             replica = [standings[rank] for rank in job.view.replica.ranks]
             step = own.windows < max(standing.windows for standing in replica)
             exchange = strategy.engine.lockstep and own.meetings < max(standing.meetings for standing in standings)
-            samples = regrouping.regroup(strategy, job, moved, exchange, reports.index(max(reports)))
+            regrouping.regroup(strategy, job, moved, exchange, reports.index(max(reports)), self._past)
+            self._share = strategy.share
             regrouping.copy_states(strategy, [standing.windows for standing in standings])
-        return Behind(step, exchange), samples
+            return Behind(step, exchange), count(lost, known, standings, self._past, job.view.ranks_leave)
 
-    def _tell(self, lost: dict[int, str], samples: int, seconds: float) -> None:
+    def _tell(self, lost: dict[int, str], counted: Count, seconds: float) -> None:
         assert self._strategy.job is not None
         view, step = self._strategy.job.view, self._strategy.trainer.global_step
-        self.losses.append(Loss(view.number, lost, view.world, len(view.units), seconds, samples, step))
+        sizes, (samples, bound) = (view.world, len(view.units)), counted
+        self.losses.append(Loss(view.number, lost, *sizes, seconds, samples, step, bound=bound))
         self.losses[-1].warn(view)

@@ -15,20 +15,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.address import interface_towards
-from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.engine import optimizer_states
 from lightning_hetero.engine.job import Job
 from lightning_hetero.launch.environment import RegroupedEnvironment
 from lightning_hetero.strategies import plans
 from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.replica_ddp import wrap_anew
+from lightning_hetero.workload.past_shares import PastShares
 from lightning_hetero.workload.regrouping import Knowledge, Regrouping
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_hetero.strategies.base import HeteroStrategy
-    from lightning_hetero.strategies.joining import Parts
 
 
 def interface(strategy: "HeteroStrategy") -> str:
@@ -43,7 +43,9 @@ def abandon(strategy: "HeteroStrategy") -> None:
     strategy.engine.abandon()
 
 
-def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: bool, source: int) -> int:
+def regroup(
+    strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: bool, source: int, past: PastShares
+) -> None:
     """Make all that depends on who takes part anew, and go on with it (collective).
 
     Args:
@@ -52,9 +54,7 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
         moved: which ones, by their former numbers, and from which step on they share batches.
         missed: whether the others have completed an exchange between replicas that this rank has not.
         source: a rank that has acted on the latest reports.
-
-    Returns:
-        Samples that were drawn for the lost ranks; nobody trains on them.
+        past: learns by which plans the ranks have shared batches until now.
     """
     before, engine = strategy.job, strategy.engine
     assert before is not None
@@ -63,7 +63,8 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
     plans.settle(strategy)
     known = Knowledge.of(strategy.share.planner)
     of_rank(known, source).teach(strategy.share.planner)
-    former = rebuild(strategy, job, moved)
+    past.end(before.view.ids, strategy.share.planner, moved.start)
+    rebuild(strategy, job, moved)
     kept = [before.view.index_of(member.id) for member in job.view.replicas]
     strategy.engine.go_on(engine, kept, missed, run_of(strategy))
     renew_model(strategy)
@@ -71,28 +72,20 @@ def regroup(strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: boo
         strategy.stop_request.move(job.store("stop"))
     plans.begin(strategy)
     strategy.timer.restart()
-    planner, steps = former.share.planner, range(strategy.share.step, moved.start)
-    shares = [planner.at(step).split([planner.total], planner.turn(step))[0] for step in steps]
-    lost = [n for step in shares for rank, n in enumerate(step) if rank not in moved.kept]
-    return max(gather(sum(lost), "samples that are lost"))
 
 
-def rebuild(strategy: "HeteroStrategy", job: Job, moved: Regrouping) -> "Parts":
+def rebuild(strategy: "HeteroStrategy", job: Job, moved: Regrouping) -> None:
     """Make what depends on who takes part, which goes on where the former parts have stopped (collective).
 
     Args:
         strategy: in the midst of a fit.
         job: with the new view.
         moved: which ranks are in it, by their former numbers, and from which step on they share batches.
-
-    Returns:
-        The former parts.
     """
     former = strategy.build(job, moved)
     assert former is not None
     strategy.step.take_over(former.step)
     strategy.parts.loaders.take_over(former.loaders, moved)
-    return former
 
 
 def launched(strategy: "HeteroStrategy") -> ClusterEnvironment:

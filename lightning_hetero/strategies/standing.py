@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.collective import Survivor
+from lightning_hetero.errors import MembershipLostError
 
 
 class Standing(NamedTuple):
@@ -16,6 +17,8 @@ class Standing(NamedTuple):
         calls: collectives over all ranks.
         next_step: the first step that it has not drawn yet.
         reports: how many times it has acted on the reports of all ranks.
+        step: batches that it has done.
+        met: so many had all ranks done when they last met, as far as it knows; 0 where they do not keep step.
     """
 
     windows: int
@@ -23,10 +26,12 @@ class Standing(NamedTuple):
     calls: int
     next_step: int
     reports: int
+    step: int
+    met: int
 
 
 #: Of a rank that has left the fit to begin it again with others: nobody goes on from where it was.
-LEFT = Standing(-1, -1, -1, -1, -1)
+LEFT = Standing(*[-1] * len(Standing._fields))
 
 
 class Behind(NamedTuple):
@@ -57,3 +62,18 @@ def catch_up(survivor: Survivor, standings: Sequence[Standing], own: Standing) -
     results = of_rank(results, ahead)
     missed = {number: result for number, result in results.items() if number >= own.calls}
     survivor.received.update(missed)
+
+
+def in_vain(me: int, limit: float, view: int, error: Exception) -> MembershipLostError:
+    """The error of a rank that could not meet those with which it has agreed to go on.
+
+    Args:
+        me: its id.
+        limit: seconds for which it has tried.
+        view: most recently.
+        error: what came of that.
+    """
+    return MembershipLostError(
+        f"Rank {me} cannot go on: for {limit:g} s (the strategy's `timeout`) the ranks that remain have tried in vain "
+        f"to meet, most recently in view {view}: {error}"
+    )

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from lightning_hetero.strategies.lost_samples import sentence
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -29,6 +31,7 @@ class Loss:
         seconds: for which this rank stood still: from the beginning of the step, exchange or collective that broke to
             when it could begin it again.
         samples: drawn for the lost ranks, and not trained on.
+        bound: what that number is: ``""`` (exactly so many), ``"up to "`` or ``"at least "``.
         joined: ranks that have joined, by their numbers since then.
         step: the Trainer's ``global_step`` then.
         at: when this rank went on, by ``time.perf_counter()``.
@@ -43,6 +46,7 @@ class Loss:
     step: int
     joined: tuple[int, ...] = ()
     at: float = field(default_factory=time.perf_counter, compare=False)
+    bound: str = ""
 
     def warn(self, view: "View") -> None:
         """Tell the user who was lost, if anybody was.
@@ -53,7 +57,7 @@ class Loss:
         if not self.lost:
             return
         who = "; ".join(f"rank {id} {how}" for id, how in sorted(self.lost.items()))
-        left = f" {self.samples} samples that they had still to take are not trained on." if self.samples else ""
+        left = sentence(self.samples, self.bound, "that they had still to take")
         rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
         with suppress(UserWarning):  # also where warnings are errors
             warnings.warn(

@@ -61,6 +61,8 @@ class Planner:
     USEFUL = 16
     #: No rank's share grows beyond this multiple of what it has been seen to manage.
     GROWTH = 2.0
+    #: Plans that are remembered: ranks that are behind still draw by earlier ones, and what is lost is counted by them.
+    KEPT = 16
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class Planner:
         self._note(self.plans[-1].split([total])[0])
 
     def at(self, step: int) -> Plan:
-        """The plan in force at ``step``, which may be as old as the step before the latest update."""
+        """The plan in force at ``step``, if that is one of the latest :attr:`KEPT` ones."""
         for plan in reversed(self.plans):
             if plan.start <= step:
                 return plan
@@ -187,7 +189,7 @@ class Planner:
         """
         if (plan := self.propose(step, reports)) is not None:
             plan = replace(plan, start=max(int(r.drawn) for r in reports))
-            self.adopt(plan, step)
+            self.adopt(plan)
         return plan
 
     def propose(self, step: int, reports: Sequence[Report]) -> Plan | None:
@@ -215,17 +217,11 @@ class Planner:
         """Forget the latest proposal: not all ranks have agreed."""
         self._trial, self._doubt, self._patience = self._before
 
-    def adopt(self, plan: Plan, step: int) -> None:
-        """Follow a plan from its start on.
-
-        Args:
-            plan: agreed by all ranks; it starts at a step that none has drawn.
-            step: the present step.
-        """
+    def adopt(self, plan: Plan) -> None:
+        """Follow a plan from its start on. All ranks have agreed on it; it starts at a step that none has drawn."""
         self._look, self._looks = Look(), []
         self._note(plan.split([self.total])[0])
-        before = self.at(max(step - 1, 0))  # what has just been done may still be asked for
-        self.plans = [p for p in self.plans if p is before or p.start >= step] + [plan]
+        self.plans = [*self.plans, plan][-self.KEPT :]
 
     def _see(self, reports: Sequence[Report], mixed: bool) -> None:
         """Look at how long steps take now; not if they are ``mixed`` ones, of the plan in force and of that before."""

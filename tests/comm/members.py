@@ -25,13 +25,16 @@ def offer(number: int) -> list[Any]:
 
 
 class Threads:
-    """All members in this process. ``called`` counts the calls of ``on_change``."""
+    """All members in this process. ``called`` counts the calls of ``on_change``; ``done`` are steps of each."""
 
     def __init__(self, units: Sequence[Sequence[int]], terms: Terms = TERMS) -> None:
         ids = [member for unit in units for member in unit]
-        self.called = dict.fromkeys(ids, 0)
+        self.called, self.done = dict.fromkeys(ids, 0), dict.fromkeys(ids, 0)
         self.all = {
-            one: Membership(one, "127.0.0.1", TOKEN, terms, on_change=self._count(one), offer=offer) for one in ids
+            one: Membership(
+                one, "127.0.0.1", TOKEN, terms, on_change=self._count(one), offer=offer, steps=self._done(one)
+            )
+            for one in ids
         }
         addresses = {one: membership.address for one, membership in self.all.items()}
         for membership in self.all.values():
@@ -42,6 +45,9 @@ class Threads:
             self.called[member] += 1
 
         return count
+
+    def _done(self, member: int) -> Callable[[], int]:
+        return lambda: self.done[member]
 
     def connected(self) -> None:
         """Wait until all are connected with the coordinator."""
@@ -133,9 +139,8 @@ def _live(member: int, life: Callable, terms: Terms, end: Connection) -> None:
     os.setpgid(0, 0)
     changed = threading.Event()
     hooks: dict[str, Callable[[int], Any]] = {"offer": offer}
-    membership = Membership(
-        member, "127.0.0.1", TOKEN, terms, on_change=changed.set, offer=lambda number: hooks["offer"](number)
-    )
+    hooked = {"on_change": changed.set, "offer": lambda number: hooks["offer"](number), "steps": lambda: 0}
+    membership = Membership(member, "127.0.0.1", TOKEN, terms, **hooked)
     end.send(membership.address)
     membership.begin(*end.recv())
     known = membership._member

@@ -39,6 +39,7 @@ class Node:
     def __init__(self, world: "World", me: int, first: Roster, terms: Terms) -> None:
         self.world, self.me = world, me
         self.dead = self.frozen = False
+        self.stopped = 0.0  # when it was killed, or last frozen
         self.inbox: list[tuple[End, str, dict[str, Any]]] = []
         self.ends: list[End] = []
         self.coming = False
@@ -51,6 +52,13 @@ class Node:
 
     def busy(self) -> float:
         return 1.0
+
+    def steps(self) -> int:
+        """Its own pace, for as long as it runs."""
+        return self.done(self.stopped or self.world.time)
+
+    def done(self, time: float) -> int:
+        return int((20 + 10 * self.me) * time)
 
     def note(self, what: str, member: int, why: str = "") -> None:
         self.world.noted(self, what, member, why)
@@ -193,7 +201,7 @@ class World:
     def kill(self, one: int) -> None:
         node = self.nodes[one]
         if not node.dead:
-            node.dead = True
+            node.dead, node.stopped = True, node.stopped if node.frozen else self.time
             for end in node.ends:
                 if not end.dropped and not end.ended:
                     self.carry(end, ("closed", {}))
@@ -214,12 +222,13 @@ class World:
             self.after(0.05, lambda: self._when_told(one))
 
     def freeze(self, one: int) -> None:
-        self.nodes[one].frozen = True
+        node = self.nodes[one]
+        node.frozen, node.stopped = True, node.stopped if node.frozen or node.dead else self.time
 
     def thaw(self, one: int) -> None:
         node = self.nodes[one]
         if node.frozen and not node.dead:
-            node.frozen = False
+            node.frozen, node.stopped = False, 0.0
             node.member.restart()
 
     def part(self, side: Sequence[int]) -> None:

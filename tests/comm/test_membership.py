@@ -8,7 +8,7 @@ import time
 import pytest
 from members import LONG, TERMS, TOKEN, Threads, in_threads, until
 
-from lightning_hetero.comm.membership import Agreed
+from lightning_hetero.comm.membership import Agreed, Membership
 from lightning_hetero.errors import MembershipLostError
 
 
@@ -52,6 +52,18 @@ def test_all_agree_on_those_that_remain() -> None:
         assert same(again).members == (1, 3)
         assert same(again).number > view.number
         assert list(same(again).lost) == [0]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_it_is_known_how_far_a_lost_member_had_come(lost: int) -> None:
+    with in_threads([[0], [1], [2]]) as threads:
+        threads.done[lost] = 5
+        alive = [one for one in range(3) if one != lost]
+        heard = alive[:1] if lost else alive  # members hear of the coordinator, it hears of all
+        until(lambda: all(threads.all[one]._member.pulse.steps.get(lost) == 5 for one in heard))
+        threads.all[lost].close()
+        changing(threads, alive)
+        assert same(threads.agree(alive)).steps == {lost: 5}
 
 
 def test_nobody_is_lost() -> None:
@@ -228,6 +240,6 @@ def test_close_is_quick_and_may_come_first() -> None:
         threads.all[0].close()
         threads.all[0].leave()
         assert time.monotonic() - began < LONG / 4
-    never = Threads([[0]]).all[0].__class__(3, "127.0.0.1", TOKEN, TERMS, on_change=print, offer=print)
+    never = Membership(3, "127.0.0.1", TOKEN, TERMS, on_change=print, offer=print, steps=int)
     assert not never.changing
     never.failed("failed")

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from membership_world import World
+from membership_world import TICK, World
 
 SINGLE = [[0], [1], [2], [3], [4]]
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -159,3 +159,60 @@ def test_kills_alone_leave_all_others_in_one_view(seed: int) -> None:
         world.run(draw.choice([0.5, 1.5]) if len(world.going) > 3 else 5.0)
         check_views(world)
     check_settled(world)
+
+
+# -- how far the lost ones had come ------------------------------------------------------------------
+
+
+def check_steps(world: World, lost: list[int], begun: float) -> None:
+    """All have agreed on how far those that are lost had come: what they had done a heartbeat earlier, or more."""
+    member = world.nodes[world.going[0]].member
+    proposal = world.agreed[member.view.key]
+    assert set(lost) <= set(proposal.steps)
+    for one in lost:
+        node = world.nodes[one]
+        latest = min(begun, node.stopped) - member.hearing.beat - 2 * TICK - 0.1  # ticks, and delays of the network
+        assert node.done(latest) <= proposal.steps[one] <= node.done(node.stopped), (one, proposal.steps)
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("lost", [[0], [3], [0, 3], [1, 3]])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_lost_members_have_done_is_known_up_to_a_heartbeat(seed: int, lost: list[int], how: str) -> None:
+    world = World(seed, [[one] for one in range(5)])
+    world.run(10.0)
+    for one in lost:
+        getattr(world, how)(one)
+    at = world.time
+    world.run(15.0)
+    check_settled(world)
+    if 0 in lost and 3 in lost:  # nobody but the coordinator has heard of member 3
+        member = world.nodes[1].member
+        assert world.agreed[member.view.key].steps.keys() == {0}
+        lost = [0]
+    check_steps(world, lost, at)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_lost_member_has_done_is_known_after_the_coordinator_is_lost_too(seed: int) -> None:
+    """It was in the view that the coordinator has proposed; then it dies, before it can say that it counts."""
+    world = World(seed, SINGLE)
+    world.run(10.0)
+    world.kill(3)
+    at = world.time
+    world.nodes[0].member.gathering.acknowledged = lambda peer, key: world.kill(0)  # type: ignore[method-assign]
+    world.run(15.0)
+    check_settled(world)
+    assert world.going == [1, 2, 4]
+    check_steps(world, [0, 3], at)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_last_word_of_a_member_says_how_far_it_has_come(seed: int) -> None:
+    world = World(seed, SINGLE)
+    world.run(10.0)
+    done = world.nodes[2].done(world.time)
+    world.end(2, "failed")
+    world.run(15.0)
+    check_settled(world)
+    assert world.agreed[world.nodes[0].member.view.key].steps[2] >= done

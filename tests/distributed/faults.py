@@ -128,19 +128,27 @@ def wake(folder: str, rank: int, signum: int) -> None:
         os.kill(noted(folder, f"rank-{rank}")[0], signum)
 
 
-def fit(folder: str, name: str, strikes: list[Strike], options: dict[str, Any], **settings: Any) -> Seen:
+def fit(
+    folder: str,
+    name: str,
+    strikes: list[Strike],
+    options: dict[str, Any],
+    samples: int = 96,
+    kind: type[Struck] = Struck,
+    **settings: Any,
+) -> Seen:
     """What every rank of a job does."""
     torch.manual_seed(0)
-    kind, own = STRATEGIES[name]
-    strategy = kind(**{"on_peer_loss": "continue", "timeout": 60, "grace": GRACE, **own, **options})
-    model = Struck(folder, strikes)
+    strategy_class, own = STRATEGIES[name]
+    strategy = strategy_class(**{"on_peer_loss": "continue", "timeout": 60, "grace": GRACE, **own, **options})
+    model = kind(folder, strikes)
     told: list[tuple[float, str]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda text, *_, **__: told.append((time.monotonic(), str(text)))  # type: ignore[assignment]
         try:
             trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, "limit_val_batches": 0, **settings})
-            trainer.fit(model, DataLoader(dataset(96), batch_size=4), DataLoader(dataset(24), batch_size=4))
+            trainer.fit(model, DataLoader(dataset(samples), batch_size=4), DataLoader(dataset(24), batch_size=4))
         finally:
             note(folder, f"ended-{model.mine}")
             _release(folder, strikes, model.mine)

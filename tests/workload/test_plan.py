@@ -1,6 +1,7 @@
 """A plan splits the batches of a step, of one loader or several."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from test_planner import planner_of
 from lightning_hetero.errors import ShareError
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.regrouping import Knowledge
 from lightning_hetero.workload.report import Report
 from lightning_hetero.workload.shares import Cost
 
@@ -95,7 +97,7 @@ def test_times_count_the_samples_of_all_loaders():
     assert Plan(0, (Cost(30, 1), Cost(0, 1)), (0, 0), (64, 64)).split([32, 16]) == [[6, 26], [3, 13]]
 
 
-def test_the_plan_of_the_step_before_an_update_is_still_known() -> None:
+def test_earlier_plans_are_still_known() -> None:
     planner = Planner(2)
     planner.expect(32)
     planner.update(6, [Report(0.0, k, 0.0, 8, 16, 16 * k, 0.0) for k in (1.0, 3.0)])
@@ -104,6 +106,21 @@ def test_the_plan_of_the_step_before_an_update_is_still_known() -> None:
     assert planner.shares(7) == before == [16, 16]
     assert planner.shares(8) == [24, 8]
     assert planner.shares(10)[0] < 16
-    planner.update(11, [Report(0.0, k, 0.0, 13, 16, 16 * k, 0.0) for k in (1.0, 3.0)])
-    with pytest.raises(LookupError, match="the plan of step 0 is no longer known"):
+    for number in range(Planner.KEPT - 3):
+        planner.adopt(replace(planner.at(0), start=11 + number))
+    assert planner.at(0).start == 0
+    planner.adopt(replace(planner.at(0), start=100))
+    with pytest.raises(LookupError, match="the plan of step 0 is no longer known; there are those from 8 on"):
         planner.at(0)
+    assert planner.shares(8) == [24, 8]
+
+
+def test_a_rank_that_is_behind_learns_plans_without_forgetting_by_which_it_still_draws() -> None:
+    """When ranks are lost, it learns from one that is ahead."""
+    ahead, behind = Planner(2), Planner(2)
+    for planner in (ahead, behind):
+        planner.expect(32)
+    for start in (50, 150):
+        ahead.adopt(replace(ahead.at(0), start=start))
+    Knowledge.of(ahead).teach(behind)
+    assert [behind.at(step).start for step in (40, 120, 160)] == [0, 50, 150]

@@ -32,7 +32,7 @@ class Farewell:
         """The member ends: with an error, or because its run is over."""
         waits = how is None and self._member.leads
         self._due = self._member.around.now() + (_LINGER if waits else 0.0)
-        self._message = {"k": "bye", "how": how}
+        self._message = self._member.pulse.along({"k": "bye", "how": how})
         self._member.advance()
 
     @property

@@ -184,7 +184,9 @@ class Gathering:
             member.lose(member.me, f"could not prepare view {number}: {type(error).__name__}: {error}", final=True)
             self._resigned()
             return None
-        proposal = Proposal(Roster(number, member.me, units), standings, member.gone.reasons, offer)
+        roster = Roster(number, member.me, units)
+        steps = {one: done for one, done in member.pulse.steps.items() if one not in roster.members}
+        proposal = Proposal(roster, standings, member.gone.reasons, offer, steps)
         self._proposal, self._acks = proposal, {member.me}
         member.acked[proposal.key] = proposal
         for peer in proposal.roster.members:

@@ -8,6 +8,7 @@ from lightning_hetero.comm.membership.following import Following
 from lightning_hetero.comm.membership.gathering import Gathering
 from lightning_hetero.comm.membership.hearing import Hearing
 from lightning_hetero.comm.membership.majority import Key, Roster
+from lightning_hetero.comm.membership.pulse import Pulse
 from lightning_hetero.comm.membership.state import Proposal, State
 from lightning_hetero.comm.membership.surroundings import Channel, Surroundings
 from lightning_hetero.comm.membership.terms import Terms
@@ -49,10 +50,10 @@ class Member:
         self.over: str | None = None
         self.inbound: dict[int, Channel] = {}
         self.outbound: dict[int, Channel] = {}
-        self._beaten = self._ticked = float("-inf")
+        self._ticked = float("-inf")
         self._stirred = False
         self.following, self.watching, self.gathering = Following(self), Watching(self), Gathering(self)
-        self.farewell = Farewell(self)
+        self.farewell, self.pulse = Farewell(self), Pulse(self)
         first_contact = around.now() + max(terms.timeout - self.hearing.grace, 0.0)
         self.hearing.expect(self.others, first_contact)  # they may begin later
         # Attempts to connect: how many, and time of the next. Members connect to the coordinator by themselves.
@@ -78,7 +79,8 @@ class Member:
     def state(self) -> dict[str, Any]:
         """The message that says where this member stands."""
         acked = [proposal.roster for proposal in self.acked.values()]
-        return {"k": "state", "v": [self.leader, self.following.term, self.view, acked, self.standing, self.changing]}
+        state = [self.leader, self.following.term, self.view, acked, self.standing, self.changing]
+        return self.pulse.along({"k": "state", "v": state})
 
     def left_out(self, peer: int) -> dict[str, Any]:
         """The message to a member that does not take part any more."""
@@ -166,8 +168,8 @@ class Member:
         if peer == self.leader:
             self.watching.asked = {}
         kind, value = message["k"], message.get("v", ())
+        self.pulse.take(peer, message)
         if kind == "beat":
-            self.hearing.busy(peer, float(message.get("v", 1.0)))
             return
         if kind == "state":
             self._state(channel, State.read(value))
@@ -220,6 +222,7 @@ class Member:
     def _acknowledge(self, channel: Channel, proposal: Proposal) -> None:
         if self.standing is not None and self.me in proposal.roster.members and proposal.key > self.view.key:
             self.acked[proposal.key] = proposal
+            self.pulse.learn(proposal.steps)
             channel.send({"k": "ack", "v": proposal.key})
         else:
             channel.send(self.state())
@@ -249,10 +252,7 @@ class Member:
         now = self.around.now()
         if now - self._ticked >= _TICK:
             self._ticked, self._stirred = now, True
-            if now - self._beaten >= self.hearing.beat:
-                self._beaten, beat = now, {"k": "beat", "v": round(self.around.busy(), 2)}
-                for channel in (*self.inbound.values(), *self.outbound.values()):
-                    channel.send(beat)
+            self.pulse.tick(now)
             if self.over is None:
                 self.watching.tick()
         if self._stirred:

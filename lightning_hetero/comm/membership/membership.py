@@ -40,6 +40,7 @@ class Membership:
             it has come.
         offer: called on the coordinator, by its thread, with the number of a new view; returns what its members need
             to meet, as JSON has it. It must return soon.
+        steps: called by the thread, for how many steps this member has done; the others hear of it in its heartbeats.
 
     Attributes:
         events: what has happened, for a monitor.
@@ -54,9 +55,10 @@ class Membership:
         *,
         on_change: Callable[[], None],
         offer: Callable[[int], Any],
+        steps: Callable[[], int],
     ) -> None:
         self.me, self.terms, self.events = me, terms, list[Event]()
-        self._on_change, self._offer = on_change, offer
+        self._on_change, self._offer, self._steps = on_change, offer, steps
         self._wire = Wire(me, interface, token)
         self._member: Member | None = None
         self._members: tuple[int, ...] = ()
@@ -153,7 +155,9 @@ class Membership:
             lost[one] = agreed.lost.get(one, "was not among those that went on")
         self._members = roster.members
         standings = {one: agreed.standings[one] for one in roster.members}
-        return Agreed(roster.number, roster.members, standings, dict(sorted(lost.items())), agreed.offer, roster.host)
+        steps = {one: agreed.steps[one] for one in sorted(lost) if one in agreed.steps}
+        lost = dict(sorted(lost.items()))
+        return Agreed(roster.number, roster.members, standings, lost, agreed.offer, roster.host, steps)
 
     def failed(self, how: str) -> None:
         """Let the others know that this member ends with an error, and close.
@@ -205,6 +209,10 @@ class Membership:
     def busy(self) -> float:
         """How many processes there are for each core of this machine, at least 1; in the last minute."""
         return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
+
+    def steps(self) -> int:
+        """How many steps this member has done."""
+        return self._steps()
 
     def offer(self, number: int) -> Any:
         """What the members of a view need to meet."""

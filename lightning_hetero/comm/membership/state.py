@@ -52,12 +52,14 @@ class Proposal(NamedTuple):
         standings: of each member.
         lost: all that are lost, with the reasons.
         offer: what the coordinator's ``offer`` returned.
+        steps: that members which would not take part have done, as far as the coordinator knows.
     """
 
     roster: Roster
     standings: dict[int, tuple[int, ...]]
     lost: dict[int, str]
     offer: Any
+    steps: dict[int, int]
 
     @property
     def key(self) -> Key:
@@ -66,10 +68,12 @@ class Proposal(NamedTuple):
 
     def written(self) -> list[Any]:
         """For JSON, which has no numbers as keys."""
-        return [self.roster, list(self.standings.items()), list(self.lost.items()), self.offer]
+        by_member = [list(one.items()) for one in (self.standings, self.lost, self.steps)]
+        return [self.roster, *by_member, self.offer]
 
     @classmethod
     def read(cls, value: Any) -> "Proposal":
         """The proposal that was written as JSON."""
-        roster, standings, lost, offer = value
-        return cls(Roster.read(roster), {member: tuple(one) for member, one in standings}, dict(lost), offer)
+        roster, standings, lost, steps, offer = value
+        come = {member: tuple(one) for member, one in standings}
+        return cls(Roster.read(roster), come, dict(lost), offer, dict(steps))

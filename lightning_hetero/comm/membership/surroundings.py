@@ -31,5 +31,8 @@ class Surroundings(Protocol):
     def busy(self) -> float:
         """How many processes there are for each core of this machine, at least 1."""
 
+    def steps(self) -> int:
+        """How many steps this member has done."""
+
     def note(self, what: str, member: int, why: str = "") -> None:
         """Take note of an event."""

@@ -31,6 +31,8 @@ class Agreed(NamedTuple):
             "rank 3 ...".
         offer: what the coordinator's ``offer`` returned.
         host: id of the member that made the offer.
+        steps: that each of those that do not take part any more has done, as far as is known; what is not known is not
+            there. A member tells it with its heartbeats, so it may have done more.
     """
 
     number: int
@@ -39,6 +41,7 @@ class Agreed(NamedTuple):
     lost: dict[int, str]
     offer: Any
     host: int
+    steps: dict[int, int]
 
 
 class Event(NamedTuple):
