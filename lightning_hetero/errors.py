@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from typing_extensions import Self
 
 
@@ -21,9 +23,15 @@ class HeteroError(Exception):
 
     on_every_rank = False  #: Whether all ranks raise it at the same point: then none of them is lost to the others.
 
-    def of_all(self) -> "Self":
-        """This error, which all ranks raise at the same point."""
-        self.on_every_rank = True
+    of_ranks: tuple[int, ...] = ()  #: Of an error that all ranks raise, on which of them the fault is, where known.
+
+    def of_all(self, ranks: "Iterable[int]" = ()) -> "Self":
+        """This error, which all ranks raise at the same point.
+
+        Args:
+            ranks: on which the fault is; empty: not known.
+        """
+        self.on_every_rank, self.of_ranks = True, tuple(ranks)
         return self
 
 

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import logged_step
+from lightning_hetero.callbacks.attendance import Attendance
 from lightning_hetero.callbacks.inline import Summary, html
-from lightning_hetero.callbacks.lineup import Lineup
 from lightning_hetero.callbacks.record import Exchanged, Record, StepRecord, View, thin
 from lightning_hetero.callbacks.report import fit_of, folder_of, write
 from lightning_hetero.callbacks.shown import exchange_texts, loss_metrics, metrics, pairing_table, texts
@@ -110,8 +110,7 @@ class HeteroMonitor(Callback):
         self.report = report
         self._folder: str | None = None  # for the report of the running fit
         self._steps: StepRecord | None = None  # of the running fit, if it is to be reported
-        self._start = 0.0  # of the running fit, by ``time.perf_counter()``
-        self._lineup: Lineup | None = None  # at its start
+        self._attendance: Attendance | None = None  # in the running fit
         self._seen: list[Any] = []
         self._before = Traffic()  # what exchanges had cost at the latest one that was seen
         self._at = math.nan  # when that was
@@ -141,14 +140,17 @@ class HeteroMonitor(Callback):
         assert isinstance(strategy, HeteroStrategy)
         folder = trainer.log_dir or trainer.default_root_dir  # collective
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
-        [report, *_] = gather(wanted, "the ranks to set their clocks for HeteroMonitor")
+        losses, entry, told = strategy.survival.losses, strategy.entry, None
+        if entry is not None and entry.replica is not None and self._attendance is not None:
+            told = self._attendance.told(losses, time.perf_counter())  # others have just joined
+        everyone = gather((wanted, told), "the ranks to set their clocks for HeteroMonitor")
         assert strategy.job is not None
-        self.summary = None  # of an earlier fit
-        self._start, self._lineup = time.perf_counter(), Lineup.of(strategy.job.view)
-        self.losses = [] if strategy.entry is None else list(strategy.survival.losses)  # else others have just joined
-        if report is not None:
+        self.summary, start = None, time.perf_counter()  # it is of an earlier fit
+        self._attendance = Attendance(strategy.job.view, start, [told for _, told in everyone])
+        self.losses = [] if entry is None else list(losses)
+        if (report := everyone[0][0]) is not None:
             self._folder = folder_of(report, folder)
-            self._steps = StepRecord(self._start, strategy.share.step)
+            self._steps = StepRecord(start, strategy.share.step)
             strategy.share.watchers.append(self._steps.add)
 
     @override
@@ -209,21 +211,17 @@ class HeteroMonitor(Callback):
             return None
         found = steps.stretches, steps.beginning, steps.end, steps.background
         assert strategy.job is not None
-        me = strategy.job.view.ids[strategy.job.view.rank]
-        return View(me, *found, list(self.exchanges), strategy.share.fitted, tuple(self._losses(strategy)))
-
-    def _losses(self, strategy: HeteroStrategy) -> list[Loss]:
-        """In seconds since the start."""
-        losses = (loss for loss in strategy.survival.losses if loss.at >= self._start)  # since others have joined
-        return [replace(loss, at=loss.at - self._start) for loss in losses]
+        assert self._attendance is not None
+        me, losses = strategy.job.view.ids[strategy.job.view.rank], self._attendance.since(strategy.survival.losses)
+        return View(me, *found, list(self.exchanges), strategy.share.fitted, tuple(losses))
 
     def _write(
         self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[View], ended: str | None = None
     ) -> None:
         assert self._folder is not None
-        assert self._lineup is not None
+        assert self._attendance is not None
         try:
-            fit = fit_of(strategy, type(module).__name__, views, ended, self._lineup, self._losses(strategy))
+            fit = fit_of(strategy, type(module).__name__, views, ended, self._attendance)
             self.summary = write(self._folder, fit)
         except Exception as error:  # whatever it is, the training is worth more than its report
             rank_zero_warn(f"HeteroMonitor could not write its report to {self._folder}: {error!r}")

@@ -66,7 +66,7 @@ def _time_lines(fit: Fit) -> Picture:
                 lane(axis, row, spans, PARTS[part][0])
             lane(axis, row + 0.46, [(a, b - a) for a, b in view.background], HIDDEN[0], height=0.1)
         axis.set_xlim(*window)
-        for change in fit.changes:
+        for change in fit.shown:
             if window[0] <= change.at and change.at - change.stall <= window[1]:
                 mark(axis, change.at, _lost(change), change.at - change.stall)
         axis.set_title(title, loc="left", weight="bold")
@@ -103,12 +103,14 @@ def _rows(fit: Fit) -> list[tuple[View, Totals]]:
 
 
 def _lost(change: Change) -> str:
+    if change.joined:
+        return change.who
     return f"{change.who} lost" if change.lost else "connections lost"
 
 
 def _marks(fit: Fit, more: str = "") -> str:
     """The part of a caption that explains the marks."""
-    return f" A red line marks where the ranks went on after others were lost.{more}" if fit.changes else ""
+    return f" A red line marks where the ranks went on after others were lost, or joined.{more}" if fit.shown else ""
 
 
 def _fewer(fit: Fit) -> str:
@@ -199,7 +201,7 @@ def _shares(fit: Fit) -> Picture:
                 xycoords=axis.get_yaxis_transform(),
             )
         top -= share
-    for change in fit.changes:
+    for change in fit.shown:
         after = (s.first for s in fit.views[0].stretches if s.began + s.seconds >= change.at)
         mark(axis, 1 + next(after, steps[-1]), _lost(change))
     axis.set_xlim(1, steps[-1] + rows[0][count - 1].steps)
@@ -235,7 +237,7 @@ def _speeds(fit: Fit) -> Picture:
     axis.stairs(solo, edges, baseline=None, color="#888888", ls="--", label=solo_label)
     who = f"rank {fit.views[0].rank}" if alone else "the whole job"
     axis.stairs(job, edges, baseline=None, color=NEUTRAL[0], lw=2, label=who)
-    for change in fit.changes:
+    for change in fit.shown:
         mark(axis, change.at, _lost(change), change.at - change.stall)
     axis.set_xlim(began, ended)
     axis.set_ylim(0, 1.1 * max(_typical(list(solo)), _typical(list(job)), 1e-12))

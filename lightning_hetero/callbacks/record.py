@@ -247,7 +247,7 @@ class Fit(NamedTuple):
         facts: what to say of the run, by name, such as versions and options.
         pairings: under gossip, of each replica, its completed exchanges with each.
         ended: the error that ended the fit early, if one did.
-        changes: of who took part.
+        changes: of who took part, from the fit's beginning; all else is since others have last joined.
     """
 
     views: list[View]
@@ -263,4 +263,9 @@ class Fit(NamedTuple):
     @property
     def living(self) -> int:
         """How many ranks there were at the end."""
-        return sum(map(len, self.replicas)) - sum(len(change.lost) for change in self.changes)
+        return self.changes[-1].ranks if self.changes else sum(map(len, self.replicas))
+
+    @property
+    def shown(self) -> "list[Change]":
+        """The changes since the time lines begin."""
+        return [change for change in self.changes if change.at >= 0]

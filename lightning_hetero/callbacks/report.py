@@ -18,24 +18,22 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
+from lightning_hetero.callbacks.attendance import Attendance
 from lightning_hetero.callbacks.inline import Summary
-from lightning_hetero.callbacks.lineup import Lineup, changes, sentence_of
+from lightning_hetero.callbacks.lineup import sentence_of
 from lightning_hetero.callbacks.record import Fit, View, together
 from lightning_hetero.callbacks.totals import Totals, settled, totals
 from lightning_hetero.callbacks.verdict import Verdict, judge
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
-from lightning_hetero.strategies.survival import Loss
 
 Row = Sequence[object]
 #: What pictures may be called.
 PICTURES = ("timeline", "parts", "shares", "speed", "exchanges", "course", "pairings")
 
 
-def fit_of(
-    strategy: HeteroStrategy, module: str, views: list[View], ended: str | None, lineup: Lineup, own: Sequence[Loss]
-) -> Fit:
+def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str | None, attendance: Attendance) -> Fit:
     """What is known of a fit.
 
     Args:
@@ -43,12 +41,10 @@ def fit_of(
         module: the name of the LightningModule.
         views: of the ranks.
         ended: the error that ended it early, if one did.
-        lineup: who took part when it began.
-        own: losses of ranks, as this rank has seen them.
+        attendance: who took part.
     """
-    job, options = strategy.job, strategy.options
-    assert job is not None
-    lost = changes(own, job.view.ids[job.view.rank], lineup, views)
+    options, lineup = strategy.options, attendance.lineup
+    lost = attendance.changes(strategy.survival.losses, views)
     averager = strategy.averager if isinstance(strategy, ReplicaStrategy) else None
     chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
     chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
@@ -85,8 +81,9 @@ def folder_of(report: str | Path, folder: str) -> str:
 
 
 def verdict_of(fit: Fit) -> Verdict:
-    """The verdict on the second half of the steps, when shares have settled."""
-    return judge(totals(fit), fit.lockstep, fit.automatic, missing=fit.living - len(fit.views))
+    """The verdict on the second half of the steps, when shares have settled; first it says who was lost, and joined."""
+    verdict = judge(totals(fit), fit.lockstep, fit.automatic, missing=fit.living - len(fit.views))
+    return verdict._replace(sentences=(*map(sentence_of, fit.changes), *verdict.sentences))
 
 
 def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
@@ -171,8 +168,7 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
         if fit.ended
         else ""
     )
-    told = [*map(sentence_of, fit.changes), *verdict.sentences]
-    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in told)
+    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict.sentences)
     advice = "".join(f"<li>{escape(sentence)}</li>" for sentence in verdict.advice)
     pairings = ""
     if fit.pairings:
@@ -233,16 +229,29 @@ def _exchanges(fit: Fit) -> str:
 def _changes(fit: Fit) -> str:
     if not fit.changes:
         return ""
-    head = ("view", "after step", "s", "lost", "ranks", "replicas", "longest stall, s", "samples lost", "now writes")
+    head = (
+        "view",
+        "after step",
+        "s",
+        "lost or joined",
+        "ranks",
+        "replicas",
+        "longest stall, s",
+        "samples lost",
+        "now writes",
+    )
     rows = [
         (c.view, c.step, f"{c.at:.2f}", c.how, c.ranks, c.replicas, f"{c.stall:.2f}", c.amount, f"rank {c.writer}")
         for c in fit.changes
     ]
+    again = any(change.at < 0 for change in fit.changes)
+    joined = "Pictures and sums begin when others have last joined; what was before has negative seconds. "
     return (
-        "<section><h2>Who was lost</h2><p>Ranks keep the numbers that they had at first. A stall is the time from the "
-        "moment at which a rank noticed the loss until it went on; it counts as time between steps. Samples that are "
-        "lost were drawn for the lost ranks, and nobody trains on them. The last column is the rank that writes "
-        f"checkpoints and logs from then on.</p>{_table(head, rows)}</section>"
+        "<section><h2>Who was lost, and who joined</h2><p>Ranks keep the numbers that they had at first; when others "
+        f"join, all are numbered anew. {joined if again else ''}A stall is the time from the beginning of the step or "
+        "exchange that broke, or from when a rank stopped for others to join, until it went on; it counts as time "
+        "between steps. Samples that are lost were drawn for the lost ranks, and nobody trains on them. The last "
+        f"column is the rank that writes checkpoints and logs from then on.</p>{_table(head, rows)}</section>"
     )
 
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_hetero._lightning import accumulates, resume_by
 from lightning_hetero.callbacks.beside import Beside
+from lightning_hetero.callbacks.kept import Kept
 from lightning_hetero.checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.strategies.apart import Apart
@@ -84,7 +85,8 @@ class ResumableCheckpoint(Resumable):
         self._beside: Beside | None = None  # of the running fit; another one when ranks are lost
         self._owed: BaseException | None = None  # what could not be written, until the next save tells it
         self._fit = 0  # a number that all ranks give the running fit
-        self._kept: list[str] = []  # checkpoints, the oldest first
+        self._kept = Kept(keep)
+        self._latest: tuple[Beside, str] | None = None  # by which a checkpoint was begun last, and its path
         self._at = 0  # the step at which it has last looked whether to save
         self._counted = False  # whether it is to save, by steps
         self._since: float | None = None  # when it last saved by time, or the fit has begun
@@ -92,7 +94,7 @@ class ResumableCheckpoint(Resumable):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without what belongs to the running fit."""
-        return {**self.__dict__, "_beside": None, "_owed": None}
+        return {**self.__dict__, "_beside": None, "_owed": None, "_latest": None}
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class ResumableCheckpoint(Resumable):
         self._ended = {"complete": False, "stopped": False}
         joins = getattr(trainer.strategy, "entry", None) is not None  # a job that runs, and has its checkpoints
         if not joins:
-            self._kept, self._owed, self._since = [], None, None
+            self._kept, self._owed, self._since = Kept(self.keep), None, None
         if stage == TrainerFn.FITTING and not joins and not getattr(trainer, "fast_dev_run", False):
             strategy = trainer.strategy
             resume_by(trainer, lambda path, named: path if named else self._newest(strategy, path))
@@ -124,7 +126,8 @@ class ResumableCheckpoint(Resumable):
             rank_zero_warn(f"No checkpoint in {self.dirpath} is whole: training starts from the beginning.")
         if path is not None:
             first = paths.index(path)  # those before it are not whole, and go first
-            self._kept = [other for other in (*paths[:first], *reversed(paths[first:])) if other != given]
+            oldest_first = (*paths[:first], *reversed(paths[first:]))
+            self._kept = Kept(self.keep, (other for other in oldest_first if other != given))
         if strategy.local_rank == 0:
             clean(self.dirpath, paths)
         return path
@@ -159,7 +162,7 @@ class ResumableCheckpoint(Resumable):
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
         assert strategy.job is not None
-        self._fit = strategy.broadcast(next(self._fits))
+        self._fit, self._kept = strategy.broadcast((next(self._fits), self._kept))  # some ranks may be new
         self._open(strategy)
         self._at, self._counted, self._told = trainer.global_step, False, False
         self._ended = {"complete": False, "stopped": False}
@@ -215,31 +218,26 @@ class ResumableCheckpoint(Resumable):
         moment: Literal["", "-complete"] = "-complete" if self._ended["complete"] else ""
         path = path_of(self.dirpath, step, moment)
         if beside.apart is not None and not moment:
-            self._left_out(beside.apart.save(trainer, path, lambda: self._remove(strategy, self._keep(path))))
+            self._left_out(beside.apart.save(trainer, path, lambda: self._is_complete(strategy, path)))
             return
         if files.agree():
             return self._left_out(step)
+        if self._latest is not None and self._latest[0] is beside:  # else ranks were lost, or have joined, since then
+            self._kept.complete(self._latest[1])
+        older, self._latest = self._kept.begin(path), (beside, path)
         plain, strategy.checkpoint_io = strategy.checkpoint_io, files
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             strategy.checkpoint_io = plain
-        old = self._keep(path)
-        files.launch(lambda: self._remove(strategy, old))
+        files.launch(lambda: self._kept.remove(strategy, older))
         if not self.background:
             files.complete()
             files.agree()
 
-    def _keep(self, path: str) -> list[str]:
-        """Keep a checkpoint; returns those that are not kept any more."""
-        kept = [*(other for other in self._kept if other != path), path]
-        self._kept = kept[-self.keep :]
-        return kept[: -self.keep]
-
-    @staticmethod
-    def _remove(strategy: HeteroStrategy, paths: list[str]) -> None:
-        for path in paths:
-            strategy.remove_checkpoint(path)
+    def _is_complete(self, strategy: HeteroStrategy, path: str) -> None:
+        self._kept.remove(strategy, self._kept.begin(path))
+        self._kept.complete(path)
 
     def _left_out(self, step: int | None) -> None:
         if step is not None and not self._told:

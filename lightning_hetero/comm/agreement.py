@@ -65,7 +65,8 @@ def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup |
         group: the ranks. Default: all.
 
     Raises:
-        DisagreementError: on every rank, with the names and each rank's value.
+        DisagreementError: on every rank, with the names and each rank's value. If all ranks were asked, the fault is on
+            those that differ from rank 0.
         CommunicationError: another rank did not take part in time.
     """
     digest = repr(sorted(values.items(), key=lambda item: item[0]))
@@ -80,7 +81,12 @@ def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup |
     ]
     more = f"\n  and {len(differing) - 8} more" if len(differing) > 8 else ""
     error = DisagreementError(f"the ranks differ in {what}; make them the same:\n" + "\n".join(lines) + more)
-    raise error.of_all() if group is None else error
+    wrong = [rank for rank, one in enumerate(everyone) if any(_differs(one, everyone[0], name) for name in differing)]
+    raise error.of_all(wrong) if group is None else error
+
+
+def _differs(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    return repr(one.get(name, _MISSING)) != repr(other.get(name, _MISSING))
 
 
 def hash_of(text: str) -> str:
@@ -102,7 +108,8 @@ def raise_on_all(problem: HeteroError | None, what: str, group: dist.ProcessGrou
         CommunicationError: another rank did not take part in time.
     """
     problems = gather(None if problem is None else str(problem), what, group)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            error = problem or DisagreementError(f"rank {rank} cannot take part ({what}): {text}")
-            raise error.of_all() if group is None else error
+    wrong = [rank for rank, text in enumerate(problems) if text is not None]
+    if wrong:
+        first = wrong[0]
+        error = problem or DisagreementError(f"rank {first} cannot take part ({what}): {problems[first]}")
+        raise error.of_all(wrong) if group is None else error

@@ -51,6 +51,14 @@ def watch(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
         _failures.run += 1
 
 
+def forget() -> None:
+    """Watch nobody any more: this process does not belong to those ranks now. Local, idempotent."""
+    global _failures, _world, _numbers
+    if _failures is not None:
+        _failures.close()
+    _failures, _world, _numbers = None, None, ()
+
+
 def watched() -> bool:
     """Whether the ranks of the present process group are watched."""
     return dist.is_initialized() and _world is dist.group.WORLD

@@ -8,9 +8,9 @@ file system keep their own ones.
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -51,12 +51,26 @@ def shard_of(path: Any, replica: int, save: str) -> str:
     return f"{folder_of(path)}/replica-{replica}-{save}.pt"
 
 
+class Gone(NamedTuple):
+    """What rank 0 has removed.
+
+    Attributes:
+        path: of a checkpoint.
+        saves: that have left shards there and nothing else, by their names; ``None``: the checkpoint is gone, and its
+            shards are to go, whoever has saved them.
+    """
+
+    path: str
+    saves: frozenset[str] | None = None
+
+
 class Shards:
     """Writes the shards of a strategy's checkpoints, and removes those that nothing refers to any more."""
 
     def __init__(self) -> None:
         self._latest: dict[str, str] = {}  # by the path of a checkpoint, the name of its latest save
-        self._removed: list[str] = []  # checkpoints that rank 0 has removed since it has last told the others
+        self._saves: dict[str, set[str]] = {}  # by path, of this job, those of which something may be there
+        self._gone: list[Gone] = []  # what rank 0 has removed since it has last told the others
 
     @contextmanager
     def saving(self, files: Files, path: Any, leads: bool, background: bool, save: str | None = None) -> Iterator[str]:
@@ -74,6 +88,7 @@ class Shards:
             The name of the save.
         """
         save = save or self.clean(files, leads)
+        self._saves.setdefault(str(path), set()).add(save)
         try:
             yield save
         except Exception:
@@ -81,8 +96,12 @@ class Shards:
                 _prune(files, path, lambda other: other != save)
             raise
         before, self._latest[str(path)] = self._latest.get(str(path)), save
-        if leads and not (background and before is None):
-            _prune(files, path, {save, before if background else save}.__contains__)
+        if not (background and before is None):
+            kept = {save, before if background and before else save}
+            dropped = self._saves[str(path)] - kept
+            self._saves[str(path)] &= kept
+            if leads:
+                _prune(files, path, kept.__contains__, dropped)
 
     def clean(self, files: Files, leads: bool) -> str:
         """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot (collective).
@@ -92,23 +111,40 @@ class Shards:
         """
         return self.follow(files, leads, of_rank(self.news(), 0))
 
-    def news(self) -> tuple[str, list[str]]:
+    def news(self) -> tuple[str, list[Gone]]:
         """What :meth:`follow` needs of rank 0: a name for a save, and what it has removed since it was last asked."""
-        told, self._removed = self._removed, []  # a thread may remove more meanwhile
+        told, self._gone = self._gone, []  # a thread may remove more meanwhile
         return secrets.token_hex(6), told
 
-    def follow(self, files: Files, leads: bool, news: tuple[str, list[str]]) -> str:
+    def follow(self, files: Files, leads: bool, news: tuple[str, list[Gone]]) -> str:
         """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot; returns the save's name."""
-        save, removed = news
-        for path in removed if leads else ():
-            _prune(files, path, save.__eq__)  # another leader may already write to the same folder
+        save, told = news
+        for gone in told:
+            self._clear(files, gone, leads, save)  # another leader may already write to the same folder
         return save
 
     def removed(self, files: Files, path: Any) -> None:
         """Remove the shards of a checkpoint that has just been removed; on rank 0."""
-        self._latest.pop(str(path), None)
-        self._removed.append(str(path))
-        _prune(files, path, lambda _: False)
+        self._gone.append(gone := Gone(str(path)))
+        self._clear(files, gone)
+
+    def unfinished(self, files: Files, path: Any) -> None:
+        """Remove what saves of this job have left of a checkpoint that has not come about; on rank 0.
+
+        No rank writes to it any more. What has not been saved in this fit, or by this job, stays.
+        """
+        if saves := self._saves.get(str(path)):
+            self._gone.append(gone := Gone(str(path), frozenset(saves)))
+            self._clear(files, gone)
+
+    def _clear(self, files: Files, gone: Gone, leads: bool = True, present: str | None = None) -> None:
+        """Forget what is gone, and remove what this rank can of it, but for the present save."""
+        self._latest.pop(gone.path, None)
+        own = self._saves.pop(gone.path, set()) if gone.saves is None else gone.saves
+        self._saves.pop(gone.path, None)
+        if leads:
+            keeps = (lambda other: other == present) if gone.saves is None else (lambda other: other not in own)
+            _prune(files, gone.path, keeps, own)
 
 
 def write(files: Files, path: str, state: dict[str, Any], storage_options: Any | None) -> None:
@@ -158,13 +194,21 @@ def agree(problem: str | None, error: Exception | None) -> str | None:
     return next((problem for problem, _ in everyone if problem is not None), None)
 
 
-def _prune(files: Files, path: Any, keeps: Callable[[str], bool]) -> None:
-    """Remove a checkpoint's shards, except those of saves to keep. What cannot be removed stays, and does no harm."""
+def _prune(files: Files, path: Any, keeps: Callable[[str], bool], halves: Collection[str] = ()) -> None:
+    """Remove a checkpoint's shards. What cannot be removed stays, and does no harm.
+
+    Args:
+        files: removes them.
+        path: of the checkpoint.
+        keeps: whether the shards of a save stay.
+        halves: saves of this job on which nobody works any more: what they have left half written goes as well.
+    """
     with suppress(OSError):
         file_system, folder = url_to_fs(folder_of(path))
         file_system.invalidate_cache()
         names = [os.path.basename(name) for name in file_system.ls(folder, detail=False)]
         gone = [name for name in names if name.startswith("replica-") and not keeps(_save_of(name))]
+        gone += [name for name in names if name.startswith("saving-replica-") and _save_of_half(name) in halves]
         for name in gone:
             with suppress(FileNotFoundError):  # another leader has been faster
                 files.remove_checkpoint(f"{folder_of(path)}/{name}")
@@ -175,3 +219,8 @@ def _prune(files: Files, path: Any, keeps: Callable[[str], bool]) -> None:
 def _save_of(name: str) -> str:
     """The name of the save in that of a shard."""
     return os.path.splitext(name)[0].rpartition("-")[2]
+
+
+def _save_of_half(name: str) -> str:
+    """The same for a shard that is being written: ``saving-replica-ID-SAVE-RANDOM.tmp``."""
+    return name.split("-")[-2]

@@ -19,6 +19,7 @@ from lightning_hetero._lightning import note
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.objects import packed, unpacked
 from lightning_hetero.engine import loader_states, random_states
+from lightning_hetero.engine.shards import Gone
 from lightning_hetero.errors import CheckpointError, CommunicationError
 from lightning_hetero.strategies.background import BackgroundFiles, Files
 from lightning_hetero.strategies.copies import Copies
@@ -49,7 +50,7 @@ class Report(NamedTuple):
     problem: str | None
     takes_part: bool
     states: tuple[dict[str, Any], list[Any], Any] | None = None
-    news: tuple[str, list[str]] = ("", [])
+    news: tuple[str, list[Gone]] = ("", [])
 
 
 class Apart:

@@ -54,8 +54,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not named after `path`: Lightning takes any file with "hpc_ckpt_" or "last" in its name for a checkpoint.
-    beside = path.with_name(f"saving-{uuid.uuid4().hex[:12]}.tmp")
+    # Not named after `path`: Lightning takes any file with "hpc_ckpt_" or "last" in its name for a checkpoint. Except
+    # for shards, which bear the name of their save: so it is known whose one is that will never be complete.
+    whose = f"{path.stem}-" if path.name.startswith("replica-") else ""
+    beside = path.with_name(f"saving-{whose}{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(beside, "xb") as raw:
             file = _Remembering(raw)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import _lightning
@@ -22,11 +23,11 @@ from lightning_hetero.engine.job import open_store
 from lightning_hetero.engine.join_requests import Admission, JoinRequests, answers
 from lightning_hetero.errors import HeteroError, JoinRefusedError
 from lightning_hetero.launch.job_address import AddressFile, JobAddress
-from lightning_hetero.strategies import regrouping
+from lightning_hetero.strategies import asking_again, regrouping
 from lightning_hetero.strategies.entering import PATH, Entry, addresses, enter
 from lightning_hetero.strategies.join_card import card, fits, misfit
 from lightning_hetero.strategies.memory_files import MemoryFiles
-from lightning_hetero.strategies.signals import sigterm_noted
+from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -124,6 +125,16 @@ class Growth:
         """This rank leaves the fit, to begin it again."""
         self._between = True
 
+    def asks(self) -> None:
+        """This process, which is new, has left the fit, and has yet to ask the job again: SIGTERM ends it.
+
+        Raises:
+            SIGTERMException: it has come already.
+        """
+        self._between = False
+        if self.terminated:
+            raise SIGTERMException(TERMINATED)
+
     def note_sigterm(self) -> bool:
         """SIGTERM has come; returns whether the fit that is about to begin again will stop for it."""
         self.terminated |= self._between
@@ -199,7 +210,7 @@ class Growth:
 
 def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of the Trainer, and begin a fit again where ranks join it."""
-    growth, again = strategy.survival.growth, None
+    growth, again, asked = strategy.survival.growth, None, 0
     assert growth is not None
     growth.terminated = False
     with sigterm_noted(growth.note_sigterm):
@@ -212,6 +223,11 @@ def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: 
             except BeginAgainError as grows:
                 again = grows
             except Exception as error:
+                if asked < asking_again.MOST and _may_ask_again(strategy, error):
+                    _leave_fit(strategy, growth)
+                    growth.asks()
+                    again, asked = BeginAgainError(asking_again.ask_again(strategy, error), None), asked + 1
+                    continue
                 if again is None or (again := _without_newcomers(strategy, again, error)) is None:
                     raise
             _leave_fit(strategy, growth)
@@ -251,6 +267,12 @@ def _without_newcomers(strategy: "HeteroStrategy", former: BeginAgainError, erro
     if again.entry.admission.rank == 0 and world > before:
         warnings.warn(f"{world - before} rank(s) could not join, and the fit goes on without: {error}", stacklevel=2)
     return again
+
+
+def _may_ask_again(strategy: "HeteroStrategy", error: Exception) -> bool:
+    """Whether this process is new, and others are why it could not join."""
+    entry = strategy.entry
+    return entry is not None and entry.replica is None and asking_again.wrong_are_others(entry, error)
 
 
 def _leave_fit(strategy: "HeteroStrategy", growth: Growth) -> None:

@@ -156,7 +156,7 @@ class Replicas:
         """What this rank's losses have been, to save it."""
         return self._strategy.engine.losses.state_dict()
 
-    def files(self, noted: Noted, path: str, news: tuple[str, list[str]], losses: list[Any]) -> Files:
+    def files(self, noted: Noted, path: str, news: tuple[str, list[shards.Gone]], losses: list[Any]) -> Files:
         """What this rank writes (collective over the leaders of replicas).
 
         Args:

@@ -2,14 +2,19 @@
 
 import io
 import json
+import os
+import signal
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+from growing import LATE, grow, values
+from growing import fit as grown
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from ranks import attempt
@@ -20,9 +25,12 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks import HeteroMonitor
+from lightning_hetero.callbacks.attendance import Attendance
 from lightning_hetero.callbacks.canvas import LOST
 from lightning_hetero.callbacks.lineup import Change
 from lightning_hetero.callbacks.plots import draw
+from lightning_hetero.callbacks.record import View
+from lightning_hetero.strategies.survival import Loss
 
 DIED = "has ended without a word: killed, out of memory, or its program is over"
 
@@ -100,6 +108,109 @@ def test_the_successor_writes_who_was_lost_and_what_it_cost(tmp_path: Path, rank
         assert all(widths == {len(ranks)} for widths, ranks in zip(value["widths"], value["ranks"], strict=True))
     assert {"hetero/lost_samples", "hetero/stall_s", "hetero/view"} <= rest[first]["logged"]
     assert f"hetero/share/rank{told[1]}" in rest[first]["logged"]
+
+
+class Dies(pl.Callback):
+    """Rank 2 is killed at step 3, and rank 0 some steps after others have joined."""
+
+    def __init__(self) -> None:
+        self.starts, self.steps = 0, 0
+
+    def on_train_start(self, *_: Any) -> None:
+        self.starts, self.steps = self.starts + 1, 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.steps += 1
+        rank = -1 if os.environ.get(LATE) else int(os.environ["RANK"])
+        if (rank == 2 and self.steps == 4) or (rank == 0 and self.starts == 2 and self.steps == 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Notes(pl.Callback):
+    """Notes what the strategy knows of those who were lost, and joined; of what the monitor does not see itself."""
+
+    def __init__(self) -> None:
+        self.losses: list[dict[str, Any]] = []
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.losses = [asdict(loss) for loss in strategy.survival.losses]
+
+
+def _others_join(folder: str) -> Any:
+    os.chdir(folder)
+    monitor, notes = HeteroMonitor(f"{folder}/report"), Notes()
+    grown("HeteroDDPStrategy", {"balance": "off"}, f"{folder}/job", 1, [lambda: monitor, lambda: notes, Dies])
+    return notes.losses, [] if monitor.summary is None else monitor.summary.verdict.sentences
+
+
+def test_the_report_tells_all_changes_also_those_before_others_have_joined(tmp_path: Path) -> None:
+    outcomes = grow(3, 1, _others_join, str(tmp_path))
+    assert [outcomes[rank].exitcode for rank in (0, 2)] == [-signal.SIGKILL] * 2
+    (losses, sentences), (late, _) = values([outcomes[1], outcomes[3]])
+    assert [(loss["lost"], loss["joined"]) for loss in losses] == [({2: DIED}, ()), ({}, (2,)), ({0: DIED}, ())]
+    assert len(late) == 2  # it was not there before
+
+    found = json.loads((tmp_path / "report" / "figures.json").read_text())
+    changes = found["changes"]
+    for change, loss in zip(changes, losses, strict=True):
+        assert {int(rank): how for rank, how in change["lost"].items()} == loss["lost"]
+        for key in ("view", "step", "ranks", "replicas", "samples"):
+            assert change[key] == loss[key], key
+        assert tuple(change["joined"]) == loss["joined"]
+    assert [list(change["stalls"]) for change in changes] == [
+        ["0", "1"],
+        ["1", "2"],
+        ["1", "2"],
+    ]  # rank 0 has told of the first when others joined
+    assert [change["stalls"]["1"] for change in changes] == [loss["seconds"] for loss in losses]
+    assert [change["writer"] for change in changes] == [0, 0, 1]
+    assert changes[0]["at"] < 0 < changes[1]["at"] < changes[2]["at"]
+    times = [loss["at"] for loss in losses]  # of another clock; it was read once more while the ranks met
+    assert np.allclose(np.diff([change["at"] for change in changes]), np.diff(times), atol=0.5)
+    assert found["verdict"]["slowest"] is not None  # nobody is missing: those who were lost before are not expected
+
+    page = (tmp_path / "report" / "report.html").read_text()
+    told = [
+        f"Rank 2 {DIED}. Training went on with 2 ranks after step {losses[0]['step']}, ",
+        f"Rank 2 joined. Training went on with 3 ranks after step {losses[1]['step']}, ",
+        f"Rank 0 {DIED}. Training went on with 2 ranks after step {losses[2]['step']}, ",
+    ]
+    places = [page.index(text) for text in told]
+    assert places == sorted(places)
+    assert [sentence.startswith(text) for sentence, text in zip(sentences, told, strict=False)] == [True] * 3
+    assert "before others joined, when the time lines begin" in sentences[0]
+
+
+def _members(number: int, rank: int, world: int) -> Any:
+    at = SimpleNamespace(host="here", device="cpu")
+    ids = tuple(range(world))
+    return SimpleNamespace(number=number, rank=rank, ids=ids, ranks=(ids,), places=[at] * world)
+
+
+def test_changes_go_through_several_joins_also_to_those_who_join() -> None:
+    """Stalls are those of every rank at the time, by its number then; a rank that joins knows all that others know."""
+    old = [Attendance(_members(0, rank, 3), 100.0 * rank) for rank in range(3)]
+    lost = [Loss(1, {0: "died"}, 2, 1, 0.5 + rank, 7, 4, at=100.0 * rank + 3) for rank in range(3)]
+    told = [None if rank == 0 else old[rank].told([lost[rank]], 100.0 * rank + 10) for rank in range(3)]
+    view, joins = [told[1], told[2], None], [Loss(2, {}, 3, 1, 0.1, 0, 9, (2,), at=200.0 + rank) for rank in range(3)]
+    new = [Attendance(_members(2, rank, 3), 200.0, view) for rank in range(3)]
+    again = [one.told([lost[1], join], 205.0) for one, join in zip(new, joins, strict=True)]
+    last = Attendance(_members(3, 3, 4), 50.0, [*again, None])
+    dead = Loss(4, {1: "died"}, 3, 1, 0.2, 0, 12, at=51.0)
+    seen = View(0, [], [], [], [], [], None, (Loss(4, {1: "died"}, 3, 1, 0.4, 0, 12, at=1.0),))
+    first, second, third = last.changes([dead], [seen])
+    assert first == Change(1, -12.0, 4, {0: "died"}, (), 2, 1, {1: 1.5, 2: 2.5}, 7, 1)
+    assert second == Change(2, -5.0, 9, {}, (2,), 3, 1, {0: 0.1, 1: 0.1, 2: 0.1}, 0, 0)
+    assert third == Change(4, 1.0, 12, {1: "died"}, (), 3, 1, {0: 0.4, 3: 0.2}, 0, 0)
+
+
+def test_who_was_lost_while_others_joined_is_not_missed_among_those_that_began_again() -> None:
+    """All are numbered anew then, and its number is that of another rank."""
+    attendance = Attendance(_members(5, 0, 2), 10.0)
+    [change] = attendance.changes([Loss(5, {0: "died"}, 2, 1, 0.5, 0, 4, at=11.0)], [])
+    assert (change.writer, change.ranks) == (0, 2)
+    assert fit(changes=[change]).living == 2
 
 
 def _red(png: bytes) -> int:

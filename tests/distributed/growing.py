@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hetero
 
-LATE = "TESTS_LATE"  # set on processes that are started later
+LATE = "TESTS_LATE"  # set on processes that are started later, to their number, from 1
 JOINS_AT = 5  # steps after which those that run wait for them
 
 
@@ -133,7 +133,7 @@ def grow(first: int, late: int, function: Callable[..., Any], *args: Any, **kwar
         if rank < first:
             return {"WORLD_SIZE": str(first), "LOCAL_WORLD_SIZE": str(first)}
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        return {**alone, "MASTER_PORT": ports[rank - first], LATE: "1"}
+        return {**alone, "MASTER_PORT": ports[rank - first], LATE: str(1 + rank - first)}
 
     return attempt(function, first + late, *args, env_of=env_of, **kwargs)
 

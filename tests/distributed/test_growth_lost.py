@@ -16,7 +16,7 @@ from growing import JOINS_AT, LATE, fit, grow, values
 from ranks import attempt
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.errors import CommunicationError
+from lightning_hetero.errors import CommunicationError, JoinRefusedError
 from lightning_hetero.launch.job_address import LauncherStore
 from lightning_hetero.strategies import growth
 from lightning_hetero.strategies.entering import addresses
@@ -57,8 +57,9 @@ class Struck(pl.Callback):
 def _check(outcomes: list[Any], lost: int, said: str) -> None:
     assert outcomes[lost].exitcode == -signal.SIGKILL
     newcomer, rest = outcomes[-1], [outcome for rank, outcome in enumerate(outcomes[:-1]) if rank != lost]
-    joined = newcomer.value is not None  # it has heard in time that it must ask again
-    assert joined or isinstance(newcomer.error, CommunicationError), newcomer.trace
+    joined = newcomer.value is not None  # it has asked again in time
+    ended = isinstance(newcomer.error, JoinRefusedError) and "it has come to its end" in str(newcomer.error)
+    assert joined or ended or isinstance(newcomer.error, CommunicationError), newcomer.trace
     seen = values(rest)
     world = 3 if joined else 2
     assert [one.starts[-1][1:] for one in seen] == [(0, world), (1, world)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import growing
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from growing import JOINS_AT, LATE, fit, grow, values
+from ranks import run
 from tasks import FAST
 from test_growth import one_process
 from test_survival import BATCH, Module, Numbered
@@ -19,8 +22,10 @@ from torch.utils.data import DataLoader
 
 import lightning_hetero
 from lightning_hetero import ConfigurationError, HeteroDDPStrategy, HeteroError
-from lightning_hetero.errors import DisagreementError, JoinRefusedError, UnsupportedError
-from lightning_hetero.strategies import entering
+from lightning_hetero.comm.agreement import check_equal, raise_on_all
+from lightning_hetero.engine.join_requests import Admission
+from lightning_hetero.errors import CommunicationError, DisagreementError, JoinRefusedError, UnsupportedError
+from lightning_hetero.strategies import asking_again, entering
 
 
 class Other(Module):
@@ -132,6 +137,121 @@ def test_the_job_goes_on_without_who_does_not_fit_after_all(
     assert [len(one.starts) for one in seen] == [2, 2]
     assert [one.starts[-1][1:] for one in seen] == [(0, 2), (1, 2)]
     assert (seen[0].weights - one_process(epochs=3, batch=2 * BATCH)).abs().max() < 1e-10
+
+
+def _one_of_two_is_wrong(folder: str, how: str) -> Any:
+    """A job, and two processes that come together: one with the same command, and one that does not fit after all."""
+    wrong = os.environ.get(LATE) == "2"
+    if wrong and how == "loader":
+        growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20))
+    made = Fails if wrong and how == "model" else Module
+    return fit("HeteroDDPStrategy", {"balance": "off"}, f"{folder}/job", 2, module=made, epochs=10)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("loader", DisagreementError, "the ranks differ in the training dataloader"),
+        pytest.param("model", ValueError, "no optimizer today", marks=pytest.mark.long),
+    ],
+)
+def test_who_fits_joins_although_another_one_that_comes_with_it_does_not(
+    how: str, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    outcomes = grow(2, 2, _one_of_two_is_wrong, str(tmp_path), how)
+    assert isinstance(outcomes[3].error, error), outcomes[3].trace
+    assert words in str(outcomes[3].error)
+    seen = values(outcomes[:3])
+    assert any("2 rank(s) could not join, and the fit goes on without: " in one for one in seen[0].said)
+    assert [len(one.starts) for one in seen] == [3, 3, 1]
+    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
+    for one in seen:
+        assert (one.weights - one_process(epochs=10, batch=2 * BATCH)).abs().max() < 1e-10
+
+
+def _faults() -> list[Any]:
+    """On which ranks the fault is, by what each says; three ranks."""
+    dist.init_process_group("gloo")
+    found, me = [], dist.get_rank()
+    for value in ({"a": 1, "b": me == 1}, {"a": 1} if me < 2 else {}):
+        try:
+            check_equal("things", value)
+        except DisagreementError as error:
+            found.append(error.of_ranks)
+    for problems in ((2,), (1, 2)):
+        try:
+            raise_on_all(ConfigurationError("mine") if me in problems else None, "things")
+        except HeteroError as error:
+            found.append(error.of_ranks)
+    return found
+
+
+def test_an_error_of_all_ranks_knows_on_which_of_them_the_fault_is() -> None:
+    assert run(_faults, 3) == [[(1,), (2,), (2,), (1, 2)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "others"), [((3,), True), ((1, 3), True), ((2,), False), ((2, 3), False), ((1,), False), ((), False)]
+)
+def test_who_asks_again_is_new_and_not_wrong_and_one_that_is_wrong_ends(ranks: tuple[int, ...], others: bool) -> None:
+    """Ranks 2 and 3 are new. If the fault is on those that were there, it would come back for ever."""
+    entry = entering.Entry(Admission(1, 2, 4, 2, ()), None, None, 0.0)
+    assert asking_again.wrong_are_others(entry, DisagreementError("they differ").of_all(ranks)) is others
+    assert asking_again.wrong_are_others(entry, CommunicationError("rank 3 has ended"))
+
+
+def _both_are_wrong(folder: str) -> Any:
+    """A job, and two processes that come together, each with other data."""
+    late = os.environ.get(LATE)
+    if late:
+        growing.Numbered = lambda: torch.utils.data.Subset(Numbered(), range(20 + int(late)))
+    return fit("HeteroDDPStrategy", {"balance": "off"}, f"{folder}/job", 2)
+
+
+@pytest.mark.long
+def test_two_that_differ_from_the_job_and_from_each_other_both_end(tmp_path: Path) -> None:
+    outcomes = grow(2, 2, _both_are_wrong, str(tmp_path))
+    for outcome in outcomes[2:]:
+        assert isinstance(outcome.error, DisagreementError), outcome.trace
+        assert "the ranks differ in the training dataloader" in str(outcome.error)
+    assert [len(one.starts) for one in values(outcomes[:2])] == [2, 2]
+
+
+def _the_job_ends_meanwhile(folder: str) -> Any:
+    """The job is gone when the process that fits asks it again."""
+    if os.environ.get(LATE) == "1":
+        ask = asking_again.find
+
+        def find(strategy: Any) -> Any:
+            until = time.monotonic() + 120
+            while Path(folder, "job").exists() and time.monotonic() < until:
+                time.sleep(0.02)
+            return ask(strategy)
+
+        asking_again.find = find
+    return _one_of_two_is_wrong(folder, "loader")
+
+
+@pytest.mark.long
+def test_who_asks_a_job_again_that_has_ended_begins_none(tmp_path: Path) -> None:
+    outcomes = grow(2, 2, _the_job_ends_meanwhile, str(tmp_path))
+    assert isinstance(outcomes[2].error, CommunicationError), outcomes[2].trace
+    assert "when it asked again the job was gone" in str(outcomes[2].error)
+    values(outcomes[:2])
+
+
+def _is_terminated(folder: str) -> Any:
+    """SIGTERM comes to the process that fits while it asks the job again."""
+    if os.environ.get(LATE) == "1":
+        asking_again.find = lambda strategy: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60)
+    return _one_of_two_is_wrong(folder, "loader")
+
+
+@pytest.mark.long
+def test_who_asks_again_ends_with_sigterm_and_the_job_does_not(tmp_path: Path) -> None:
+    outcomes = grow(2, 2, _is_terminated, str(tmp_path))
+    assert outcomes[2].exitcode == -signal.SIGTERM, outcomes[2].trace
+    assert [one.starts[-1][1:] for one in values(outcomes[:2])] == [(0, 2), (1, 2)]
 
 
 def _dies(folder: str) -> Any:
