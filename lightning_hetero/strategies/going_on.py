@@ -242,6 +242,7 @@ class GoingOn(Survival):
             MembershipLostError: this rank cannot go on.
         """
         assert self._membership is not None
+        me = self._membership.me
         began, own, lost, known = time.monotonic(), self._standing(), dict[int, str](), dict[int, int]()
         limit = self._strategy.options.limit.total_seconds()
         self._in_step = False
@@ -250,7 +251,7 @@ class GoingOn(Survival):
             agreed = self._membership.agree(own)
             lost, known = lost | agreed.lost, known | agreed.steps
             if LEFT in map(tuple, agreed.standings.values()):  # others have left the fit, and this rank was about to
-                raise self._growth.again(agreed, self._store if agreed.host == self._membership_id else None)
+                raise self._growth.again(agreed, self._store if agreed.host == me else None)
             try:
                 behind, counted = self._join(agreed, own, lost, known)
                 break
@@ -258,16 +259,11 @@ class GoingOn(Survival):
                 if not of_communication(error):
                     raise
                 if time.monotonic() - began > limit:
-                    raise in_vain(self._membership_id, limit, agreed.number, error) from error
-                _log.info("rank %d could not join view %d: %s", self._membership_id, agreed.number, error)
+                    raise in_vain(me, limit, agreed.number, error) from error
+                _log.info("rank %d could not join view %d: %s", me, agreed.number, error)
         self._growth.go_on()
         self._tell(lost, counted, time.monotonic() - stopped)
         return behind
-
-    @property
-    def _membership_id(self) -> int:
-        assert self._strategy.job is not None
-        return self._strategy.job.view.ids[self._strategy.job.view.rank]
 
     def _standing(self) -> Standing:
         engine, share = self._strategy.engine, self._strategy.share
@@ -277,7 +273,8 @@ class GoingOn(Survival):
     def _join(self, agreed: Agreed, own: Standing, lost: dict[int, str], known: dict[int, int]) -> tuple[Behind, Count]:
         strategy, survivor = self._strategy, self._survivor
         assert strategy.job is not None
-        me, before = self._membership_id, strategy.job.view
+        assert self._membership is not None
+        me, before = self._membership.me, strategy.job.view
         regrouping.abandon(strategy)
         store = self._store if agreed.host == me else store_at(agreed.offer, strategy.options.limit)
         assert store is not None
