@@ -242,9 +242,8 @@ class GoingOn(Survival):
             MembershipLostError: this rank cannot go on.
         """
         assert self._membership is not None
-        me = self._membership.me
-        began, own, lost, known = time.monotonic(), self._standing(), dict[int, str](), dict[int, int]()
-        limit = self._strategy.options.limit.total_seconds()
+        me, own, lost, known = self._membership.me, self._standing(), dict[int, str](), dict[int, int]()
+        began, limit = time.monotonic(), self._strategy.options.limit.total_seconds()
         self._in_step = False
         while True:
             leaving.cut()  # this thread has noticed the loss, other threads of this rank need not have
