@@ -49,7 +49,7 @@ _DIE_WITH_PARENT = 1
 def serve(file: Path) -> None:
     """Be the lighthouse; its address goes to a file."""
     lighthouse = LighthouseServer(
-        "[::]:0", min_replicas=2, join_timeout_ms=1000, heartbeat_timeout_ms=int(1000 * GRACE)
+        "[::]:0", min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=int(1000 * GRACE)
     )
     file.with_suffix(".new").write_text(f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}")
     file.with_suffix(".new").rename(file)
