@@ -41,6 +41,7 @@ class BackgroundFiles(WrappingCheckpointIO):
         super().__init__(files.checkpoint_io if isinstance(files, AsyncCheckpointIO) else files)
         self._store, self._limit = store, limit
         self._copies = Copies()
+        self._world = dist.group.WORLD
         self._jobs: Files = []  # what is to be written
         self._number = 0  # of saves, the same on every rank
         self._owed = owed
@@ -103,8 +104,10 @@ class BackgroundFiles(WrappingCheckpointIO):
         Raises:
             CheckpointError: on every rank, if one could not write.
         """
-        problem = self.problem()
+        problem = self.owed()
         everyone = gather((self.busy, None if problem is None else str(problem)), "whether checkpoints are written")
+        if self._world is dist.group.WORLD:  # nobody has been lost, so that is not the reason
+            problem = self.problem()
         if problem is not None:
             raise problem
         for rank, (_, text) in enumerate(everyone):

@@ -35,7 +35,9 @@ class Slow(pl.Callback):
             (self.folder.parent / "seen").write_text("\n".join(sorted(os.listdir(self.folder))))
 
 
-def _saves(folder: str, name: str, strikes: list[Strike], options: dict[str, Any], part: str) -> Seen:
+def _saves(
+    folder: str, name: str, strikes: list[Strike], options: dict[str, Any], part: str, background: bool = True
+) -> Seen:
     """Saves after every third step. A rank is killed when it has written half of a file of the second one."""
     write, rank = torch.save, int(os.environ["RANK"])
 
@@ -50,8 +52,14 @@ def _saves(folder: str, name: str, strikes: list[Strike], options: dict[str, Any
     if rank == strikes[0].rank:
         torch.save = half
     saved = Path(folder, "saved")
-    again = ResumableCheckpoint(saved, every_n_steps=3)
+    again = ResumableCheckpoint(saved, every_n_steps=3, background=background)
     return fit(folder, name, strikes, options, callbacks=[again, Slow(saved)], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize(("rank", "part"), [(2, "shard"), pytest.param(0, "checkpoint", marks=pytest.mark.long)])
+def test_the_others_go_on_where_all_wait_for_the_save(tmp_path: Path, rank: int, part: str) -> None:
+    settings = {"part": part, "background": False}
+    went_on(strike(tmp_path, "node", [Strike(rank, -1, "killed")], run=_saves, settings=settings), {rank: DIED})
 
 
 @pytest.mark.parametrize(
