@@ -96,6 +96,7 @@ class Averager(ABC):
     Attributes:
         facts: what is always true of the algorithm.
         state: names of the attributes that a checkpoint holds beside the reference: tensors, lists of them, builtins.
+        common: names of what is alike on all replicas in :meth:`state_dict`, beside the reference: new replicas get it.
         replica: this rank's values, since :meth:`setup`.
         links: the network between replicas, since :meth:`setup`.
         run: what is known of the job and the fit, since :meth:`setup`.
@@ -120,6 +121,7 @@ class Averager(ABC):
 
     facts: ClassVar[Facts] = Facts()
     state: ClassVar[tuple[str, ...]] = ()
+    common: ClassVar[tuple[str, ...]] = ()
     replica: Replica
     links: ReplicaLinks
     run: Run
@@ -254,7 +256,7 @@ class Averager(ABC):
             setattr(self, name, beside(state[name], getattr(self, name, None)))
 
     def load_common(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have any
-        """Go on with what is alike on all replicas, from a :meth:`state_dict` of other ones; here nothing."""
+        """Go on with what :attr:`common` names, from a :meth:`state_dict` of other replicas; here nothing."""
 
     # -- parameters that become trainable, or frozen -----------------------------------------------
 

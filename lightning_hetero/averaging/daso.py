@@ -77,6 +77,7 @@ class DASOAverager(LowBitAverager):
     """
 
     facts = Facts(blocking=False, regrows=True)
+    common = ("schedule",)
 
     warmup: float | int | str = 0.1
     cooldown: float | int | str = 0.1

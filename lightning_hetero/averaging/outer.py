@@ -61,6 +61,7 @@ class OuterAverager(StreamingAverager):
     facts = replace(
         CenteredAverager.facts, between="the mean of all replicas, and each such look costs as much as an exchange"
     )
+    common = ("outer",)
     tau: int | Literal["auto"] = 50
     outer_lr: float | None = None
     outer_momentum: float | None = None

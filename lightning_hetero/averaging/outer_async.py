@@ -60,6 +60,7 @@ class OuterAsyncAverager(VisitingAverager):
         VisitingAverager.facts,
         between="the center moved by what replicas have done since, and each such look costs as much as an exchange",
     )
+    common = ("outer",)
     of_center = (*VisitingAverager.of_center, "outer", "came", "speeds")
 
     tau: int = 50

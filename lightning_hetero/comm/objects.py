@@ -7,10 +7,10 @@ with two GPUs one on ``cuda:7``. So whatever is sent to other ranks goes through
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ CPU = torch.device("cpu")
 #: Bytes of a message that travel by way of one rank. PyTorch gathers objects with two tensors around a ring: with eight
 #: ranks that are 14 hops, one after the other, and it takes several times as long (`benchmarks/gathers.py`).
 HEAD = 1024
+#: Bytes from which the content of a tensor is no part of what pickle writes; see :class:`Message`.
+LONG = 1 << 16
+#: Bytes that a rank receives before it passes them on.
+PIECE = 1 << 24
 
 
 def portable(value: Any) -> Any:
@@ -170,9 +174,76 @@ def unpacked(message: bytes, home: torch.device = CPU) -> Any:
     return _Unpacker(io.BytesIO(message), home).load()
 
 
+class Message(NamedTuple):
+    """A value for other ranks, whose long tensors stay in their own memory until they are sent.
+
+    Attributes:
+        head: what pickle has written.
+        parts: the contents of the long tensors, as vectors of bytes.
+    """
+
+    head: bytes
+    parts: list[Tensor]
+
+    @classmethod
+    def of(cls, value: Any, copied: bool = False) -> "Message":
+        """The message with a value.
+
+        Args:
+            value: anything that can be pickled; as for :func:`packed`.
+            copied: take copies of long tensors on the CPU. Else the message changes with them.
+        """
+        file, parts = io.BytesIO(), list[Tensor]()
+
+        def short(buffer: pickle.PickleBuffer) -> bool:
+            if (content := buffer.raw()).nbytes < LONG:
+                return True
+            parts.append(torch.frombuffer(bytearray(content) if copied else content, dtype=torch.uint8))
+            return False
+
+        _Packer(file, CPU, short).dump(value)
+        return cls(file.getvalue(), parts)
+
+    @property
+    def value(self) -> Any:
+        """What the message holds, with new containers; its long tensors are in the memory of the message."""
+        return _Unpacker(io.BytesIO(self.head), CPU, [part.numpy() for part in self.parts]).load()
+
+    def passed_on(self, ranks: Sequence[int]) -> "Message":
+        """The message of the first of some ranks, on all of them (collective over these ranks).
+
+        Each rank passes on what it receives, so that many ranks take hardly longer than one.
+
+        Args:
+            ranks: in the order in which they receive it. The others have messages with the same head, and parts of the
+                same sizes, whose contents do not count.
+        """
+        me, sent = ranks.index(dist.get_rank()), []
+        parts = self.parts if me == 0 else [torch.empty_like(part, device=CPU) for part in self.parts]
+        for piece in (piece for part in parts for piece in part.split(PIECE)):
+            if me > 0:
+                dist.recv(piece, ranks[me - 1])
+            if me + 1 < len(ranks):
+                sent.append(dist.isend(piece, ranks[me + 1]))
+        for work in sent:
+            if work is not None:
+                work.wait()
+        return self._replace(parts=parts)
+
+    def __reduce__(self) -> Any:
+        """Other ranks get the head, and the sizes of the parts."""
+        return _announced, (self.head, [part.numel() for part in self.parts])
+
+
+def _announced(head: bytes, sizes: Sequence[int]) -> Message:
+    return Message(head, [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes])
+
+
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, home: torch.device) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+    def __init__(
+        self, file: io.BytesIO, home: torch.device, short: Callable[[pickle.PickleBuffer], bool] | None = None
+    ) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=short)
         self._home = home
 
     def reducer_override(self, obj: Any) -> Any:
@@ -191,8 +262,8 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, home: torch.device) -> None:
-        super().__init__(file)
+    def __init__(self, file: io.BytesIO, home: torch.device, parts: Sequence[Any] = ()) -> None:
+        super().__init__(file, buffers=parts)
         self._home = home
 
     def find_class(self, module: str, name: str) -> Any:

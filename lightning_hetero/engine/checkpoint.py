@@ -23,6 +23,7 @@ from lightning_hetero.workload.shares import cost_of, row_of
 
 KEY = "lightning_hetero"
 FORMAT = 2
+COMMON = "lightning_hetero_common"  #: In memory only, when others join: what the averager holds alike on all replicas.
 _REPLICAS_1 = "lightning_hetero_replicas"  # in format 1
 
 

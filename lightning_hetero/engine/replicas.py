@@ -287,6 +287,13 @@ class ReplicaEngine:
         values = self.own_values()  # on all ranks: those of a replica make their buffers alike first
         return {"values": [value.cpu() for value in values], **rest} if self.view.leads else None
 
+    def common_state(self) -> dict[str, Any]:
+        """What is alike on all replicas, for :meth:`Averager.load_common` (collective)."""
+        assert self.averager is not None
+        with explained(self):
+            state = self.averager.state_dict()
+        return {name: state[name] for name in self.averager.common}
+
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Continue from :meth:`state_dict`, and this rank's losses by that name."""
         assert self.averager is not None

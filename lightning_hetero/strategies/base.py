@@ -145,6 +145,7 @@ class HeteroStrategy(DDPStrategy):
         self.stop_request = handle_sigterm(self, trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
             super().setup(trainer)
+        entering.share_rest(self)
 
     @override
     def configure_ddp(self) -> None:
@@ -268,6 +269,10 @@ class HeteroStrategy(DDPStrategy):
         """Writes and reads the files; the user's own plugin, if one was given."""
         self._checkpoint_io = saving.atomic(self._checkpoint_io)
         return self._checkpoint_io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return saving.copied_for_join(self, super().lightning_module_state_dict())
 
     @override
     @saving.whole

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import _lightning
 from lightning_hetero.comm import garbage
-from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.groups import begin_world
+from lightning_hetero.comm.replica import share
 from lightning_hetero.comm.stores import store_at
 from lightning_hetero.engine.join_requests import Admission, JobGoneError, answers, ask, other_job
 from lightning_hetero.errors import CommunicationError, JoinRefusedError, UnsupportedError
@@ -157,8 +157,7 @@ def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) ->
         begin_world(store, view, rank, here, limit)
     entry = entry._replace(admission=entry.admission._replace(world=here))
     regrouping.renumber(strategy, rank, here)
-    theirs = of_rank(entry.files.content if rank == 0 else None, 0)
-    entry.files.content = {**theirs, **entry.files.content, PATH: theirs[PATH]}  # shards of its own, if it has any
+    entry.files.share(rank, entry.admission.before, here)
     strategy.entry = entry
 
 
@@ -186,6 +185,16 @@ def resume(strategy: "HeteroStrategy") -> None:
         _lightning.resume_by(strategy.trainer, lambda *_: PATH)
 
 
+def share_rest(strategy: "HeteroStrategy") -> None:
+    """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
+    if strategy.entry is None:
+        return
+    assert strategy.lightning_module is not None
+    loaded, module = strategy.entry.files.loaded, strategy.lightning_module
+    values = (*module.named_parameters(), *module.named_buffers())
+    share(value.data for name, value in values if name not in loaded)
+
+
 def entered(strategy: "HeteroStrategy") -> Loss | None:
     """Training begins: from now on files are files again; returns the change, if this rank has entered."""
     entry = strategy.entry
@@ -193,6 +202,7 @@ def entered(strategy: "HeteroStrategy") -> Loss | None:
         return None
     assert strategy.job is not None
     strategy.checkpoint_io, strategy.entry = entry.files.usual, None
+    entry.files.clear()
     view, seconds = strategy.job.view, time.monotonic() - entry.since
     joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
     if not joined and not lost:

@@ -23,7 +23,7 @@ from lightning_hetero.engine.job import open_store
 from lightning_hetero.engine.join_requests import Admission, JoinRequests, answers
 from lightning_hetero.errors import HeteroError, JoinRefusedError
 from lightning_hetero.launch.job_address import AddressFile, JobAddress
-from lightning_hetero.strategies import asking_again, regrouping
+from lightning_hetero.strategies import asking_again, regrouping, saving
 from lightning_hetero.strategies.entering import PATH, Entry, addresses, enter
 from lightning_hetero.strategies.join_card import card, fits, misfit
 from lightning_hetero.strategies.memory_files import MemoryFiles
@@ -167,7 +167,8 @@ class Growth:
             return
         world = view.world + more
         rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
-        files = strategy.checkpoint_io = MemoryFiles(PATH, strategy.checkpoint_io)
+        files = MemoryFiles(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy))
+        strategy.checkpoint_io = files
         admission = Admission(view.number + 1, view.rank, world, view.world, address)
         self._leaving = Entry(admission, files, view.replica.id, began)
         try:

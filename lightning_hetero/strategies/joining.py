@@ -194,6 +194,8 @@ class Parts:
         options = {**_lightning.ddp_options(strategy), "device_ids": strategy.determine_ddp_device_ids()}
         options["process_group"] = self.data_group()  # a LightningCLI passes every option, the group too
         options = self.buckets.options(options, model, strategy.root_device)
+        if strategy.entry is not None:  # all have loaded the same values
+            options["init_sync"] = False
         ddp = ReplicaDDP(self.share.timer, module=model, **options)
         hooked = _lightning.register_comm_hook(strategy, ddp)
         average_within(strategy, ddp, self.share.replica, options["process_group"], hooked)

@@ -1,51 +1,97 @@
-"""Checkpoints in memory, for ranks that begin again at once."""
+"""A checkpoint in memory, for ranks that begin again at once."""
 
-import io
+from collections.abc import Collection, Mapping
+from copy import copy
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
 from typing_extensions import override
+
+from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.objects import Message
+from lightning_hetero.strategies.copies import Copies
+
+_WEIGHTS = "state_dict"
 
 
 class MemoryFiles(CheckpointIO):
-    """Keeps a checkpoint, and its shards, in the memory of this process.
+    """Keeps a checkpoint in the memory of this process.
+
+    It has two parts. What is a rank's own, or the same on all of them, is not sent to ranks that have it: the states of
+    optimizers, and the values of parameters. The rest all ranks take from rank 0.
 
     Args:
         path: of the checkpoint.
         usual: reads and writes all other files.
+        kept: names of what each rank keeps of its own; a new one takes that of rank 0.
 
     Attributes:
-        content: of each file, by its path.
+        loaded: names of the values of the model that were loaded from the checkpoint.
     """
 
-    def __init__(self, path: str, usual: CheckpointIO) -> None:
-        self.path, self.usual = path, usual
-        self.content: dict[str, bytes] = {}
+    def __init__(self, path: str, usual: CheckpointIO, kept: Collection[str] = ()) -> None:
+        self.path, self.usual, self._kept = path, usual, kept
+        self.loaded: Collection[str] = ()
+        self._weights: dict[str, Any] = {}
+        self._own: Message | None = None
+        self._common: Message | None = None
+
+    def keep(self, state: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
+        """A copy of the model's state.
+
+        Args:
+            state: of the model.
+            parameters: names of the values that are the same on all ranks.
+        """
+        result: Any = copy(state)  # with what it holds besides, such as the versions in a module's state
+        result.update(Copies().of(dict(state)))
+        self._weights = {name: result[name] for name in parameters if isinstance(result.get(name), Tensor)}
+        return result
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if not self._has(path):
+        if path != self.path:
             self.usual.save_checkpoint(checkpoint, path, storage_options)
             return
-        file = io.BytesIO()
-        torch.save(checkpoint, file)
-        self.content[str(path)] = file.getvalue()
+        state = copy(checkpoint[_WEIGHTS])
+        alike = [name for name, value in state.items() if value is self._weights.get(name, self)]
+        state.update(dict.fromkeys(alike))
+        own = {name: checkpoint[name] for name in self._kept if name in checkpoint}
+        rest = {name: part for name, part in checkpoint.items() if name not in own}
+        self._own = Message.of((self._weights, own))
+        self._common = Message.of(({**rest, _WEIGHTS: state}, alike), copied=True)
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if not self._has(path):
+        if path != self.path:
             return self.usual.load_checkpoint(path, *args, **kwargs)
-        if str(path) not in self.content:
-            raise FileNotFoundError(str(path))
-        return torch.load(io.BytesIO(self.content[str(path)]), "cpu", weights_only=False)  # this job's own
+        assert self._own is not None
+        assert self._common is not None
+        (weights, own), (checkpoint, alike) = self._own.value, self._common.value
+        checkpoint[_WEIGHTS].update({name: weights[name] for name in alike})
+        self.loaded = list(checkpoint[_WEIGHTS])
+        return {**checkpoint, **own}
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        if self._has(path):
-            self.content.pop(str(path), None)
-        else:
-            self.usual.remove_checkpoint(path)
+        self.usual.remove_checkpoint(path)
 
-    def _has(self, path: Any) -> bool:
-        return str(path).startswith(self.path)
+    def share(self, rank: int, before: int, world: int) -> None:
+        """Give all ranks what they need of rank 0 (collective).
+
+        Args:
+            rank: of this process.
+            before: number of ranks that have files already; the others come after them.
+            world: number of all ranks.
+        """
+        common, own = of_rank((self._common, self._own), 0)
+        with deadline("receive the state of the job"):
+            self._common = common.passed_on(range(world))
+            if rank == 0 or rank >= before:
+                self._own = own.passed_on([0, *range(before, world)])
+
+    def clear(self) -> None:
+        """Nobody begins again from here any more."""
+        self._weights, self._own, self._common = {}, None, None

@@ -1,10 +1,12 @@
 """Goes on from a checkpoint that was saved by other replicas than there are now."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetero.engine import optimizer_states
+from lightning_hetero.engine.checkpoint import COMMON
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.replica import ReplicaStrategy
@@ -22,6 +24,13 @@ def restore_precision(strategy: "ReplicaStrategy", state: dict[str, Any]) -> Non
     """
     if state:
         strategy.precision_plugin.load_state_dict(state)
+
+
+def common_of(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of the nearest replica in a checkpoint that was made for others to join; ``None``: it holds none."""
+    if COMMON not in checkpoint:
+        return None
+    return {"optimizers": checkpoint["optimizer_states"], "precision": {}, "algorithm": checkpoint[COMMON]}
 
 
 def start_alike(strategy: "ReplicaStrategy", near: dict[str, Any] | None, why: str) -> None:

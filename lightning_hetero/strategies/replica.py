@@ -20,7 +20,7 @@ from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import share_values
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.engine import shards
-from lightning_hetero.engine.checkpoint import Identity, add_replicas, trainable_of
+from lightning_hetero.engine.checkpoint import COMMON, Identity, add_replicas, trainable_of, unusable
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
 from lightning_hetero.engine.step import Workshare
@@ -29,7 +29,7 @@ from lightning_hetero.strategies import plans, saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.metrics import LoggedMetrics
-from lightning_hetero.strategies.other_replicas import restore_precision, start_alike
+from lightning_hetero.strategies.other_replicas import common_of, restore_precision, start_alike
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, wrap_anew
 from lightning_hetero.strategies.replica_guards import (
     averages_again,
@@ -165,7 +165,8 @@ class ReplicaStrategy(HeteroStrategy):
         if fits:
             assert self.lightning_module is not None
             raise_on_all(complex_parameters(self.lightning_module), "the model")
-            share_values(self.lightning_module)
+            if self.entry is None:  # else all have loaded the same values
+                share_values(self.lightning_module)
             self._metrics = LoggedMetrics(trainer)
             self.begin_apart()
             if self.engine.averages and self.averager is not None and not self.averager.facts.regrows:
@@ -238,7 +239,8 @@ class ReplicaStrategy(HeteroStrategy):
             values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         assert self.averager is not None
         with self.averager.replica.holding(values):
-            return deepcopy(dict(super().lightning_module_state_dict()))
+            state = super().lightning_module_state_dict()
+            return state if saving.others_join(self) else deepcopy(dict(state))
 
     def _identity(self) -> Identity:
         """What this strategy goes by in checkpoints."""
@@ -252,6 +254,13 @@ class ReplicaStrategy(HeteroStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         precision = self.precision_plugin.state_dict()
+        if saving.others_join(self):
+            checkpoint[COMMON] = self.survival.again(lambda: self.engine.common_state())
+            view = self.engine.view
+            add_replicas(checkpoint, self._identity(), view, "", self.engine.losses, self.averager.replica.trainable)
+            self.weight_averages.save(checkpoint)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         own = self.survival.again(lambda: self.engine.state_dict(self.optimizers, precision))
         view = self.engine.view
         background = isinstance(self.checkpoint_io, WrappingCheckpointIO)
@@ -277,6 +286,10 @@ class ReplicaStrategy(HeteroStrategy):
         go_on_with(self.lightning_module, trainable_of(checkpoint))
         self.regrow()
         self.weight_averages.load(checkpoint)
+        if self.entry is not None:
+            why = unusable(checkpoint, self._identity(), self.engine.view) or "Nobody has joined after all."
+            start_alike(self, common_of(checkpoint), why)
+            return
         mine = self._source.replica(checkpoint, self._identity(), self.engine.view)
         if isinstance(mine, str):
             near = self._source.nearest(checkpoint, self._identity(), self.engine.view)

@@ -14,6 +14,7 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.objects import portable
 from lightning_hetero.engine import loader_states, random_states, shards
 from lightning_hetero.engine.checkpoint import (
+    COMMON,
     Identity,
     add_plan,
     nearest_first,
@@ -250,6 +251,25 @@ def loses_the_end(trainer: "pl.Trainer") -> bool:
 def others_join(strategy: "HeteroStrategy") -> bool:
     """Whether what is saved now is what all go on from together with others, who are about to join."""
     return isinstance(strategy.checkpoint_io, MemoryFiles)
+
+
+def kept_by_each(strategy: "HeteroStrategy") -> list[str]:
+    """What each rank keeps of its own when others join, by its names in a checkpoint."""
+    return ["optimizer_states", type(strategy.precision_plugin).__qualname__, COMMON]
+
+
+def copied_for_join(strategy: "HeteroStrategy", state: dict[str, Any]) -> dict[str, Any]:
+    """The state of the model; where others are about to join, a copy: hooks may change the model before it is loaded.
+
+    Args:
+        strategy: that saves.
+        state: of the model, whose parameters are the same on all ranks.
+    """
+    if not isinstance(files := strategy.checkpoint_io, MemoryFiles):
+        return state
+    assert strategy.lightning_module is not None
+    parameters = strategy.lightning_module.named_parameters(remove_duplicate=False)
+    return files.keep(state, [name for name, _ in parameters])
 
 
 def keep_in_memory(strategy: "HeteroStrategy", checkpoint: Mapping[str, Any], path: Any) -> None:
