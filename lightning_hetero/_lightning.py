@@ -16,7 +16,6 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -26,7 +25,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_hetero.workload.order import has_own_batches, is_sharded, shuffles_by_itself
@@ -49,10 +47,12 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
     return strategy._ddp_kwargs
 
 
-def register_comm_hook(strategy: DDPStrategy, model: DistributedDataParallel) -> bool:
-    """Give DDP the user's communication hook, on CPUs too; returns whether there is one."""
-    _register_ddp_comm_hook(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
-    return strategy._ddp_comm_hook is not None
+def comm_hook(strategy: DDPStrategy) -> tuple[Any, Callable[..., Any]] | None:
+    """The state of the user's communication hook for DDP, and the hook in its wrapper, if there is one."""
+    hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
+    if hook is None:
+        return None
+    return strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook)
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
@@ -27,10 +28,11 @@ from lightning_hetero.engine.shards import Shards
 from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies import entering, joining, one_step, saving
+from lightning_hetero.strategies.default_groups import LentGroups
 from lightning_hetero.strategies.evaluation import evaluation_step, values_shared
 from lightning_hetero.strategies.former_names import former_topology
 from lightning_hetero.strategies.going_on import GoingOn
-from lightning_hetero.strategies.guards import check_setup, running, served
+from lightning_hetero.strategies.guards import check_beyond, check_setup, running, served
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.replica_ddp import share_buffers
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
@@ -68,6 +70,7 @@ class HeteroStrategy(DDPStrategy):
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer, partial(joining.alone, self), partial(joining.loss_counts, self))
         self._rank_state, self._shards = saving.RankState(self.options), Shards()
+        self.lent = LentGroups()
         self.survival = GoingOn(self) if self.options.on_peer_loss == "continue" else Survival()
 
     job: Job | None = None  # once this process has joined
@@ -102,6 +105,16 @@ class HeteroStrategy(DDPStrategy):
         return None if self.job is None else self.job.view.topology
 
     topology = former_topology()
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The process group in which the ranks of this replica average gradients (collective over them at first).
+
+        For what would otherwise go over all ranks, such as ``torch.distributed.all_reduce`` in ``training_step``, or a
+        ``ZeroRedundancyOptimizer``. ``None``: the replica is this rank alone, or there is no job yet. Do not pass that
+        on to ``torch.distributed``, for which ``None`` means all ranks.
+        """
+        return None if self.job is None else self.job.data_group()
 
     @override
     def set_world_ranks(self) -> None:
@@ -141,10 +154,12 @@ class HeteroStrategy(DDPStrategy):
         _lightning.keep_batch_samplers(trainer)
         check_setup(self, trainer, self._layer_sync)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync)
+            self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync, self.lent)
         self.stop_request = handle_sigterm(self, trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
             super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_beyond(self)
 
     @override
     def configure_ddp(self) -> None:
@@ -231,6 +246,7 @@ class HeteroStrategy(DDPStrategy):
         if self.job is not None:
             self.engine.close()
         super().teardown()
+        self.lent.take_back()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -14,6 +14,7 @@ from lightning_hetero._lightning import trainer_of, validation_interval
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.strategies import capacity
+from lightning_hetero.strategies.default_groups import beyond
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -69,6 +70,23 @@ def check_setup(strategy: "HeteroStrategy", trainer: "pl.Trainer", layer_sync: A
     if trainer.state.fn == TrainerFn.FITTING and strategy.options.max_batch_size == "auto":
         raise_on_all(capacity.problem(strategy, trainer), "the search for the largest batches")
     check_model(trainer.lightning_module)
+
+
+def check_beyond(strategy: "HeteroStrategy") -> None:
+    """Refuse parts of a model, and optimizers, that go over the ranks of several replicas (collective).
+
+    Args:
+        strategy: that has been set up for a fit.
+
+    Raises:
+        UnsupportedError: names what goes too far.
+        DisagreementError: something of another rank's.
+    """
+    assert strategy.job is not None
+    assert strategy.lightning_module is not None
+    if (view := strategy.job.view).count > 1:
+        problem = beyond(strategy.lightning_module, strategy.optimizers, view.replica.ranks)
+        raise_on_all(problem, "the model and its optimizers")
 
 
 def check_trainer(

@@ -35,6 +35,7 @@ from lightning_hetero.launch.environment import (
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.launch.returning import ReturningLauncher
 from lightning_hetero.strategies import entering, growth, regrouping
+from lightning_hetero.strategies.default_groups import LentGroups, register_hook
 from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
@@ -192,26 +193,32 @@ class Parts:
         if len(self.share.replica) == 1:
             return model  # nothing to average with: DDP would only cost time
         options = {**_lightning.ddp_options(strategy), "device_ids": strategy.determine_ddp_device_ids()}
-        options["process_group"] = self.data_group()  # a LightningCLI passes every option, the group too
+        options["process_group"] = group = self.data_group()  # a LightningCLI passes every option, the group too
+        assert group is not None
+        assert strategy.job is not None
         options = self.buckets.options(options, model, strategy.root_device)
         ddp = ReplicaDDP(self.share.timer, module=model, **options)
-        hooked = _lightning.register_comm_hook(strategy, ddp)
-        average_within(strategy, ddp, self.share.replica, options["process_group"], hooked)
+        if (hook := _lightning.comm_hook(strategy)) is not None:
+            register_hook(ddp, *hook, group, strategy.lent, strategy.job.view.count > 1)
+        average_within(strategy, ddp, self.share.replica, group, hooked=hook is not None)
         return ddp
 
-    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any) -> Any:
+    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: LentGroups) -> Any:
         """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
 
         Args:
             model: to be trained.
             layer_sync: the Trainer's plugin for ``sync_batchnorm=True``, else ``None``.
+            lent: lends the replica's group to layers.
 
         Returns:
             The plugin to use.
         """
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             self.share.planner.least = 2  # it cannot normalise one sample
-        return None if layer_sync is None else ReplicaSyncBatchNorm(self.data_group())
+        group = self.data_group()
+        lent.lend_layers(model, group)
+        return None if layer_sync is None else ReplicaSyncBatchNorm(group, lent)
 
 
 def make_parts(
@@ -264,5 +271,5 @@ def make_parts(
     engine = strategy.make_engine(job, share)
     if former is not None:
         engine.take_over(former.engine)
-    step = TrainingStep(share, engine, finite, strategy.collectives)
+    step = TrainingStep(share, engine, finite, strategy.collectives, several=view.count > 1)
     return Parts(share, engine, step, loaders, finite, BucketSize(), job.data_group, job.same_parameters())

@@ -16,6 +16,7 @@ from lightning_hetero.engine.finite import FiniteSteps, StepLeftOutError
 from lightning_hetero.engine.padding import no_gradients, same_buffers
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
+from lightning_hetero.strategies.default_groups import Noticed
 from lightning_hetero.strategies.logged import counting, counting_nothing
 
 if TYPE_CHECKING:
@@ -34,10 +35,14 @@ class TrainingStep:
         engine: what happens between replicas.
         finite: looks for losses and gradients that are not finite.
         collectives: what reduces values that are logged.
+        several: whether there are several replicas.
     """
 
-    def __init__(self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives) -> None:
+    def __init__(
+        self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives, several: bool
+    ) -> None:
         self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
+        self._noticed = Noticed(share.timer, several)
         self._timer = share.timer
         self._samples = 0.0  # of the replica, in the running window
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
@@ -60,7 +65,8 @@ class TrainingStep:
         results = _lightning.results_of(trainer)
         counts = counting(self._collectives, lambda: samples, results)
         buffers = nullcontext() if total > 0 else same_buffers(module)
-        with buffers, counts if samples > 0 else counting_nothing(self._collectives, results):
+        counts = counts if samples > 0 else counting_nothing(self._collectives, results)
+        with buffers, counts, self._noticed():
             yield
 
     def weigh(self, loss: Tensor, windows: int) -> Tensor:
@@ -85,7 +91,7 @@ class TrainingStep:
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
-        with deadline("average gradients"), nothing:
+        with deadline("average gradients"), nothing, self._noticed():
             yield
         self._timer.backward_done()
         self._weight = None

@@ -93,6 +93,11 @@ class StepTimer:
                 self._turn_to(before)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether a block of :meth:`waiting` is open."""
+        return self._depth > 0
+
+    @property
     def waited(self) -> float:
         """Seconds of the host that the running step has waited so far, without a wait that goes on."""
         return self._waited
