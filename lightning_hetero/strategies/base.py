@@ -230,6 +230,7 @@ class HeteroStrategy(DDPStrategy):
             self.stop_request.close()
         if self.job is not None:
             self.engine.close()
+            self.step.close()
         super().teardown()
 
     @override
