@@ -1,5 +1,6 @@
 """A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class TrainingStep:
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
         self._logged: Any | None = None  # the Trainer's collection of logged values
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
+        self.passes, self.began = 0, 0.0  # backward passes on the latest batch, which arrived at `time.monotonic()`
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A batch is on its way to the device."""
@@ -51,6 +53,7 @@ class TrainingStep:
             self.batch_ended(trainer)  # if nothing else has ended the last one
             self._share.begin()
             self._counted = self._share.current().samples
+            self.passes, self.began = 0, time.monotonic()
             self._log_to(_lightning.results_of(trainer))
 
     def _log_to(self, results: Any | None) -> None:
@@ -91,6 +94,7 @@ class TrainingStep:
     def backward(self, trainer: "pl.Trainer", loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Run the backward pass of a weighted loss in this block."""
         model = trainer.strategy.model
+        self.passes += 1
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
@@ -149,6 +153,7 @@ class TrainingStep:
     def take_over(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._counted = former._samples, former._counted
+        self.passes, self.began = former.passes, former.began
         self._log_to(former._logged)
 
     def close(self) -> None:
