@@ -20,7 +20,7 @@ from lightning_hetero.comm.sharing import Sharing, Within
 from lightning_hetero.comm.topology import Place, Topology, discover
 from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.view import View
-from lightning_hetero.errors import MembershipLostError
+from lightning_hetero.errors import CommunicationError, MembershipLostError
 
 
 class Follows(NamedTuple):
@@ -157,9 +157,42 @@ class Job:
             while not (store.check(keys) or enough() or time.monotonic() > until):
                 time.sleep(0.01)
 
+    def others_skip(self, step: int, seconds: float) -> list[int]:
+        """Say that this rank skips what its replica does together at a step, and wait until the others say the same.
+
+        A rank that does not skip says nothing, since that would cost it a message at every step.
+
+        Args:
+            step: the batch, counted alike on all ranks.
+            seconds: the longest wait.
+
+        Returns:
+            The ranks that have not said it.
+
+        Raises:
+            CommunicationError: another rank has failed meanwhile.
+        """
+        until = time.monotonic() + seconds
+        silent = [rank for rank in self.view.replica.ranks if rank != self.view.rank]
+        with deadline("learn which ranks skip a backward pass"):
+            store = self.store("skips")
+            store.set(str(self.view.rank), str(step))
+            while silent := [rank for rank in silent if not _reached(store, rank, step)]:
+                if time.monotonic() > until:
+                    break
+                if (lost := failures.first(0.0)) is not None:
+                    raise CommunicationError(f"rank {self.view.rank} waited for the others of its replica: {lost}.")
+                time.sleep(0.01)
+        return silent
+
     def store(self, purpose: str) -> dist.Store:
         """The store of the job, with keys of its own for a purpose."""
         return self.groups.store(purpose)
+
+
+def _reached(store: dist.Store, rank: int, step: int) -> bool:
+    """Whether a rank has said in a store that it has come to a step."""
+    return store.check([str(rank)]) and int(store.get(str(rank))) >= step
 
 
 def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[str, int]]:

@@ -245,6 +245,7 @@ class HeteroStrategy(DDPStrategy):
             self.stop_request.close()
         if self.job is not None:
             self.engine.close()
+            self.step.close()
         super().teardown()
         self.lent.take_back()
 

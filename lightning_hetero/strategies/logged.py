@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.engine.collectives import Collectives
+
+_EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # hooks that are about no batch
 
 
 @contextmanager
@@ -40,26 +43,50 @@ def counting(
         yield
 
 
-@contextmanager
-def counting_nothing(collectives: Collectives, results: Any | None) -> Iterator[None]:
-    """While a step runs on a padding batch, nothing that it logs adds to any sum, mean, minimum or maximum.
+def count_batch(collectives: Collectives, samples: Callable[[], float], results: Any | None) -> None:
+    """From now on, what is logged about the running batch counts by this rank's samples, in its step and in its hooks.
 
-    It is logged all the same: with ``sync_dist=True`` the other ranks wait for it.
+    Nothing that is logged while there are none, as on a padding batch, adds to any sum, mean, minimum or maximum. It is
+    logged all the same: with ``sync_dist=True`` the other ranks wait for it.
 
     Args:
         collectives: what reduces.
+        samples: this rank's samples of the batch.
         results: the Trainer's collection of logged values, if the step can log.
     """
+    if results is None:
+        return
 
-    def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, Tensor):
-            reduction = getattr(kwargs.get("reduce_fx", torch.mean), "__name__", str(kwargs.get("reduce_fx")))
-            nothing = {"max": float("-inf"), "min": float("inf")}.get(reduction.lower(), 0.0)
-            value = torch.full_like(value, nothing, dtype=value.dtype if value.is_floating_point() else torch.float32)
-        type(results).log(results, fx, name, value, *args, **{**kwargs, "batch_size": 0})  # type: ignore[union-attr]
+    def log(fx: str, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+        plain = partial(type(results).log, results, fx, name)
+        if fx in _EPOCH:
+            plain(value, *args, batch_size=batch_size, **kwargs)
+            return
+        if not (count := samples()):
+            if isinstance(value, Tensor):
+                value = _nothing_like(value, kwargs.get("reduce_fx", torch.mean))
+            with collectives.weighing(lambda: 0.0):
+                plain(value, *args, batch_size=0, **kwargs)
+            return
+        counts, given = (count, None) if batch_size is None else (float(batch_size), name)
+        with collectives.weighing(lambda: counts, given):
+            plain(value, *args, batch_size=batch_size, **kwargs)
+        if batch_size == 0:
+            _explain(results, name, collectives.tell_of_nothing)
 
-    with collectives.weighing(lambda: 0.0), _logging_by(results, log):
-        yield
+    results.log = log
+
+
+def count_as_ever(results: Any | None) -> None:
+    """End what :func:`count_batch` has begun; idempotent."""
+    if results is not None:
+        vars(results).pop("log", None)
+
+
+def _nothing_like(value: Tensor, reduce_fx: Any) -> Tensor:
+    reduction = getattr(reduce_fx, "__name__", str(reduce_fx))
+    nothing = {"max": float("-inf"), "min": float("inf")}.get(reduction.lower(), 0.0)
+    return torch.full_like(value, nothing, dtype=value.dtype if value.is_floating_point() else torch.float32)
 
 
 def _explain(results: Any, name: str, tell: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
 """A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,12 @@ from lightning_hetero import _lightning
 from lightning_hetero.averaging.averager import Outcome
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.engine.collectives import Collectives
-from lightning_hetero.engine.finite import FiniteSteps, StepLeftOutError
-from lightning_hetero.engine.padding import no_gradients, same_buffers
+from lightning_hetero.engine.finite import FiniteSteps
+from lightning_hetero.engine.padding import no_gradient, no_gradients, same_state, steps_unless
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies.default_groups import Noticed
-from lightning_hetero.strategies.logged import counting, counting_nothing
+from lightning_hetero.strategies.logged import count_as_ever, count_batch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,6 +47,9 @@ class TrainingStep:
         self._timer = share.timer
         self._samples = 0.0  # of the replica, in the running window
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
+        self._logged: Any | None = None  # the Trainer's collection of logged values
+        self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
+        self.passes, self.began = 0, 0.0  # backward passes on the latest batch, which arrived at `time.monotonic()`
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A batch is on its way to the device."""
@@ -53,6 +57,13 @@ class TrainingStep:
         if trainer.training:
             self.batch_ended(trainer)  # if nothing else has ended the last one
             self._share.begin()
+            self._counted = self._share.current().samples
+            self.passes, self.began = 0, time.monotonic()
+            self._log_to(_lightning.results_of(trainer))
+
+    def _log_to(self, results: Any | None) -> None:
+        self._logged = results
+        count_batch(self._collectives, lambda: self._counted, results)
 
     @contextmanager
     def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
@@ -62,11 +73,8 @@ class TrainingStep:
         if callable(measure := getattr(module, "batch_weight", None)):
             self._share.weigh(measure, batch)
         self._finite.before_forward(module)
-        results = _lightning.results_of(trainer)
-        counts = counting(self._collectives, lambda: samples, results)
-        buffers = nullcontext() if total > 0 else same_buffers(module)
-        counts = counts if samples > 0 else counting_nothing(self._collectives, results)
-        with buffers, counts, self._noticed():
+        state = nullcontext() if samples > 0 else same_state(module)
+        with state, self._collectives.weighing(lambda: self._counted), self._noticed():
             yield
 
     def weigh(self, loss: Tensor, windows: int) -> Tensor:
@@ -80,7 +88,10 @@ class TrainingStep:
             windows: that number.
         """
         self._engine.take_loss(loss * windows)
-        own, total = self._finite.count(loss, *self._share.weights())
+        before, _ = weights = self._share.weights()
+        own, total = self._finite.count(loss, *weights)
+        if own < before and total:  # left out: what hooks log from now on counts as little as its samples
+            self._counted = 0.0
         self._weight = len(self._share.replica) * own / total if total else 0.0
         return self._finite.weigh(loss, self._weight)
 
@@ -88,6 +99,7 @@ class TrainingStep:
     def backward(self, trainer: "pl.Trainer", loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Run the backward pass of a weighted loss in this block."""
         model = trainer.strategy.model
+        self.passes += 1
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
@@ -107,6 +119,8 @@ class TrainingStep:
     ) -> Any:
         """Let an optimizer step, unless what it would take in is not finite, or no sample at all.
 
+        All hooks run either way, since ranks may meet in them; if the step is left out, with gradients of zero.
+
         Args:
             trainer: runs the fit.
             optimizer: that is to step.
@@ -114,20 +128,19 @@ class TrainingStep:
             step: lets it step, given the closure.
         """
         module, scaled = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None) is not None
-        checked = self._finite.checked(closure, module, scaled)
+        left_out = False
 
-        def counted() -> Any:
-            output = checked()
-            if self._samples == 0:  # padding only: momentum and weight decay would move the replica all the same
-                raise StepLeftOutError
+        def gradients() -> Any:
+            nonlocal left_out
+            output = closure()
+            # Padding only: momentum and weight decay would move the replica all the same.
+            left_out = self._finite.leaves_out(module, scaled) or self._samples == 0
+            if left_out:
+                no_gradient(optimizer)
             return output
 
-        try:
-            output = step(counted)
-        except StepLeftOutError:
-            optimizer.zero_grad()
-            output = None
-        return output
+        with steps_unless(lambda: left_out, optimizer), self._collectives.weighing(lambda: self._counted):
+            return step(gradients)
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
         """This rank has done its work on a batch, and perhaps on a window."""
@@ -144,7 +157,13 @@ class TrainingStep:
 
     def take_over(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
-        self._samples = former._samples
+        self._samples, self._counted = former._samples, former._counted
+        self.passes, self.began = former.passes, former.began
+        self._log_to(former._logged)
+
+    def close(self) -> None:
+        """The fit has ended; idempotent."""
+        count_as_ever(self._logged)
 
 
 def apply(outcome: Outcome | None, strategy: str) -> None:
