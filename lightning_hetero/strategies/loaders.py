@@ -226,10 +226,12 @@ class Loaders:
         return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least)
 
     def _stream(self, loader: Any, kind: str) -> Stream:
+        usual = None  # samples in a batch, if the loaders of all ranks are made for the same number
         if kind == "stream":
             self.planner.expect(0)
             sizes = gather(getattr(loader, "batch_size", None), "the sizes of batches")
             self.own_sizes = [size if type(size) is int else 0 for size in sizes]
+            usual = float(sizes[0] or 1) if len({*self.own_sizes}) == 1 else None
             if self.planner.auto and has_iterable_dataset(loader):
                 rank_zero_info(
                     "Every rank takes batch_size samples of its own part of the iterable dataset per step, fast or "
@@ -247,8 +249,8 @@ class Loaders:
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
         if all(length is not None for length in lengths):
             longest, own = max(lengths), max(lengths[rank] for rank in self.replica)
-            return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own)
-        return Stream(loader, self._size_of, self._begin, self._peers(None))
+            return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own, usual)
+        return Stream(loader, self._size_of, self._begin, self._peers(None), usual)
 
     def _shares(self, sampler: ShareSampler, step: int, in_epoch: int, size: int) -> Sequence[int]:
         """Shares of one loader's batch, in proportion to those of the loaders that it is combined with."""
