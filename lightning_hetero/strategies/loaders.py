@@ -27,7 +27,13 @@ from lightning_hetero.engine.global_sizes import GlobalSizes
 from lightning_hetero.engine.random_states import Moment
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.loader_kinds import Kind, described, kind_of, no_batches
-from lightning_hetero.strategies.sources import Source, samples_in_order, source_of, with_batch_sampler
+from lightning_hetero.strategies.sources import (
+    Source,
+    samples_in_order,
+    source_of,
+    with_batch_sampler,
+    with_whole_batches,
+)
 from lightning_hetero.workload.order import (
     AgreedOrder,
     EvaluatedGroups,
@@ -109,6 +115,8 @@ class Loaders:
         stage = trainer.state.stage
         assert stage is not None
         sharded = user_shards(trainer) or is_sharded(loader)
+        if isinstance(loader, DataLoader) and not sharded and not has_iterable_dataset(loader):
+            loader = with_whole_batches(loader)
         if trainer.training:
             self.sizes.begin(resumed=trainer.ckpt_path is not None)
             self.combined = lambda: combined_loader(trainer)
