@@ -8,7 +8,6 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero._lightning import trainer_of, validation_interval
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
@@ -187,18 +186,6 @@ def check_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None)
     described |= {f"buffer {name}": _describe(b) for name, b in module.named_buffers() if not is_lazy(b)}
     described["order"] = ", ".join(described)  # DDP reduces in this order
     check_equal("the model's parameters", described, group)
-
-
-def samples_in(batch: Any) -> float:
-    """The first dimension that all tensors of a batch share.
-
-    Raises:
-        ValueError: there is none, or the tensors differ.
-    """
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0}
-    if len(sizes) != 1:
-        raise ValueError(f"its tensors have first dimensions {sorted(sizes)}" if sizes else "it holds no tensors")
-    return float(sizes.pop())
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -24,7 +24,7 @@ from lightning_hetero.engine.job import Follows, Job
 from lightning_hetero.engine.meeting import Address, meet
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.engine.streams import StreamPeers
+from lightning_hetero.engine.streams import StreamPeers, samples_in
 from lightning_hetero.launch.environment import (
     RaggedEnvironment,
     check_process_group,
@@ -36,7 +36,6 @@ from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.launch.returning import ReturningLauncher
 from lightning_hetero.strategies import entering, growth, regrouping
 from lightning_hetero.strategies.default_groups import LentGroups, register_hook
-from lightning_hetero.strategies.guards import samples_in
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm

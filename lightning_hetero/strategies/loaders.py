@@ -27,7 +27,13 @@ from lightning_hetero.engine.global_sizes import GlobalSizes
 from lightning_hetero.engine.random_states import Moment
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.loader_kinds import Kind, described, kind_of, no_batches
-from lightning_hetero.strategies.sources import Source, samples_in_order, source_of, with_batch_sampler
+from lightning_hetero.strategies.sources import (
+    Source,
+    samples_in_order,
+    source_of,
+    with_batch_sampler,
+    with_whole_batches,
+)
 from lightning_hetero.workload.order import (
     AgreedOrder,
     EvaluatedGroups,
@@ -109,6 +115,8 @@ class Loaders:
         stage = trainer.state.stage
         assert stage is not None
         sharded = user_shards(trainer) or is_sharded(loader)
+        if isinstance(loader, DataLoader) and not sharded and not has_iterable_dataset(loader):
+            loader = with_whole_batches(loader)
         if trainer.training:
             self.sizes.begin(resumed=trainer.ckpt_path is not None)
             self.combined = lambda: combined_loader(trainer)
@@ -226,10 +234,12 @@ class Loaders:
         return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least)
 
     def _stream(self, loader: Any, kind: str) -> Stream:
+        usual = None  # samples in a batch, if the loaders of all ranks are made for the same number
         if kind == "stream":
             self.planner.expect(0)
             sizes = gather(getattr(loader, "batch_size", None), "the sizes of batches")
             self.own_sizes = [size if type(size) is int else 0 for size in sizes]
+            usual = float(sizes[0] or 1) if len({*self.own_sizes}) == 1 else None
             if self.planner.auto and has_iterable_dataset(loader):
                 rank_zero_info(
                     "Every rank takes batch_size samples of its own part of the iterable dataset per step, fast or "
@@ -247,8 +257,8 @@ class Loaders:
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
         if all(length is not None for length in lengths):
             longest, own = max(lengths), max(lengths[rank] for rank in self.replica)
-            return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own)
-        return Stream(loader, self._size_of, self._begin, self._peers(None))
+            return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own, usual)
+        return Stream(loader, self._size_of, self._begin, self._peers(None), usual)
 
     def _shares(self, sampler: ShareSampler, step: int, in_epoch: int, size: int) -> Sequence[int]:
         """Shares of one loader's batch, in proportion to those of the loaders that it is combined with."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.checks import at_least_one, is_number, one_of
+from lightning_hetero.checks import at_least_one, is_number, one_of, plain
 from lightning_hetero.comm.sharing import Within
 from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.errors import ConfigurationError
@@ -120,7 +120,10 @@ class Options:
         return own, others
 
     def __post_init__(self) -> None:
-        if self.balance not in ("auto", "off") and not isinstance(self.balance, list | tuple):
+        for field in fields(self):
+            value = plain(getattr(self, field.name))
+            object.__setattr__(self, field.name, list(value) if isinstance(value, tuple) else value)
+        if self.balance not in ("auto", "off") and not isinstance(self.balance, list):
             raise ConfigurationError(
                 f"balance={self.balance!r}: give 'auto', 'off', or a list with one share per rank."
             )
@@ -147,13 +150,13 @@ class Options:
                 "which serves every device; groups of GPUs exchange gradients over NCCL by themselves. Leave it out."
             )
         nodes = [self.ranks_per_node] if isinstance(self.ranks_per_node, int) else self.ranks_per_node
-        if nodes is not None and not (isinstance(nodes, list | tuple) and all(type(n) is int and n > 0 for n in nodes)):
+        if nodes is not None and not (isinstance(nodes, list) and all(type(n) is int and n > 0 for n in nodes)):
             raise ConfigurationError(
                 f"ranks_per_node={self.ranks_per_node!r}: give a size, or a list of sizes, above 0."
             )
         self._check_memory()
         self._check_loss()
-        given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list | tuple)]
+        given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list)]
         self.planner(len(given[0]) if given else 1)  # raises now rather than after the launch
 
     def _check_loss(self) -> None:
@@ -234,7 +237,7 @@ class Options:
         """
 
         def of(given: Any) -> Any:
-            return [given[id] for id in ids] if isinstance(given, list | tuple) and ids is not None else given
+            return [given[id] for id in ids] if isinstance(given, list) and ids is not None else given
 
         high = None if self.max_batch_size == "auto" else self.max_batch_size
         return Planner(world, of(self.balance), of(self.min_batch_size), of(high))
@@ -246,6 +249,7 @@ def check_accelerator(accelerator: Any) -> None:
     Raises:
         ConfigurationError: the first argument is one of ``balance``.
     """
+    accelerator = plain(accelerator)
     if accelerator == "off" or isinstance(accelerator, list | tuple):
         raise ConfigurationError(
             f"accelerator={accelerator!r}: the first argument by position is the accelerator, as with Lightning's "

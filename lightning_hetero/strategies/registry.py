@@ -1,6 +1,6 @@
 """The strategy strings: what each stands for, and when to use it. Written once; Lightning and the table read it."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from lightning_hetero.strategies.auto import AutoStrategy
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -30,7 +30,6 @@ class Entry(NamedTuple):
         what: what it does, in a line.
         when: when to use it.
         paper: where it comes from.
-        options: of the class, where its own defaults leave something open.
     """
 
     name: str
@@ -39,13 +38,11 @@ class Entry(NamedTuple):
     what: str
     when: str
     paper: str
-    options: dict[str, Any] = {}
 
 
 _ELASTIC = "Zhang et al. 2015"
 _ON_CLUSTERS = "You, Buluç and Demmel 2017"
 _GOSSIP = "Georgiev and Gurov 2019"
-_AUTO = {"moving_rate": "auto"}
 
 ENTRIES = (
     Entry(
@@ -87,7 +84,6 @@ ENTRIES = (
         "an elastic center, all at once",
         "slow links between ranks; repeatable bit for bit",
         f"EASGD, {_ELASTIC}; {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_easgd_overlap",
@@ -96,7 +92,6 @@ ENTRIES = (
         "an elastic center, in the background of a step",
         "the same numbers, sooner",
         f"Sync EASGD3, {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_easgd_round_robin",
@@ -105,7 +100,6 @@ ENTRIES = (
         "an elastic center, in turn",
         "as the baseline that the others beat",
         f"Original EASGD, {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_easgd_async",
@@ -114,7 +108,6 @@ ENTRIES = (
         "an elastic center, first come, first served",
         "ranks stall now and then, so that nobody should wait for them",
         f"Async EASGD, {_ELASTIC}; {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_easgd_hogwild",
@@ -123,7 +116,6 @@ ENTRIES = (
         "an elastic center in shared memory, without a lock",
         "many ranks on one machine, at short intervals",
         f"Hogwild EASGD, {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_measgd_async",
@@ -132,7 +124,6 @@ ENTRIES = (
         "an elastic center and heavy-ball momentum, asynchronous",
         "as hetero_easgd_async, with SGD(momentum=)",
         f"Async MEASGD, {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_eamsgd",
@@ -141,7 +132,6 @@ ENTRIES = (
         "an elastic center and Nesterov's momentum",
         "as hetero_easgd, with SGD(nesterov=True)",
         f"EAMSGD, {_ELASTIC}",
-        _AUTO,
     ),
     Entry(
         "hetero_gossip",
@@ -197,4 +187,4 @@ ENTRIES = (
 def register() -> None:
     """Make the strategy strings known to Lightning; importing ``lightning_hetero.strategies`` does it."""
     for entry in ENTRIES:
-        register_name(entry.name, entry.strategy, entry.what, **entry.options)
+        register_name(entry.name, entry.strategy, entry.what)

@@ -50,6 +50,9 @@ class Peers(Protocol):
     def compare(self, batch: Any) -> None:
         """Look whether ranks were given the same first batch; ``None``: this one has none (collective)."""
 
+    def tell_of_unknown(self, problem: str) -> None:
+        """Say that the sizes of batches are unknown, so that all count the same."""
+
     def sum(self, tally: Tally) -> Tally:
         """The tallies of the ranks of this replica together (collective over them)."""
 
@@ -76,6 +79,8 @@ class Stream:
         size_of: samples in a batch; raises if it cannot tell.
         begin: says where training stands; called whenever an epoch's first batch is drawn.
         peers: the other ranks.
+        usual: samples as which every rank's batch counts where sizes cannot be told; ``None``: that is an error, since
+            those of ranks surely differ.
     """
 
     def __init__(
@@ -84,8 +89,10 @@ class Stream:
         size_of: Callable[[Any], float],
         begin: Callable[[], Position],
         peers: Peers,
+        usual: float | None = None,
     ) -> None:
-        self.loader, self._size_of, self._begin, self._peers = loader, size_of, begin, peers
+        self.loader, self._size_of, self._begin, self._peers, self._usual = loader, size_of, begin, peers, usual
+        self._unknown = False  # whether the size of some batch was
         self.drawn: deque[Drawn] = deque()
         self._count = 0  # batches of this pass so far
         self._over = False  # whether the pass is
@@ -137,6 +144,8 @@ class Stream:
                     break
             tally = self._peers.sum(mine)
             self._check_size(tally, problem)
+            if self._unknown and self._usual is not None:
+                samples, tally = self._usual * mine.alive, tally._replace(samples=self._usual * tally.alive)
             if not self._peers.goes_on(self._count, tally.alive > 0):
                 break
             batch, self._count = batch if ended else current, self._count + 1
@@ -188,15 +197,19 @@ class Stream:
             )
         return everyone.alive > 0
 
-    @staticmethod
-    def _check_size(tally: Tally, problem: str | None) -> None:
-        if math.isnan(tally.samples):  # on every rank of the replica at once
+    def _check_size(self, tally: Tally, problem: str | None) -> None:
+        """Look whether all sizes are known; where one is not, none counts from then on."""
+        if not math.isnan(tally.samples) or self._unknown:  # on every rank of the replica at once
+            return
+        if self._usual is None:
             raise DataError(
                 "the number of samples in a training batch is unknown"
                 + (f": {problem.rstrip('.')}." if problem else " on another rank.")
-                + " Return tensors with the batch as their first dimension, or define `batch_weight(batch)` "
-                "on the LightningModule."
+                + " Ranks have batches of different sizes here, so each must say what it weighs. Return tensors with "
+                "the batch as their first dimension, or define `batch_weight(batch)` on the LightningModule."
             )
+        self._unknown = True
+        self._peers.tell_of_unknown(problem.rstrip(".") if problem else "another rank cannot tell")
 
     def _measure(self, batch: Any) -> tuple[float, str | None]:
         try:
@@ -215,6 +228,7 @@ class SizedStream(Stream):
         peers: the other ranks.
         length: batches until the last rank's stream ends.
         replica_length: batches until the last one ends in this replica.
+        usual: see :class:`Stream`.
     """
 
     def __init__(
@@ -225,8 +239,9 @@ class SizedStream(Stream):
         peers: Peers,
         length: int,
         replica_length: int,
+        usual: float | None = None,
     ) -> None:
-        super().__init__(loader, size_of, begin, peers)
+        super().__init__(loader, size_of, begin, peers, usual)
         self._length, self._replica_length = length, replica_length
 
     @property

@@ -111,7 +111,7 @@ TWO_RANKS = [
     ddp(ShareError, "1 samples is too small for 2 ranks", options={"global_batch_size": 1}),
     ddp(ConfigurationError, "does not fit 2 ranks", options={"ranks_per_node": 3}),
     ddp(DataError, "1 samples for 2 ranks", loader=bad.tiny),
-    ddp(DataError, "is unknown", "batch_weight", loader=bad.sizeless),
+    ddp(DataError, "is unknown", "batch_weight", loader=bad.sizeless, options={"balance_iterable": True}),
     ddp(UnsupportedError, "batch_size=None", "use_distributed_sampler=False", loader=bad.unbatched),
     ddp(UnsupportedError, "in_order=True", loader=bad.unordered),
     ddp(UnsupportedError, "dataloader_iter", module=bad.FetchesItself),
