@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm import objects
+from lightning_hetero.comm import objects, waits
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import DisagreementError, HeteroError
@@ -45,14 +45,14 @@ def of_rank(value: Any, rank: int, home: torch.device = objects.CPU) -> Any:
         home: the device on which this rank computes. Tensors of the source that were on its own such device arrive on
             this one; all others on the CPU. Default: all on the CPU.
     """
-    mine = False
+    mine, sender = False, waits.caller()
 
     def received() -> bytes:
         nonlocal mine
         mine = dist.get_rank() == rank
         return objects.broadcast(objects.packed(value, home) if mine else b"", rank)
 
-    message = collective(f"receive an object from rank {rank}", received)
+    message = collective(f"receive an object from rank {rank}{sender and f' in {sender}'}", received)
     return value if mine else objects.unpacked(message, home)
 
 

@@ -211,7 +211,8 @@ def tell_failure(exception: BaseException) -> None:
     """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""
     if not of_communication(exception):
         what = str(exception).strip().split("\n")[0]
-        failures.announce("failed", f"failed with {type(exception).__name__}{what and f': {what}'}")
+        how = f"failed with {type(exception).__name__}{what and f': {what}'}"
+        failures.announce("failed", "was interrupted (Ctrl-C)" if isinstance(exception, KeyboardInterrupt) else how)
         return
     failures.announce("echo", "has lost another rank")
     if isinstance(exception, MembershipLostError):
@@ -219,3 +220,5 @@ def tell_failure(exception: BaseException) -> None:
     first = failures.first(0.0)
     if first is not None and str(first) not in str(exception):  # of one of the user's own collectives
         exception.args = (f"{exception} The rank that failed first: {first}.",)
+    elif first is None and (places := failures.places()) and places not in str(exception):
+        exception.args = (f"{exception} {places}",)

@@ -34,6 +34,7 @@ from lightning_hetero.strategies.former_names import former_topology
 from lightning_hetero.strategies.going_on import GoingOn
 from lightning_hetero.strategies.guards import check_beyond, check_setup, running, served
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
+from lightning_hetero.strategies.position import tell_while_waiting
 from lightning_hetero.strategies.replica_ddp import share_buffers
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
 from lightning_hetero.strategies.survival import Survival
@@ -152,6 +153,7 @@ class HeteroStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         _lightning.keep_batch_samplers(trainer)
+        tell_while_waiting(trainer)
         check_setup(self, trainer, self._layer_sync)
         if trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync, self.lent)

@@ -1,6 +1,7 @@
 """How a strategy joins its job, and makes what depends on who takes part."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -98,6 +99,7 @@ def connect(strategy: "HeteroStrategy") -> None:
         LaunchError: the launcher has made a process group that cannot be used.
         UnsupportedError: the fit is to go on when ranks are lost, and cannot in that group.
     """
+    began = time.monotonic()
     if strategy.entry is None:
         survives = strategy.options.on_peer_loss == "continue"
         check_process_group(failures.watched(), survives)
@@ -117,14 +119,16 @@ def connect(strategy: "HeteroStrategy") -> None:
         with noting_sockets(of_all=True):
             _lightning.init_dist_connection(cluster, "gloo", timeout=timeout, **_store_of_restart(timeout))
 
-    observer = getattr(strategy.launcher, "observer", None)
+    launcher = strategy.launcher
     hint = ""
     if strategy.options.on_peer_loss == "continue" and address.rank == 0 and strategy.options.join_file is None:
         hint = (
             "If they train already without an earlier process of this rank, it cannot come back here: a rank 0 that is "
             "started again finds its job through the strategy's `join_file` only."
         )
-    meet(init, address, timeout, (lambda: None) if observer is None else observer.ended, hint)
+    meet(
+        init, address, timeout, launcher.ended if isinstance(launcher, ObservedLauncher) else lambda: None, hint, began
+    )
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:

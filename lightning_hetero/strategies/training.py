@@ -103,7 +103,7 @@ class TrainingStep:
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
-        with deadline("average gradients"), nothing, self._noticed():
+        with deadline("average gradients", self._timer.works), nothing, self._noticed():
             yield
         self._timer.backward_done()
         self._weight = None
