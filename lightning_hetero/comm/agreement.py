@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm import objects, waits
+from lightning_hetero.comm import objects
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.errors import DisagreementError, HeteroError
@@ -36,7 +36,7 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
         return everyone()
 
 
-def of_rank(value: Any, rank: int, home: torch.device = objects.CPU) -> Any:
+def of_rank(value: Any, rank: int, home: torch.device = objects.CPU, place: str = "") -> Any:
     """The value of one rank, on every rank (collective).
 
     Args:
@@ -44,15 +44,20 @@ def of_rank(value: Any, rank: int, home: torch.device = objects.CPU) -> Any:
         rank: which one counts.
         home: the device on which this rank computes. Tensors of the source that were on its own such device arrive on
             this one; all others on the CPU. Default: all on the CPU.
+        place: names the function that asks, the same on every rank.
+
+    Raises:
+        CommunicationError: another rank did not take part in time.
+        DisagreementError: that rank sends something else, as far as ``place`` and ``rank`` tell.
     """
-    mine, sender = False, waits.caller()
+    mine = False
 
     def received() -> bytes:
         nonlocal mine
         mine = dist.get_rank() == rank
         return objects.broadcast(objects.packed(value, home) if mine else b"", rank)
 
-    message = collective(f"receive an object from rank {rank}{sender and f' in {sender}'}", received)
+    message = collective(f"receive an object from rank {rank}{place and f' in {place}'}", received)
     return value if mine else objects.unpacked(message, home)
 
 

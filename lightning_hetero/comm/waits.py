@@ -120,11 +120,7 @@ def _call(frame: FrameType | None) -> str:
 
 
 def caller() -> str:
-    """The function of another library that has called this package; empty: the user's program has."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("lightning_hetero", "contextlib", "functools"):
-            return frame.f_code.co_name if package in _LIBRARIES else ""
-        frame = frame.f_back
-    return ""
+    """The library's function that has called the function which asks; empty: a function of the user's."""
+    frame = sys._getframe(2)
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return frame.f_code.co_name if package in _LIBRARIES else ""

@@ -97,7 +97,7 @@ class Collectives:
             with self._timer.waiting():
                 collective("pass a barrier", dist.barrier)
 
-    def broadcast(self, obj: Any, src: int = 0, home: torch.device = CPU) -> Any:
+    def broadcast(self, obj: Any, src: int = 0, home: torch.device = CPU, place: str = "") -> Any:
         """The object of rank ``src``, on every rank.
 
         Args:
@@ -105,11 +105,15 @@ class Collectives:
             src: the source.
             home: the device on which this rank computes, for tensors that are on that of the source. All others, and
                 by default these too, arrive on the CPU.
+            place: names the function that asks, the same on every rank.
+
+        Raises:
+            DisagreementError: rank ``src`` broadcasts in another place.
         """
         if self.alone():
             return obj
         with self._timer.waiting():
-            return of_rank(obj, src, home)
+            return of_rank(obj, src, home, place)
 
     def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
         """Reduce a tensor over all ranks.

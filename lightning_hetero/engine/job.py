@@ -22,6 +22,8 @@ from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CommunicationError, MembershipLostError
 
+_NEWS = 3.0  # seconds to wait for news of a rank that has ended
+
 
 class Follows(NamedTuple):
     """How a rank comes into a view that follows another one.
@@ -217,7 +219,8 @@ def tell_failure(exception: BaseException) -> None:
     failures.announce("echo", "has lost another rank")
     if isinstance(exception, MembershipLostError):
         return  # it says who was lost; what this rank has heard of others may be of their ends, long after
-    first = failures.first(0.0)
+    # Of a collective of the user's, nobody has waited for news yet.
+    first = failures.first(0.0 if isinstance(exception, CommunicationError) else _NEWS)
     if first is not None and str(first) not in str(exception):  # of one of the user's own collectives
         exception.args = (f"{exception} The rank that failed first: {first}.",)
     elif first is None and (places := failures.places()) and places not in str(exception):

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import _lightning
+from lightning_hetero.comm import waits
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.engine.checkpoint import readable, warn_of_replicas
@@ -266,7 +267,7 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.collectives.broadcast(obj, src, self.root_device)
+        return self.collectives.broadcast(obj, src, self.root_device, waits.caller())
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:

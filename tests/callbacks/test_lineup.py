@@ -34,7 +34,7 @@ from lightning_hetero.strategies.survival import Loss
 
 DIED = (
     "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
-    "the program's own, with unequal sizes or types on the ranks"
+    "your own with unequal sizes or types on the ranks"
 )
 
 

@@ -24,7 +24,7 @@ GRACE = 2.0
 STEPS = 16
 DIED = (
     "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
-    "the program's own, with unequal sizes or types on the ranks"
+    "your own with unequal sizes or types on the ranks"
 )
 SILENT = "has not been heard of for"
 FAILED = "failed with ValueError: struck"

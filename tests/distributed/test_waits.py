@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,6 +78,27 @@ def test_ranks_that_meet_in_different_collectives_say_in_which() -> None:
         assert re.search(r"rank 1 is in fit \(test_waits.py:\d+\) to gather the parameters that", text), text
 
 
+class _Broadcasts(pl.Callback):
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        if trainer.is_global_zero:
+            trainer.strategy.broadcast("of rank 0 alone")
+
+
+def _broadcast(folder: Path) -> None:
+    strategy = HeteroDDPStrategy(balance="off", timeout=60)
+    keeps = {**FAST, "max_epochs": 1, "enable_checkpointing": True, "default_root_dir": folder}
+    pl.Trainer(strategy=strategy, callbacks=[_Broadcasts()], **keeps).fit(Net(), DataLoader(dataset(64), batch_size=8))
+
+
+def test_a_broadcast_on_the_source_alone_does_not_stand_in_for_another(tmp_path: Path) -> None:
+    first, second = attempt(_broadcast, 2, tmp_path, timeout=90)
+    assert isinstance(second.error, DisagreementError), second.trace
+    assert "rank 0 is in broadcast (test_waits.py:" in str(second.error)
+    assert "rank 1 is in fit (test_waits.py:" in str(second.error)
+    assert isinstance(first.error, CommunicationError), first.trace
+    assert "rank 1 failed with DisagreementError" in str(first.error)
+
+
 class _SignalSoon:
     """Sends this process a signal in a moment."""
 
@@ -132,4 +154,4 @@ def test_a_collective_with_unequal_sizes_is_named_as_a_cause_where_gloo_aborts_a
     assert [outcome.exitcode for outcome in outcomes].count(-signal.SIGABRT) == 1, [o.trace for o in outcomes]
     [text] = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     assert "has ended without a word" in text
-    assert "gloo has aborted it at a collective of the program's own, with unequal sizes or types" in text
+    assert "gloo has aborted it at a collective of your own with unequal sizes or types" in text
