@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
 from lightning_hetero import (
@@ -81,16 +80,3 @@ def test_a_wrong_option(strategy: type, options: dict[str, Any], words: str) -> 
     with pytest.raises(ConfigurationError) as raised:
         strategy(**options)
     assert words in str(raised.value)
-
-
-@pytest.mark.parametrize("given", ["hetero_ddp", "hetero_dasso", "object"])
-def test_fabric_says_that_these_strategies_are_for_the_trainer(given: str) -> None:
-    with pytest.raises(HeteroError, match="for the Trainer") as raised:
-        Fabric(strategy=HeteroDDPStrategy() if given == "object" else given, accelerator="cpu", devices=1)
-    assert "lightning.pytorch.Trainer" in str(raised.value)
-
-
-def test_fabrics_own_strategies_are_as_they_were() -> None:
-    assert Fabric(strategy="ddp", accelerator="cpu", devices=2).world_size == 2
-    with pytest.raises(ValueError, match="invalid strategy name"):
-        Fabric(strategy="dpp", accelerator="cpu")
