@@ -67,7 +67,7 @@ class HeteroStrategy(DDPStrategy):
 
     def __init__(self, accelerator: Accelerator | None = None, *args: Any, **kwargs: Any) -> None:
         check_accelerator(accelerator)
-        self.options, kwargs = Options.taken_from(kwargs)
+        self.options, kwargs = Options.taken_from(kwargs, type(self))
         super().__init__(accelerator, *args, **kwargs)
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer, partial(joining.alone, self), partial(joining.loss_counts, self))

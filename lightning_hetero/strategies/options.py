@@ -1,13 +1,14 @@
 """The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any, Literal, TypeVar, get_args
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.checks import at_least_one, is_number, one_of, plain
@@ -100,8 +101,12 @@ class Options:
     process_group_backend: None = None
 
     @classmethod
-    def taken_from(cls, given: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
+    def taken_from(cls, given: dict[str, Any], strategy: type) -> tuple["Options", dict[str, Any]]:
         """These options, out of all that a user gave by name, and those for Lightning's ``DDPStrategy``.
+
+        Args:
+            given: by the user.
+            strategy: for which, with options of its own.
 
         Raises:
             ConfigurationError: a value that cannot work, or an option that neither this strategy nor DDP has.
@@ -110,7 +115,7 @@ class Options:
         others = {name: value for name, value in given.items() if name not in names}
         known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel.__init__).parameters}
         if unknown := sorted({*others} - known):
-            hints = "".join(f" {_ELSEWHERE[name]}" for name in unknown if name in _ELSEWHERE)
+            hints = "".join(_hint(name, {*signature(strategy).parameters} | known) for name in unknown)
             raise ConfigurationError(
                 f"unknown option(s) {', '.join(unknown)}: neither this strategy nor DistributedDataParallel has them."
                 + hints
@@ -241,6 +246,18 @@ class Options:
 
         high = None if self.max_batch_size == "auto" else self.max_batch_size
         return Planner(world, of(self.balance), of(self.min_batch_size), of(high))
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by an option that a strategy does not have."""
+    if name in _ELSEWHERE:
+        return f" {_ELSEWHERE[name]}"
+    strategies = [entry["strategy"] for entry in StrategyRegistry.values() if isinstance(entry["strategy"], type)]
+    having = [kind.__name__ for kind in dict.fromkeys(strategies) if name in signature(kind).parameters]
+    if having:
+        return f" {', '.join(having)} {'has' if len(having) == 1 else 'have'} {name}."
+    near = get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def check_accelerator(accelerator: Any) -> None:
