@@ -53,10 +53,12 @@ class Failures:
         rank: this process.
         world: number of ranks.
         host: on rank 0, the address to listen on.
-        told: called when another rank has told of its failure.
+        told: called when another rank has told of its failure, or has ended.
     """
 
-    def __init__(self, rank: int, world: int, host: str = "", told: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, rank: int, world: int, host: str = "", told: Callable[[Failure], None] = lambda failure: None
+    ) -> None:
         self._told = told
         self.rank, self.world, self.run = rank, world, 0
         self._changed = threading.Condition()  # guards all that follows
@@ -135,8 +137,8 @@ class Failures:
             self._known.pop((failure.rank, failure.kind), None)
             self._known[failure.rank, failure.kind] = failure
             self._changed.notify_all()
-            if failure.kind == "failed" and failure.rank != self.rank:
-                self._told()
+            if failure.rank != self.rank:
+                self._told(failure)
 
     def _forward(self, failure: Failure) -> None:
         line = _line(failure._asdict())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import objects
+from lightning_hetero.comm import device_exit, objects
 from lightning_hetero.comm.failure_watch import Failure, Failures, Kind
 from lightning_hetero.comm.leaving import cut
 
@@ -135,8 +135,11 @@ def wake_up(on: bool) -> None:
     _wakes = on
 
 
-def _failed() -> None:
+def _failed(failure: Failure) -> None:
     """A rank has failed. Its process may live on, so that connections to it do not break."""
+    device_exit.another_failed(lambda: first(0.0))
+    if failure.kind != "failed":
+        return
     heard = time.monotonic()
 
     def wake() -> None:
