@@ -58,7 +58,7 @@ class Failures:
         rank: this process.
         world: number of ranks.
         host: on rank 0, the address to listen on.
-        told: called when another rank has told of its failure.
+        told: called when another rank has told of its failure, or has ended.
         heard: called with each message of :meth:`tell` from another rank, on a thread.
     """
 
@@ -67,7 +67,7 @@ class Failures:
         rank: int,
         world: int,
         host: str = "",
-        told: Callable[[], None] = lambda: None,
+        told: Callable[[Failure], None] = lambda failure: None,
         heard: Callable[[dict], None] = lambda _: None,
     ) -> None:
         self._told, self._heard = told, heard
@@ -157,8 +157,8 @@ class Failures:
             self._known.pop((failure.rank, failure.kind), None)
             self._known[failure.rank, failure.kind] = failure
             self._changed.notify_all()
-            if failure.kind == "failed" and failure.rank != self.rank:
-                self._told()
+            if failure.rank != self.rank:
+                self._told(failure)
 
     def _forward(self, failure: Failure) -> None:
         line = _line(failure._asdict())

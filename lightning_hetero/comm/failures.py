@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import objects, waits
+from lightning_hetero.comm import device_exit, objects, waits
 from lightning_hetero.comm.failure_watch import Failure, Failures, Kind
 from lightning_hetero.comm.leaving import cut
 from lightning_hetero.comm.wait_watch import WaitWatch
@@ -143,8 +143,11 @@ def wake_up(on: bool) -> None:
     _wakes = on
 
 
-def _failed() -> None:
+def _failed(failure: Failure) -> None:
     """A rank has failed. Its process may live on, so that connections to it do not break."""
+    device_exit.another_failed(lambda: first(0.0))
+    if failure.kind != "failed":
+        return
     heard = time.monotonic()
 
     def wake() -> None:

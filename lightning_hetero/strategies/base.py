@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import _lightning
-from lightning_hetero.comm import waits
+from lightning_hetero.comm import device_exit, waits
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.engine.checkpoint import readable, warn_of_replicas
@@ -157,6 +157,7 @@ class HeteroStrategy(DDPStrategy):
         tell_while_waiting(trainer)
         check_setup(self, trainer, self._layer_sync)
         if trainer.state.fn == TrainerFn.FITTING:
+            device_exit.begin_fit()
             self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync, self.lent)
         self.stop_request = handle_sigterm(self, trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
@@ -241,6 +242,7 @@ class HeteroStrategy(DDPStrategy):
         if self.stop_request is not None:
             self.stop_request.finish()
         self.survival.end()
+        device_exit.end_fit()
 
     @override
     def teardown(self) -> None:
@@ -251,6 +253,7 @@ class HeteroStrategy(DDPStrategy):
             self.step.close()
         super().teardown()
         self.lent.take_back()
+        device_exit.end_fit()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -130,16 +130,20 @@ def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device, c
             f"val_check_interval is a time ({seconds} s). Each rank would go by its own clock, some would validate "
             "while others train, and the job would hang. Give a number of batches or a fraction."
         )
-    if layer_sync is not None and device.type == "cpu":
+    own = trainer.state.fn == TrainerFn.FITTING and any(
+        isinstance(layer, torch.nn.SyncBatchNorm) for layer in trainer.lightning_module.modules()
+    )
+    synced = "sync_batchnorm=True" if layer_sync is not None else "a SyncBatchNorm in the model" if own else None
+    if synced is not None and device.type == "cpu":
         return UnsupportedError(
-            "sync_batchnorm=True needs GPUs: PyTorch's SyncBatchNorm does not run on CPU ranks. Set "
-            "sync_batchnorm=False; BatchNorm then normalises by each rank's own part of the batch, as in DDP."
+            f"{synced} needs GPUs: PyTorch's SyncBatchNorm does not run on CPU ranks. Set sync_batchnorm=False, and use "
+            "BatchNorm; it then normalises by each rank's own part of the batch, as in DDP."
         )
-    if layer_sync is not None and not connected:
+    if synced is not None and not connected:
         return UnsupportedError(
-            "sync_batchnorm=True in a replica of unlike devices: PyTorch's SyncBatchNorm needs NCCL, which does not "
-            "connect them. Set sync_batchnorm=False; BatchNorm then normalises by each rank's own part of the batch, "
-            "as in DDP."
+            f"{synced} in a replica of unlike devices: PyTorch's SyncBatchNorm needs NCCL, which does not connect them. "
+            "Set sync_batchnorm=False, and use BatchNorm; it then normalises by each rank's own part of the batch, as in "
+            "DDP."
         )
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         return UnsupportedError(

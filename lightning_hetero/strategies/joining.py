@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_hetero import _lightning
@@ -152,7 +153,13 @@ def join(strategy: "HeteroStrategy") -> Job:
     entry = strategy.entry
     follows = None if entry is None else Follows(entry.admission.view, _launch(strategy), entry.replica)
     agreed = {"strategy": type(strategy).__name__, **options.agreed(), **strategy.algorithm_options()}
-    return Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.limit, follows)
+    job = Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.limit, follows)
+    for card, ranks in job.view.topology.shared_cards().items():
+        rank_zero_warn(
+            f"Ranks {ranks} share {card}: each takes its own memory of it, they slow each other down, and NCCL does "
+            "not connect them, so that gradients between them go through the host's memory. Start one rank per GPU."
+        )
+    return job
 
 
 def _launch(strategy: "HeteroStrategy") -> str:
@@ -174,6 +181,7 @@ class Parts:
         buckets: chooses the size of DDP's buckets.
         data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
         same: compares parameters where the replica has unlike devices.
+        told: how gradients travel, in the words that the user has been told.
     """
 
     share: Workshare
@@ -184,6 +192,7 @@ class Parts:
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
     same: SameParameters | None
+    told: str = ""
 
     def wrapped(self, strategy: "HeteroStrategy") -> torch.nn.Module:
         """A strategy's model, in a DDP over the ranks of this replica (collective over the replica).
@@ -203,7 +212,12 @@ class Parts:
         ddp = ReplicaDDP(self.share.timer, module=model, **options)
         if (hook := _lightning.comm_hook(strategy)) is not None:
             register_hook(ddp, *hook, group, strategy.lent, strategy.job.view.count > 1)
-        average_within(strategy, ddp, self.share.replica, group, hooked=hook is not None)
+        way = average_within(strategy, ddp, self.share.replica, group, hooked=hook is not None)
+        way = way or strategy.job.view.topology.route(self.share.replica)
+        if way != self.told:
+            self.told = way
+            who = "all ranks" if strategy.job.view.count == 1 else f"ranks {list(self.share.replica)}"
+            rank_zero_info(f"{type(strategy).__name__}: gradients of {who} are averaged {way}.")
         return ddp
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: LentGroups) -> Any:

@@ -138,6 +138,23 @@ def test_batch_norm_of_the_users_own(kind: Any, means: list[float]) -> None:
     assert run(_normalised, 4, kind, nodes=NODES) == [(mean, None) for mean in means]
 
 
+class GpuOnly(Net):
+    """Has PyTorch's own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.SyncBatchNorm(16).double())
+
+
+def _on_cpus() -> None:
+    with pytest.raises(UnsupportedError, match="a SyncBatchNorm in the model needs GPUs"):
+        _trained(GpuOnly)
+
+
+def test_batch_norm_of_the_users_own_on_cpus() -> None:
+    run(_on_cpus, 2)
+
+
 def _alone() -> tuple[float | None, Any]:
     module = SyncedNet()
     strategy = DiLoCoStrategy(replica="rank", tau=2, global_batch_size=16, timeout=60)
