@@ -231,6 +231,7 @@ class HeteroStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.parts.finite.begin(searching=_lightning.searches_lr(self.trainer))
+        self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off")
         self._rank_state.begin(self)
         self.survival.begin()
 

@@ -1,11 +1,15 @@
 """What the LightningModule logs, for algorithms that go by it; and metrics of torchmetrics on a device."""
 
 import math
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -65,6 +69,37 @@ class LoggedMetrics:
                 "monitor=None."
             )
         return mean
+
+
+def warn_of_losses_over_all(module: nn.Module) -> list[RemovableHandle]:
+    """Warn, once, where a loss seems to be made of a metric that is synchronised over all ranks at each step.
+
+    Such a loss is normalised over all samples already. A value that is only logged carries no gradient.
+
+    Args:
+        module: whose losses are weighted by each rank's samples.
+
+    Returns:
+        Handles of the hooks that look at the metrics' values.
+    """
+    handles: list[RemovableHandle] = []
+
+    def look(name: str, metric: nn.Module, args: Any, output: Any) -> None:
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+            return
+        for handle in handles:
+            handle.remove()
+        rank_zero_warn(
+            f"The value of the metric `{name}` has a gradient, and with dist_sync_on_step=True it is a value over all "
+            "ranks. If the loss is made of it, the loss is normalised over all ranks already, and is then weighted by "
+            "each rank's samples once more, which is wrong where ranks have different numbers of samples. Let "
+            "`batch_weight(self, batch)` of the LightningModule return 1: the ranks' losses then count alike."
+        )
+
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and metric.dist_sync_on_step:
+            handles.append(metric.register_forward_hook(partial(look, name)))
+    return handles
 
 
 def sync_anywhere(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero import _lightning
 from lightning_hetero.averaging.averager import Outcome
@@ -19,6 +20,7 @@ from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies.default_groups import Noticed
 from lightning_hetero.strategies.logged import count_as_ever, count_batch
+from lightning_hetero.strategies.metrics import warn_of_losses_over_all
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -49,7 +51,19 @@ class TrainingStep:
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
         self._logged: Any | None = None  # the Trainer's collection of logged values
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
+        self._hooks: list[RemovableHandle] = []  # of the fit, on modules
         self.passes, self.began = 0, 0.0  # backward passes on the latest batch, which arrived at `time.monotonic()`
+
+    def begin_fit(self, module: "pl.LightningModule", uneven: bool) -> None:
+        """Training starts.
+
+        Args:
+            module: to be trained.
+            uneven: whether ranks may get different numbers of samples.
+        """
+        self.close()
+        if uneven and len(self._share.replica) > 1 and not callable(getattr(module, "batch_weight", None)):
+            self._hooks = warn_of_losses_over_all(module)
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A batch is on its way to the device."""
@@ -158,12 +172,15 @@ class TrainingStep:
     def take_over(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._counted = former._samples, former._counted
-        self.passes, self.began = former.passes, former.began
+        self.passes, self.began, self._hooks = former.passes, former.began, former._hooks
         self._log_to(former._logged)
 
     def close(self) -> None:
         """The fit has ended; idempotent."""
         count_as_ever(self._logged)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def apply(outcome: Outcome | None, strategy: str) -> None:
