@@ -80,8 +80,10 @@ def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup |
     everyone = gather(dict(values), what, group)
     names = dict.fromkeys(name for one in everyone for name in one)
     differing = [name for name in names if len({repr(one.get(name, _MISSING)) for one in everyone}) > 1]
+    ranks = range(len(everyone)) if group is None else dist.get_process_group_ranks(group)
     lines = [
-        f"  {name}: " + ", ".join(f"rank {rank}: {one.get(name, _MISSING)}" for rank, one in enumerate(everyone))
+        f"  {name}: "
+        + ", ".join(f"rank {rank}: {one.get(name, _MISSING)}" for rank, one in zip(ranks, everyone, strict=True))
         for name in differing[:8]
     ]
     more = f"\n  and {len(differing) - 8} more" if len(differing) > 8 else ""

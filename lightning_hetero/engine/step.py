@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.engine.optimizer_states import check_settings, number_of
 from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.workload.cost import CostModel
 from lightning_hetero.workload.curve import Curve
@@ -88,6 +89,8 @@ class Workshare:
         self._laps: list[Lap] = []  # since the last report
         self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
+        self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
+        self._settings: dict[str, float] = {}  # when the latest report was made
         self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
 
     def take_over(self, former: "Workshare", regrouping: Regrouping | None = None) -> None:
@@ -203,6 +206,9 @@ class Workshare:
             return
         with self.timer.waiting():
             self.reports, self.met = [Report.of_row(row) for row in self._gathering.collect()], self._reported_at
+        if len({self.reports[rank].settings for rank in self.replica}) > 1:
+            everyone = len(self.replica) == self.planner.world
+            check_settings(self._settings, self.met, None if everyone else self._group())
         if not all(ended := [bool(report.ended) for report in self.reports]):
             self.ended = ended
         self._say_where_times_bend_down()
@@ -304,6 +310,6 @@ class Workshare:
         error = speed.noise if self.cost.ready else math.inf
         drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
         means = samples, work, wait
-        return Report(
-            cost.fixed, cost.per_sample, error, drawn, *means, laps, speed.since, *speed.bump, ended, bends=cost.bends
-        )
+        self._settings = self.settings()
+        told = speed.since, *speed.bump, ended, number_of(self._settings)
+        return Report(cost.fixed, cost.per_sample, error, drawn, *means, laps, *told, bends=cost.bends)

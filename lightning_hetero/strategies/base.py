@@ -34,6 +34,7 @@ from lightning_hetero.strategies.evaluation import evaluation_step, values_share
 from lightning_hetero.strategies.former_names import former_topology
 from lightning_hetero.strategies.going_on import GoingOn
 from lightning_hetero.strategies.guards import check_beyond, check_setup, running, served
+from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.position import tell_while_waiting
 from lightning_hetero.strategies.replica_ddp import share_buffers
@@ -82,9 +83,10 @@ class HeteroStrategy(DDPStrategy):
     step: TrainingStep
     parts: joining.Parts
     stop_request: StopRequest | None = None  # of the latest fit
+    monitored: MonitoredMetrics | None = None  # of the latest run
 
     #: What a strategy has of its job, or of a fit. A copy has yet to join.
-    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request")
+    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request", "monitored")
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: options, and what the Trainer has set, but no connections."""
@@ -164,6 +166,8 @@ class HeteroStrategy(DDPStrategy):
             super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_beyond(self)
+        self.monitored = MonitoredMetrics(trainer, self.collectives, self.monitored)
+        self.parts.loaders.begin(trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -249,6 +253,8 @@ class HeteroStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self.stop_request is not None:
             self.stop_request.close()
+        if self.monitored is not None:
+            self.monitored.close()
         if self.job is not None:
             self.engine.close()
             self.step.close()

@@ -24,6 +24,7 @@ from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.finite import FiniteSteps
 from lightning_hetero.engine.job import Follows, Job
 from lightning_hetero.engine.meeting import Address, meet
+from lightning_hetero.engine.optimizer_states import hyperparameters
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.engine.streams import StreamPeers, samples_in
@@ -282,6 +283,7 @@ def make_parts(
     )
     ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
     share = Workshare(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
+    share.settings = lambda: hyperparameters(strategy.optimizers)
     finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
     if former is not None:
         share.take_over(former.share, regrouping)

@@ -112,11 +112,11 @@ class FixedBatches:
 
 
 class EvenBatches(FixedBatches):
-    """Batches of about ``batch_size`` samples that hold them all and are as even as can be.
+    """Batches of ``batch_size`` samples that hold them all, none with fewer samples than there are ranks.
 
-    Evaluation uses them: no batch has fewer samples than there are ranks, so that all ranks run the same number of
-    batches and yet see every sample exactly once. Only where ``batch_size`` itself leaves each rank one sample, or
-    little more, can a batch be larger than ``batch_size``, by less than one sample per rank.
+    Evaluation uses them: all ranks run the same number of batches and yet see every sample exactly once. Where the last
+    batch would be too small, all are as even as can be instead. Only where ``batch_size`` itself leaves each rank one
+    sample, or little more, can a batch be larger than ``batch_size``, by less than one sample per rank.
 
     Args:
         sampler: yields dataset indices, the same on every rank, and has a length, at least ``world``.
@@ -126,13 +126,17 @@ class EvenBatches(FixedBatches):
 
     def __init__(self, sampler: Any, batch_size: int, world: int) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
-        self._count = max(1, min(-(-len(sampler) // batch_size), len(sampler) // world))
+        full, last = divmod(len(sampler), batch_size)
+        self._cut_evenly = 0 < last < world or batch_size < world
+        self._count = max(1, min(full + (last > 0), len(sampler) // world))
 
     def __len__(self) -> int:
         return self._count
 
     @override
     def size(self, index: int) -> int:
+        if not self._cut_evenly:
+            return super().size(index)
         least, extra = divmod(len(self.sampler), len(self))
         return least + (index < extra)
 

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lightning_hetero.errors import DataError
@@ -68,7 +68,32 @@ class Peers(Protocol):
         """
 
 
-class Stream:
+class AroundLoader:
+    """Stands in for a loader: attributes that are not found here are looked up on it.
+
+    Args:
+        loader: any iterable of batches.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: unpickling, copying
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def _iterator(self) -> Any:  # Lightning resets a DataLoader's workers through this
+        return getattr(self.loader, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        if hasattr(self.loader, "_iterator"):
+            self.loader._iterator = iterator
+
+
+class Stream(AroundLoader):
     """Iterates over a loader in step with the other ranks, which learn its batch sizes as they come.
 
     A rank that has no more data repeats its last batch with weight 0 until all have ended: every sample counts
@@ -91,7 +116,8 @@ class Stream:
         peers: Peers,
         usual: float | None = None,
     ) -> None:
-        self.loader, self._size_of, self._begin, self._peers, self._usual = loader, size_of, begin, peers, usual
+        super().__init__(loader)
+        self._size_of, self._begin, self._peers, self._usual = size_of, begin, peers, usual
         self._unknown = False  # whether the size of some batch was
         self.drawn: deque[Drawn] = deque()
         self._count = 0  # batches of this pass so far
@@ -107,20 +133,9 @@ class Stream:
         return self.drawn[0].total == 0 if self.drawn else self._over
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet: unpickling, copying
-            raise AttributeError(name)
         if name in ("state_dict", "load_state_dict") and self.stateful:
             return _keep_nothing  # Lightning saves rank 0's state only; this tells it that the loader resumes
-        return getattr(self.loader, name)
-
-    @property
-    def _iterator(self) -> Any:  # Lightning resets a DataLoader's workers through this
-        return getattr(self.loader, "_iterator", None)
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        if hasattr(self.loader, "_iterator"):
-            self.loader._iterator = iterator
+        return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
@@ -255,6 +270,97 @@ class SizedStream(Stream):
 
 def _keep_nothing(*_: Any) -> dict[str, Any]:
     return {}
+
+
+class EvaluatedStream(AroundLoader):
+    """Iterates over this rank's own part of the data, in evaluation.
+
+    Ranks may run different numbers of steps, and need not wait for each other, unless a step calls a collective: all
+    ranks must have the same number then, or some would wait for ranks that are at the end of the epoch. Before that
+    happens an error is raised on all of them.
+
+    Args:
+        loader: any iterable of batches.
+        name: of the stage, such as ``"validation"``.
+        lengths: batches of each rank's loader, ``None`` if unknown.
+        gather: one value per rank (collective).
+        needs_data: whether each rank must have a batch, if any rank has.
+
+    Raises:
+        DataError: on every rank, if only some have a batch, when they are to draw the first one.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        name: str,
+        lengths: Sequence[int | None],
+        gather: Callable[[Any], list[Any]],
+        needs_data: bool,
+    ) -> None:
+        super().__init__(loader)
+        self._name, self._gather, self._needs_data = name, gather, needs_data
+        self._drawn, self._ended, self._in_step = 0, False, False
+        self._sized = all(length is not None for length in lengths)
+        if self._sized:
+            self._check_data([bool(length) for length in lengths])
+
+    def __len__(self) -> int:
+        if not self._sized:
+            raise TypeError(f"the {self._name} dataloader has no length, on some rank")
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn, self._ended, self._in_step = 0, False, False
+        end = object()
+        batches = iter(self.loader)
+        while True:
+            batch = next(batches, end)
+            self._ended = batch is end
+            if self._sized:  # and compared before; nobody draws beyond the end
+                pass
+            elif not self._drawn:
+                self._check_data(self._gather(not self._ended))
+            elif self._in_step:
+                self._check_steps(self._gather((self._drawn + (not self._ended), self._ended)))
+            if self._ended:
+                return
+            self._drawn += 1
+            yield batch
+
+    def before_collective(self, steps: float) -> None:
+        """A step calls a collective, on all ranks (collective, the first time in a pass).
+
+        Args:
+            steps: that this rank will run, if its loader has a length.
+
+        Raises:
+            DataError: on every rank, if they run different numbers of steps.
+        """
+        if self._in_step:
+            return
+        self._in_step = True
+        self._check_steps(self._gather((int(steps), True) if self._sized else (self._drawn, self._ended)))
+
+    def _check_data(self, has_data: Sequence[bool]) -> None:
+        without = [rank for rank, some in enumerate(has_data) if not some]
+        if self._needs_data and 0 < len(without) < len(has_data):
+            raise DataError(
+                f"rank(s) {', '.join(map(str, without))} got no {self._name} batch at all while others did, so that "
+                "ranks would not log the same values. Give every rank at least one batch: check how the dataset is "
+                "sharded."
+            ).of_all(without)
+
+    def _check_steps(self, everyone: Sequence[tuple[int, bool]]) -> None:
+        if len(set(everyone)) > 1:
+            fewest = min(number for number, ended in everyone if ended) if any(e for _, e in everyone) else 0
+            steps = ", ".join(f"rank {r}: {n}" if e else f"rank {r}: {n} or more" for r, (n, e) in enumerate(everyone))
+            raise DataError(
+                f"ranks have different numbers of {self._name} batches ({steps}), and the {self._name} step calls a "
+                "collective, such as self.log(..., on_step=True, sync_dist=True) or self.all_gather: some rank would "
+                "wait for one that has no batch left. Log with on_step=False, give every rank the same number of "
+                f"batches, or limit them to {fewest} with the Trainer's limit_..._batches."
+            ).of_all()
 
 
 class VaryingBatchSizes:
