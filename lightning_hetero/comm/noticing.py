@@ -35,15 +35,14 @@ def noticing(notice: Notice) -> Iterator[None]:
     Args:
         notice: is asked for each. Of nested blocks, the innermost one's is.
     """
-    names = vars(dist)
     _noticing.append((threading.get_ident(), notice))
-    names.update(_noticed())
+    _exchange(_ORIGINALS, _noticed())
     try:
         yield
     finally:
         _noticing.pop()
         if not _noticing:
-            names.update(_originals())
+            _exchange(_noticed(), _ORIGINALS)
 
 
 def is_world(group: dist.ProcessGroup | None) -> bool:
@@ -51,14 +50,20 @@ def is_world(group: dist.ProcessGroup | None) -> bool:
     return group is None or group is dist.group.WORLD
 
 
-@functools.cache
-def _originals() -> dict[str, Callable[..., Any]]:
-    return {name: vars(dist)[name] for name in _COLLECTIVES if name in vars(dist)}
+_ORIGINALS: dict[str, Callable[..., Any]] = {name: vars(dist)[name] for name in _COLLECTIVES if name in vars(dist)}
+
+
+def _exchange(former: dict[str, Callable[..., Any]], new: dict[str, Callable[..., Any]]) -> None:
+    """Put functions in the places of former ones; what another library has put there stays."""
+    names = vars(dist)
+    for name, function in new.items():
+        if names[name] is former[name]:
+            names[name] = function
 
 
 @functools.cache
 def _noticed() -> dict[str, Callable[..., Any]]:
-    return {name: _noticed_one(name, function) for name, function in _originals().items()}
+    return {name: _noticed_one(name, function) for name, function in _ORIGINALS.items()}
 
 
 def _noticed_one(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
