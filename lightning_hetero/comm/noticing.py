@@ -36,13 +36,17 @@ def noticing(notice: Notice) -> Iterator[None]:
         notice: is asked for each. Of nested blocks, the innermost one's is.
     """
     _noticing.append((threading.get_ident(), notice))
-    _exchange(_ORIGINALS, _noticed())
+    names, former = vars(dist), {}
+    if len(_noticing) == 1:
+        former = {name: names[name] for name in _PLACES}
+        names.update({name: _noticed(name, function) for name, function in former.items()})
     try:
         yield
     finally:
         _noticing.pop()
-        if not _noticing:
-            _exchange(_noticed(), _ORIGINALS)
+        for name, function in former.items():
+            if names[name] is _noticed(name, function):  # nobody has put another one there meanwhile
+                names[name] = function
 
 
 def is_world(group: dist.ProcessGroup | None) -> bool:
@@ -50,24 +54,17 @@ def is_world(group: dist.ProcessGroup | None) -> bool:
     return group is None or group is dist.group.WORLD
 
 
-_ORIGINALS: dict[str, Callable[..., Any]] = {name: vars(dist)[name] for name in _COLLECTIVES if name in vars(dist)}
+#: Of each collective, the place of its group among its arguments.
+_PLACES = {
+    name: list(inspect.signature(vars(dist)[name]).parameters).index("group")
+    for name in _COLLECTIVES
+    if name in vars(dist)
+}
 
 
-def _exchange(former: dict[str, Callable[..., Any]], new: dict[str, Callable[..., Any]]) -> None:
-    """Put functions in the places of former ones; what another library has put there stays."""
-    names = vars(dist)
-    for name, function in new.items():
-        if names[name] is former[name]:
-            names[name] = function
-
-
-@functools.cache
-def _noticed() -> dict[str, Callable[..., Any]]:
-    return {name: _noticed_one(name, function) for name, function in _ORIGINALS.items()}
-
-
-def _noticed_one(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    place = list(inspect.signature(function).parameters).index("group")
+@functools.lru_cache(maxsize=256)
+def _noticed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    place = _PLACES[name]
 
     @functools.wraps(function)
     def noticed(*args: Any, **kwargs: Any) -> Any:
