@@ -220,9 +220,10 @@ def tell_failure(exception: BaseException) -> None:
     failures.announce("echo", "has lost another rank")
     if isinstance(exception, MembershipLostError):
         return  # it says who was lost; what this rank has heard of others may be of their ends, long after
+    places = failures.places()
     # Of a collective of the user's, nobody has waited for news yet.
     first = failures.first(0.0 if isinstance(exception, CommunicationError) else _NEWS)
     if first is not None and str(first) not in str(exception):  # of one of the user's own collectives
         exception.args = (f"{exception} The rank that failed first: {first}.",)
-    elif first is None and (places := failures.places()) and places not in str(exception):
+    elif first is None and places and places not in str(exception):
         exception.args = (f"{exception} {places}",)
