@@ -137,14 +137,14 @@ def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device, c
     synced = "sync_batchnorm=True" if layer_sync is not None else "a SyncBatchNorm in the model" if own else None
     if synced is not None and device.type == "cpu":
         return UnsupportedError(
-            f"{synced} needs GPUs: PyTorch's SyncBatchNorm does not run on CPU ranks. Set sync_batchnorm=False, and use "
-            "BatchNorm; it then normalises by each rank's own part of the batch, as in DDP."
+            f"{synced} needs GPUs: PyTorch's SyncBatchNorm does not run on CPU ranks. Set sync_batchnorm=False, and "
+            "use BatchNorm; it then normalises by each rank's own part of the batch, as in DDP."
         )
     if synced is not None and not connected:
         return UnsupportedError(
-            f"{synced} in a replica of unlike devices: PyTorch's SyncBatchNorm needs NCCL, which does not connect them. "
-            "Set sync_batchnorm=False, and use BatchNorm; it then normalises by each rank's own part of the batch, as in "
-            "DDP."
+            f"{synced} in a replica of unlike devices: PyTorch's SyncBatchNorm needs NCCL, which does not connect "
+            "them. Set sync_batchnorm=False, and use BatchNorm; it then normalises by each rank's own part of the "
+            "batch, as in DDP."
         )
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         return UnsupportedError(
