@@ -87,7 +87,9 @@ def install() -> None:
         return FakeNCCL(dist.ProcessGroupGloo(store, rank, size, timeout))
 
     def place(device: Any, host: str, node: int, local_rank: int) -> Place:
-        return place_of(device, host, node, local_rank)._replace(device=f"card {local_rank}", library="fake NCCL")
+        return place_of(device, host, node, local_rank)._replace(
+            device=f"card {node}-{local_rank}", library="fake NCCL"
+        )
 
     dist.Backend.register_backend("fake_nccl", create, devices=["cpu"])
     distributed_c10d._new_process_group_helper = helper
