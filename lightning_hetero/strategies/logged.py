@@ -35,7 +35,7 @@ def counting(
         counts = samples if batch_size is None else lambda: float(batch_size)
         with collectives.weighing(counts, None if given is None else name):
             type(results).log(results, fx, name, *args, batch_size=batch_size, **kwargs)  # type: ignore[union-attr]
-        _prepare(logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), counts)
+        _prepare(results, logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), counts)
         if given == 0:
             _explain(results, name, collectives.tell_of_nothing)
 
@@ -60,7 +60,7 @@ def counting_nothing(collectives: Collectives, results: Any | None) -> Iterator[
             nothing = {"max": float("-inf"), "min": float("inf")}.get(reduction.lower(), 0.0)
             value = torch.full_like(value, nothing, dtype=value.dtype if value.is_floating_point() else torch.float32)
         type(results).log(results, fx, name, value, *args, **{**kwargs, "batch_size": 0})  # type: ignore[union-attr]
-        _prepare(logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), lambda: 0.0)
+        _prepare(results, logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), lambda: 0.0)
 
     with collectives.weighing(lambda: 0.0), _logging_by(results, log):
         yield
@@ -74,11 +74,11 @@ def samples_of_step(metric: Any) -> float:
     return getattr(metric, _SAMPLES, 1.0)
 
 
-def _prepare(metric: Any, samples: Callable[[], float | None]) -> None:
+def _prepare(results: Any, metric: Any, samples: Callable[[], float | None]) -> None:
     """Note what a value of a step stands for, and let a mean of all ranks over an epoch be summed in float64."""
     if not metric.is_tensor:
         return
-    if metric.meta.on_step:
+    if metric.meta.on_step and results.training:
         setattr(metric, _SAMPLES, 1.0 if (found := samples()) is None else found)
     if metric.meta.on_epoch and metric.meta.is_mean_reduction and metric.meta.sync.should:
         metric.value = metric.value.to(widest(metric.value.device))  # as is the mean number of samples, its divisor
