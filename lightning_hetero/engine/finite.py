@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,6 @@ from lightning_hetero.errors import NotFiniteError
 from lightning_hetero.workload.timer import after_own_backward
 
 OnNaN = Literal["error", "skip", "ignore"]
-
-
-class StepLeftOutError(Exception):
-    """Ends an optimizer's step before it has changed anything; on all ranks alike."""
 
 
 class FiniteSteps:
@@ -152,36 +148,31 @@ class FiniteSteps:
         if self._averages(model):
             self._spread = not_finite(optimizers) | self._spread
 
-    def checked(self, closure: Callable[[], Any], module: nn.Module, scaled: bool) -> Callable[[], Any]:
-        """What an optimizer calls before its step, and with it a look at what has been found; see :meth:`check`."""
-
-        def both() -> Any:
-            output = closure()
-            self.check(module, scaled)
-            return output
-
-        return closure if self._active == "ignore" else both
-
-    def check(self, module: nn.Module, scaled: bool) -> None:
+    def leaves_out(self, module: nn.Module, scaled: bool) -> bool:
         """Act on what has been found, between the backward passes and the optimizer's step.
 
         Args:
             module: that the gradients belong to.
             scaled: whether a scaler skips steps with infinite gradients by itself.
 
+        Returns:
+            Whether the optimizer is not to step, the same on every rank: under ``"skip"`` a gradient was not finite, or
+            no sample is left.
+
         Raises:
             NotFiniteError: on every rank, if something is not finite on one.
-            StepLeftOutError: on every rank, instead, under ``"skip"``, or if no sample is left.
         """
+        if self._active == "ignore":
+            return False
         self._restore(module)
         loss, own, spread = self._loss, self._own, bool(self._spread)
         nothing = self._passes > 0 and self._counted == 0
         self._forget()
         if nothing or self._left_out:  # several optimizers may step after the same backward passes
             self._left_out = True
-            raise StepLeftOutError
+            return True
         if not spread:
-            return
+            return False
         name = next((name for name, p in module.named_parameters() if broken([p.grad])), None)
         mine = bool(loss), bool(own), name
         with self._waiting():
@@ -191,7 +182,7 @@ class FiniteSteps:
         if any(losses):
             found = f"{self._subject('loss', losses)} not finite"
         elif scaled or not any(names):
-            return  # the scaler's business; or hooks have put all gradients in order
+            return False  # the scaler's business; or hooks have put all gradients in order
         else:
             # Under gradient_as_bucket_view=True averaging may have spread it before they looked.
             found = f"{self._subject('gradient', gradients)} not finite although the loss was"
@@ -199,7 +190,7 @@ class FiniteSteps:
         if self._active == "skip":
             self._say(f"{found}: no optimizer steps")
             self._left_out = True
-            raise StepLeftOutError
+            return True
         raise NotFiniteError(
             [0],
             f"At {self._where()} {found}. The optimizer has not stepped: the weights are those from before. Lower the "

@@ -1,10 +1,18 @@
 """A rank that has no sample of a batch takes part with a padding batch, of which nothing may count."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from itertools import chain
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torchmetrics import Metric, MetricCollection
+
+from lightning_hetero.engine.untouched import Kept
 
 
 @contextmanager
@@ -22,10 +30,71 @@ def no_gradients(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+def no_gradient(optimizer: Optimizer) -> None:
+    """Set the gradients that an optimizer would take in to zero."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.detach().zero_()
+
+
 @contextmanager
-def same_buffers(module: nn.Module) -> Iterator[None]:
-    """Forward passes in this block leave the buffers as they were, such as BatchNorm's running statistics."""
-    before = [buffer.detach().clone() for buffer in module.buffers()]
+def same_state(module: nn.Module) -> Iterator[None]:
+    """Forward passes in this block leave the state of a module as it was.
+
+    That covers buffers, such as BatchNorm's running statistics, the states of torchmetrics, and tensors that are
+    changed in place. It does not cover other attributes: what counts steps counts this one.
+    """
+    kept = Kept()
+    for part in module.modules():
+        kept.keep(vars(part)["_buffers"])
+        if isinstance(part, Metric | MetricCollection):
+            kept.keep(part)
+        for value in vars(part).values():
+            if isinstance(value, Tensor):
+                kept.keep(value)
     yield
-    for buffer, value in zip(module.buffers(), before, strict=True):
-        buffer.data.copy_(value)  # `.data`: the backward pass that follows must not take it for a change
+    kept.restore()  # past autograd: the backward pass that follows must not take it for a change
+
+
+class _LeftOutError(Exception):
+    """Ends an optimizer's own step after its closure, before it has changed anything."""
+
+
+@contextmanager
+def steps_unless(left_out: Callable[[], bool], optimizer: Optimizer) -> Iterator[None]:
+    """In this block the optimizer's own step may be left out, but none of the hooks around it.
+
+    Parameters, momenta and step counts stay as they are. An optimizer calls its closure first, and Lightning's hooks
+    are part of the closure, or run before the step.
+
+    Args:
+        left_out: whether to leave it out; asked after the closure.
+        optimizer: that is to step.
+    """
+    original: Callable[..., Any] = optimizer.step
+    own = vars(optimizer).get("step")
+
+    @wraps(original)
+    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        def closed() -> Any:
+            output = None if closure is None else closure()
+            if left_out():
+                raise _LeftOutError
+            return output
+
+        if closure is None and not left_out():
+            return original(*args, **kwargs)
+        try:
+            return original(*args, closure=closed, **kwargs)
+        except _LeftOutError:
+            for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+                hook(optimizer, args, kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:  # such as that of a learning rate's schedule, which counts the steps
+            optimizer.step = own  # type: ignore[method-assign]

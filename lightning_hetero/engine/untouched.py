@@ -32,7 +32,7 @@ def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
         device: on which this rank computes.
     """
     numbers = random_states.current(device)
-    kept = _Kept()
+    kept = Kept()
     for thing in things:
         kept.keep(thing)
     try:
@@ -42,8 +42,8 @@ def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
         random_states.restore(numbers, device)
 
 
-class _Kept:
-    """What objects held when they were kept, each once."""
+class Kept:
+    """What objects held when they were kept, each once; see :func:`untouched`."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # the objects themselves, so that no other gets the id of one
@@ -92,7 +92,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _restore_tensor(tensor: Tensor) -> Restore | None:
-    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_inference():
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout != torch.strided or tensor.is_inference():
         return None
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return None  # expanded: it cannot be written to

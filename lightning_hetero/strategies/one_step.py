@@ -1,5 +1,6 @@
 """One training step, from top to bottom, as Lightning asks a strategy for it."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +9,12 @@ from torch.optim.optimizer import Optimizer
 
 from lightning_hetero import _lightning
 from lightning_hetero.engine.drift import SameParameters
+from lightning_hetero.errors import DisagreementError
 from lightning_hetero.strategies.position import describe
 from lightning_hetero.strategies.replica_ddp import take_unfrozen_in
 from lightning_hetero.strategies.training import apply
+
+_PATIENCE = 5.0  # seconds
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -38,8 +42,31 @@ def forward(strategy: "HeteroStrategy", run: Callable[[], Any], batch: Any) -> A
 
     output = strategy.survival.step(step, left_out=lambda: None)
     if not strategy.trainer.lightning_module.automatic_optimization:
+        if strategy.step.passes == 0:
+            strategy.survival.again(lambda: _none_ran_backward(strategy))
         window_ended(strategy)
     return output
+
+
+def _none_ran_backward(strategy: "HeteroStrategy") -> None:
+    """See that no rank of the replica has run a backward pass on this batch, as this one has not.
+
+    Raises:
+        DisagreementError: others have, it seems. They wait for this rank's gradients.
+    """
+    assert strategy.job is not None
+    took, limit = time.monotonic() - strategy.step.began, strategy.options.limit.total_seconds()
+    with strategy.timer.waiting():  # for as long as a rank can be behind that has no more to do than this one
+        silent = strategy.job.others_skip(strategy.share.step, min(limit, max(_PATIENCE, 10 * took)))
+    if silent:
+        others = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+        raise DisagreementError(
+            f"rank {strategy.global_rank} ran no backward pass in `training_step` at {describe(strategy.trainer)}, and "
+            f"{others} of its replica did, or did not get that far: with gradients to average they wait for this rank, "
+            "and would get those of its next batch. With manual optimization all ranks must run the same number of "
+            "backward passes on a batch. Where a rank has nothing to learn from its part, let it run "
+            "`self.manual_backward(0.0 * loss)` instead of returning early."
+        )
 
 
 def backward(

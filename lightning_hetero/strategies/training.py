@@ -1,5 +1,6 @@
 """A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -7,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero import _lightning
 from lightning_hetero.averaging.averager import Outcome
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.engine.collectives import Collectives
-from lightning_hetero.engine.finite import FiniteSteps, StepLeftOutError
-from lightning_hetero.engine.padding import no_gradients, same_buffers
+from lightning_hetero.engine.finite import FiniteSteps
+from lightning_hetero.engine.padding import no_gradient, no_gradients, same_state, steps_unless
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.strategies.logged import counting, counting_nothing
+from lightning_hetero.strategies.default_groups import Noticed
+from lightning_hetero.strategies.logged import count_as_ever, count_batch
+from lightning_hetero.strategies.metrics import warn_of_losses_over_all
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,13 +38,32 @@ class TrainingStep:
         engine: what happens between replicas.
         finite: looks for losses and gradients that are not finite.
         collectives: what reduces values that are logged.
+        several: whether there are several replicas.
     """
 
-    def __init__(self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives) -> None:
+    def __init__(
+        self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives, several: bool
+    ) -> None:
         self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
+        self._noticed = Noticed(share.timer, several)
         self._timer = share.timer
         self._samples = 0.0  # of the replica, in the running window
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
+        self._logged: Any | None = None  # the Trainer's collection of logged values
+        self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
+        self._hooks: list[RemovableHandle] = []  # of the fit, on modules
+        self.passes, self.began = 0, 0.0  # backward passes on the latest batch, which arrived at `time.monotonic()`
+
+    def begin_fit(self, module: "pl.LightningModule", uneven: bool) -> None:
+        """Training starts.
+
+        Args:
+            module: to be trained.
+            uneven: whether ranks may get different numbers of samples.
+        """
+        self.close()
+        if uneven and len(self._share.replica) > 1 and not callable(getattr(module, "batch_weight", None)):
+            self._hooks = warn_of_losses_over_all(module)
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """A batch is on its way to the device."""
@@ -48,6 +71,13 @@ class TrainingStep:
         if trainer.training:
             self.batch_ended(trainer)  # if nothing else has ended the last one
             self._share.begin()
+            self._counted = self._share.current().samples
+            self.passes, self.began = 0, time.monotonic()
+            self._log_to(_lightning.results_of(trainer))
+
+    def _log_to(self, results: Any | None) -> None:
+        self._logged = results
+        count_batch(self._collectives, lambda: self._counted, results)
 
     @contextmanager
     def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
@@ -57,10 +87,8 @@ class TrainingStep:
         if callable(measure := getattr(module, "batch_weight", None)):
             self._share.weigh(measure, batch)
         self._finite.before_forward(module)
-        results = _lightning.results_of(trainer)
-        counts = counting(self._collectives, lambda: samples, results)
-        buffers = nullcontext() if total > 0 else same_buffers(module)
-        with buffers, counts if samples > 0 else counting_nothing(self._collectives, results):
+        state = nullcontext() if samples > 0 else same_state(module)
+        with state, self._collectives.weighing(lambda: self._counted), self._noticed():
             yield
 
     def weigh(self, loss: Tensor, windows: int) -> Tensor:
@@ -74,7 +102,10 @@ class TrainingStep:
             windows: that number.
         """
         self._engine.take_loss(loss * windows)
-        own, total = self._finite.count(loss, *self._share.weights())
+        before, _ = weights = self._share.weights()
+        own, total = self._finite.count(loss, *weights)
+        if own < before and total:  # left out: what hooks log from now on counts as little as its samples
+            self._counted = 0.0
         self._weight = len(self._share.replica) * own / total if total else 0.0
         return self._finite.weigh(loss, self._weight)
 
@@ -82,10 +113,11 @@ class TrainingStep:
     def backward(self, trainer: "pl.Trainer", loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Run the backward pass of a weighted loss in this block."""
         model = trainer.strategy.model
+        self.passes += 1
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
-        with deadline("average gradients"), nothing:
+        with deadline("average gradients", self._timer.works), nothing, self._noticed():
             yield
         self._timer.backward_done()
         self._weight = None
@@ -101,6 +133,8 @@ class TrainingStep:
     ) -> Any:
         """Let an optimizer step, unless what it would take in is not finite, or no sample at all.
 
+        All hooks run either way, since ranks may meet in them; if the step is left out, with gradients of zero.
+
         Args:
             trainer: runs the fit.
             optimizer: that is to step.
@@ -108,20 +142,19 @@ class TrainingStep:
             step: lets it step, given the closure.
         """
         module, scaled = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None) is not None
-        checked = self._finite.checked(closure, module, scaled)
+        left_out = False
 
-        def counted() -> Any:
-            output = checked()
-            if self._samples == 0:  # padding only: momentum and weight decay would move the replica all the same
-                raise StepLeftOutError
+        def gradients() -> Any:
+            nonlocal left_out
+            output = closure()
+            # Padding only: momentum and weight decay would move the replica all the same.
+            left_out = self._finite.leaves_out(module, scaled) or self._samples == 0
+            if left_out:
+                no_gradient(optimizer)
             return output
 
-        try:
-            output = step(counted)
-        except StepLeftOutError:
-            optimizer.zero_grad()
-            output = None
-        return output
+        with steps_unless(lambda: left_out, optimizer), self._collectives.weighing(lambda: self._counted):
+            return step(gradients)
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
         """This rank has done its work on a batch, and perhaps on a window."""
@@ -138,7 +171,16 @@ class TrainingStep:
 
     def take_over(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
-        self._samples = former._samples
+        self._samples, self._counted = former._samples, former._counted
+        self.passes, self.began, self._hooks = former.passes, former.began, former._hooks
+        self._log_to(former._logged)
+
+    def close(self) -> None:
+        """The fit has ended; idempotent."""
+        count_as_ever(self._logged)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def apply(outcome: Outcome | None, strategy: str) -> None:
