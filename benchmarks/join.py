@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,6 @@ STRATEGIES: dict[str, Any] = {
     "hetero_ddp": HeteroDDPStrategy,
     "hetero_diloco": lambda **options: DiLoCoStrategy(replica="rank", tau=4, **options),
 }
-ONLY = os.environ.get("ONLY","").split()
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 
 
@@ -61,18 +61,16 @@ def memory(name: str) -> float:
 
 
 class Watch(pl.Callback):
-    """Notes when batches end, and what memory a process has at its most: in training, and while it or another joins."""
+    """Records when batches end, and the peak memory of the process: in training, and while it or another joins."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.late = folder, (folder / "dead").exists()
         self.ends = list[tuple[float, int]]()
-        self.cpu = list[float]()
         self.training = self.peak = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         joins = self.ends[-1][1] < trainer.world_size if self.ends else self.late
         self.ends.append((time.perf_counter(), trainer.world_size))
-        self.cpu.append(time.process_time())
         if len(self.ends) == 8 and not self.late:
             self.folder.joinpath(f"warm {trainer.global_rank}").touch()
         if joins:
@@ -88,12 +86,6 @@ class Watch(pl.Callback):
     def pause(self) -> float:
         """The time from the last batch before the join to the first one after it, less that of a batch."""
         gaps = [(b[0] - a[0], a[1] < b[1]) for a, b in zip(self.ends, self.ends[1:], strict=False)]
-        joins = [gap for gap, grows in gaps if grows]
-        return joins[0] - sorted(gap for gap, _ in gaps)[len(gaps) // 2] if joins else 0.0
-
-    def work(self) -> float:
-        """The CPU seconds in the same time."""
-        gaps = [(d - c, a[1] < b[1]) for a, b, c, d in zip(self.ends, self.ends[1:], self.cpu, self.cpu[1:], strict=False)]
         joins = [gap for gap, grows in gaps if grows]
         return joins[0] - sorted(gap for gap, _ in gaps)[len(gaps) // 2] if joins else 0.0
 
@@ -115,12 +107,12 @@ def rank(strategy: str, optimizer: str, megabytes: int, folder: Path) -> None:
         dist.broadcast(flat, 0)
         dist.barrier()
         copies.append(time.perf_counter() - began)
-    found = {"peak": (watch.peak - watch.training) / size, "pause": watch.pause(), "work": watch.work(), "mb": watch.training/1e6, "copy": min(copies)}
+    found = {"peak": (watch.peak - watch.training) / size, "pause": watch.pause(), "copy": min(copies)}
     (folder / f"result {trainer.global_rank}").write_text(json.dumps(found))
 
 
 def join(strategy: str, optimizer: str, megabytes: int) -> list[dict[str, float]]:
-    """What each rank has noted, the one that has joined last."""
+    """Start a job, kill its last rank and start it again; returns the figures of each rank, the joined one last."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as started:
         folder, processes = Path(name), list[subprocess.Popen]()
         with socket.socket() as free:
@@ -128,9 +120,16 @@ def join(strategy: str, optimizer: str, megabytes: int) -> list[dict[str, float]
             port = str(free.getsockname()[1])
 
         def start(number: int) -> None:
-            place = {"RANK": number, "NODE_RANK": number, "WORLD_SIZE": RANKS, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-            place = {**place, "GROUP_RANK": number, "TORCHELASTIC_RUN_ID": "join", "OMP_NUM_THREADS": 1}
-            env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **{k: str(v) for k, v in place.items()}}
+            place: dict[str, Any] = {
+                "RANK": number,
+                "NODE_RANK": number,
+                "WORLD_SIZE": RANKS,
+                "LOCAL_RANK": 0,
+                "LOCAL_WORLD_SIZE": 1,
+            }
+            place |= {"GROUP_RANK": number, "TORCHELASTIC_RUN_ID": "join", "MASTER_ADDR": "127.0.0.1"}
+            place |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            env = {**os.environ, **{name: str(value) for name, value in place.items()}}
             command = [sys.executable, __file__, "rank", strategy, optimizer, str(megabytes), name]
             processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
             started.callback(processes[-1].kill)
@@ -166,15 +165,14 @@ def main() -> None:
     print(f"{'':22}{'stand still, s':>16}{'one copy, s':>14}{'peak, survivors':>18}{'peak, newcomer':>18}")
     for strategy in STRATEGIES:
         for optimizer in OPTIMIZERS:
-            if len(ONLY) and f"{strategy}-{optimizer}" not in ONLY: continue
             found = [join(strategy, optimizer, asked.megabytes) for _ in range(asked.repeats)]
-            print(found, file=sys.stderr)
             pauses = [max(one["pause"] for one in ranks[:-1]) for ranks in found]
             copies = [max(one["copy"] for one in ranks) for ranks in found]
             old = [max(one["peak"] for one in ranks[:-1]) for ranks in found]
             new = [ranks[-1]["peak"] for ranks in found]
             figures = zip((pauses, copies, old, new), (16, 14, 18, 18), strict=True)
-            print(f"{strategy + ', ' + optimizer:22}" + "".join(f"{min(f):>{width}.2f}" for f, width in figures), flush=True)
+            line = "".join(f"{statistics.median(values):>{width}.2f}" for values, width in figures)
+            print(f"{strategy + ', ' + optimizer:22}{line}", flush=True)
 
 
 if __name__ == "__main__":
