@@ -230,17 +230,22 @@ class Replica:
 
     @contextmanager
     def holding(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """Let the model hold other values within a block.
+        """Let the model hold other values within a block: its tensors are parts of the vectors, not copies.
 
         Args:
-            flats: vectors as :meth:`pack` returns them.
+            flats: vectors as :meth:`pack` returns them, on any device, of any floating dtype.
         """
-        own = self.pack()
-        self.unpack(flats)
+        if self._settle is not None:
+            self._settle()
+        own = [value.data for group in self._groups for value in group]
         try:
+            for group, flat in zip(self._groups, flats, strict=True):
+                for value, part in zip(group, parts(flat, group), strict=True):
+                    value.data = part.to(value)
             yield
         finally:
-            self.unpack(own)
+            for value, data in zip((value for group in self._groups for value in group), own, strict=True):
+                value.data = data
 
 
 def wide(flat: Tensor) -> torch.dtype:

@@ -50,9 +50,21 @@ class Copies:
         self._lasting.clear()
         self._known.clear()
 
-    def of(self, collection: Any) -> Any:
-        """A collection with copies of its tensors, taken now; what is one tensor in it stays one."""
-        return self._of(collection, {}, ())
+    def of(self, collection: Any, new: Collection[int] = ()) -> Any:
+        """A collection with copies of its tensors, taken now; what is one tensor in it stays one.
+
+        Args:
+            collection: of tensors, as above.
+            new: where the memory begins of storages on the CPU that nobody else writes to: they are not copied.
+        """
+        known = dict[tuple[Any, ...], tuple[Tensor, Tensor]]()
+
+        def add(tensor: Tensor) -> None:
+            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in new:
+                known.setdefault(identity(tensor), (tensor, tensor.detach()))
+
+        apply_to_collection(collection if new else (), Tensor, add)
+        return self._of(collection, known, ())
 
     def late(self, collection: Any, storages: Collection[int]) -> Any:
         """A collection with copies of its tensors; of those that lie in certain storages they are taken late.

@@ -38,15 +38,19 @@ class MemoryFiles(CheckpointIO):
         self._own: Message | None = None
         self._common: Message | None = None
 
-    def keep(self, state: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
+    def keep(
+        self, state: Mapping[str, Any], parameters: Collection[str], new: Collection[Tensor] = ()
+    ) -> dict[str, Any]:
         """A copy of the model's state.
 
         Args:
             state: of the model.
             parameters: names of the values that are the same on all ranks.
+            new: tensors that nobody else writes to. What lies in them is not copied, if they are on the CPU.
         """
         result: Any = copy(state)  # with what it holds besides, such as the versions in a module's state
-        result.update(Copies().of(dict(state)))
+        storages = {tensor.untyped_storage().data_ptr() for tensor in new if tensor.device.type == "cpu"}
+        result.update(Copies().of(dict(state), storages))
         self._weights = {name: result[name] for name in parameters if isinstance(result.get(name), Tensor)}
         return result
 

@@ -239,8 +239,8 @@ class ReplicaStrategy(HeteroStrategy):
             values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         assert self.averager is not None
         with self.averager.replica.holding(values):
-            state = super().lightning_module_state_dict()
-            return state if saving.others_join(self) else deepcopy(dict(state))
+            state = super(HeteroStrategy, self).lightning_module_state_dict()
+            return saving.copied_for_join(self, state, values) if saving.others_join(self) else deepcopy(dict(state))
 
     def _identity(self) -> Identity:
         """What this strategy goes by in checkpoints."""

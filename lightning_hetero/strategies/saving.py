@@ -1,6 +1,6 @@
 """How a strategy's checkpoints are written and read, and an error of one rank reaches all."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch import Tensor
 
 from lightning_hetero._lightning import WrappingCheckpointIO, epoch_ends, trainer_of
 from lightning_hetero.comm.agreement import gather
@@ -258,18 +259,19 @@ def kept_by_each(strategy: "HeteroStrategy") -> list[str]:
     return ["optimizer_states", type(strategy.precision_plugin).__qualname__, COMMON]
 
 
-def copied_for_join(strategy: "HeteroStrategy", state: dict[str, Any]) -> dict[str, Any]:
+def copied_for_join(strategy: "HeteroStrategy", state: dict[str, Any], new: Collection[Tensor] = ()) -> dict[str, Any]:
     """The state of the model; where others are about to join, a copy: hooks may change the model before it is loaded.
 
     Args:
         strategy: that saves.
         state: of the model, whose parameters are the same on all ranks.
+        new: tensors that nobody else writes to: what lies in them need not be copied.
     """
     if not isinstance(files := strategy.checkpoint_io, MemoryFiles):
         return state
     assert strategy.lightning_module is not None
     parameters = strategy.lightning_module.named_parameters(remove_duplicate=False)
-    return files.keep(state, [name for name, _ in parameters])
+    return files.keep(state, [name for name, _ in parameters], new)
 
 
 def keep_in_memory(strategy: "HeteroStrategy", checkpoint: Mapping[str, Any], path: Any) -> None:
