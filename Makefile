@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 # Python keeps its bytecode: a hundred processes of the tests would otherwise compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-oldest test-ray test-upstream lint docs dist setup clean
+.PHONY: help demo test test-long test-oldest test-ray test-upstream test-packages lint docs dist setup clean
 help:
 	@echo "make demo   set up, then train on emulated fast and slow devices and draw what happened (2 minutes)"
 	@echo "make test   set up, then lint, type-check and test (some 8 minutes on two cores)"
@@ -21,6 +21,9 @@ help:
 	@echo "            set up, with Ray, then train under Ray Train (2 minutes)"
 	@echo "make test-upstream LIGHTNING_SRC=FOLDER"
 	@echo "            set up, then run Lightning's own tests, from a checkout of it, with its DDP and with ours (an hour)"
+	@echo "make test-packages PACKAGES=NAMES"
+	@echo "            train models of other packages, each in an environment of its own (.envs, 12 GB), with ddp and with ours;"
+	@echo "            without NAMES all (ten minutes, and longer to make the environments)"
 	@echo "make docs   set up, then make the documentation's site, docs/_build/html/index.html"
 	@echo "make dist   build the sdist and the wheel, in dist/; TAG=v1.2.3 sees first that this is the version"
 	@echo "make clean  remove the virtual environments and build products"
@@ -109,6 +112,11 @@ test-upstream:
 	@$(MAKE) --no-print-directory $(VENV)/.upstream
 	@$(BIN)/python tests/upstream/run.py "$(LIGHTNING_SRC)" $(UPSTREAM)
 
+# Each environment is made once.
+test-packages:
+	@echo "== Training models of other packages"
+	@$(PYTHON) tests/packages/run.py --constraints $(CONSTRAINTS) $(PACKAGES)
+
 $(VENV)/.docs: $(VENV)/.ready
 	@echo "-- installing Sphinx with what the documentation uses"
 	@$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
@@ -135,4 +143,4 @@ dist: $(DIST)/.ready
 	@$(DIST)/bin/python -m build --outdir dist
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DIST) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(DIST) .envs docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -106,7 +106,6 @@ def _fit(place: Place) -> dict[str, Any]:
         "on_peer_loss": "continue",
         "grace": place.grace,
         "timeout": TIMEOUT,
-        **entry.options,
     } | place.options
     if place.joins:
         options["join_file"] = str(Path(place.folder, "job"))

@@ -5,18 +5,18 @@ Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. Other files
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -26,7 +26,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _augment_message as augment_message
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_hetero.workload.order import has_own_batches, is_sharded, shuffles_by_itself
@@ -49,10 +48,12 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
     return strategy._ddp_kwargs
 
 
-def register_comm_hook(strategy: DDPStrategy, model: DistributedDataParallel) -> bool:
-    """Give DDP the user's communication hook, on CPUs too; returns whether there is one."""
-    _register_ddp_comm_hook(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
-    return strategy._ddp_comm_hook is not None
+def comm_hook(strategy: DDPStrategy) -> tuple[Any, Callable[..., Any]] | None:
+    """The state of the user's communication hook for DDP, and the hook in its wrapper, if there is one."""
+    hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
+    if hook is None:
+        return None
+    return strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook)
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
@@ -133,12 +134,163 @@ def before_transfer(module: "pl.LightningModule", batch: Any) -> Any:
     return module._on_before_batch_transfer(batch)
 
 
+# -- what is logged --------------------------------------------------------------------------------
+
+
+class Unsynced(NamedTuple):
+    """A logged value that each rank has of its own.
+
+    Attributes:
+        metric: Lightning's, which holds it.
+        names: under which callbacks find it.
+        reduction: how values are put together: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+        of_step: whether it is the value of one step, else of an epoch.
+        value: the value; of a mean over an epoch its sum over samples.
+        weight: the samples that this sum is over, of a mean over an epoch.
+    """
+
+    metric: Any
+    names: tuple[str, ...]
+    reduction: str
+    of_step: bool
+    value: torch.Tensor
+    weight: torch.Tensor | None
+
+    def replace(self, value: float) -> torch.Tensor:
+        """Let callbacks and loggers find another value in its place."""
+        new = torch.as_tensor(value, dtype=self.value.dtype, device=self.value.device)
+        setattr(self.metric, "_forward_cache" if self.of_step else "_computed", new)
+        return new
+
+
+def monitored_by(trainer: "pl.Trainer") -> set[str]:
+    """The names of logged values by which callbacks and schedulers of this rank go."""
+    schedulers = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    names = [getattr(one, "monitor", None) for one in (*trainer.callbacks, *schedulers)]  # type: ignore[attr-defined]
+    return {name for name in names if isinstance(name, str)}
+
+
+def unsynced(trainer: "pl.Trainer", names: Collection[str]) -> Iterator[tuple[str, Unsynced]]:
+    """The values that this rank has logged for itself, and that callbacks find under some names now; by their keys."""
+    results = trainer._results
+    assert results is not None
+    stepping = trainer._logger_connector._first_loop_iter is not None
+    for key, metric in results.valid_items():
+        meta = metric.meta
+        if not metric.is_tensor or meta.enable_graph or (meta.sync.should and not meta.sync.rank_zero_only):
+            continue
+        reduction = meta.reduce_fx.__name__
+        name, whole = results._forked_name(metric, on_step=False)
+        if meta.on_epoch and not stepping and not {name, whole}.isdisjoint(names):
+            weight = metric.cumulated_batch_size if meta.is_mean_reduction else None
+            yield key, Unsynced(metric, (name, whole), reduction, False, metric.value, weight)
+        _, step = results._forked_name(metric, on_step=True)
+        of_step = (name, step) if stepping or not meta.on_epoch else (step,)
+        if meta.on_step and results.training and not set(of_step).isdisjoint(names):
+            yield f"{key} step", Unsynced(metric, of_step, reduction, True, metric._forward_cache, None)
+
+
+def logged_names(trainer: "pl.Trainer") -> set[str]:
+    """Under which names callbacks find what this rank has logged in the running loop, synchronised or not."""
+    results = trainer._results
+    assert results is not None
+    items = [metric for _, metric in results.valid_items()]
+    return {name for metric in items for step in (True, False) for name in results._forked_name(metric, on_step=step)}
+
+
+def logged_metric(results: Any, fx: str, name: str, add_dataloader_idx: bool = True) -> Any:
+    """What holds the values that were logged under a name in one of the module's functions."""
+    indexed = add_dataloader_idx and results.dataloader_idx is not None
+    return results[f"{fx}.{name}" + (f".{results.dataloader_idx}" if indexed else "")]
+
+
+def let_callbacks_find(trainer: "pl.Trainer", values: Mapping[str, torch.Tensor]) -> None:
+    """Let callbacks find values under names, until something else is logged under them."""
+    trainer._logger_connector._callback_metrics.update(values)
+
+
+class AgreedMetrics:
+    """Lets ranks agree on what callbacks go by, before these look at it, until :meth:`restore`.
+
+    Ranks must meet where all of them come by, not where some callback asks for a value, perhaps on one rank. In
+    training, callbacks that stop the fit or save are the last to be called at the end of an epoch, so that is done when
+    the first of them asks.
+
+    Args:
+        trainer: whose callbacks and schedulers these are.
+        agree: called with ``"evaluation"``, or in training with ``"epoch"`` or ``"step"``, where all ranks come by.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", agree: Callable[[str], None]) -> None:
+        connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+        self._stale = {True: True, False: True}  # in training or not: whether something was logged since they agreed
+        self._trainer, self._agree = trainer, agree
+        self._replaced: list[tuple[Any, str]] = []
+        self._before(connector, "update_eval_epoch_metrics", self._fresh)
+        self._before(connector, "on_epoch_end", self._fresh)
+        self._before(connector, "on_batch_start", self._logs_follow)
+        self._before(loop, "_get_monitor_value", self._if_training)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ModelCheckpoint):
+                self._before(callback, "_monitor_candidates", self._if_training)
+            elif isinstance(callback, EarlyStopping):
+                self._before(callback, "_run_early_stopping_check", self._if_training)
+        reached = connector.epoch_end_reached
+
+        def epoch_end_reached() -> None:
+            reached()
+            self._logs_follow()
+            if trainer.training:  # callbacks of the user's look now
+                self._fresh()
+                self._logs_follow()
+
+        self._replace(connector, "epoch_end_reached", epoch_end_reached)
+
+    def _before(self, owner: Any, name: str, call: Callable[[], None]) -> None:
+        method = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return method(*args, **kwargs)
+
+        self._replace(owner, name, called)
+
+    def _replace(self, owner: Any, name: str, by: Callable) -> None:
+        vars(owner)[name] = by
+        self._replaced.append((owner, name))
+
+    def _logs_follow(self) -> None:
+        self._stale[self._trainer.training] = True
+
+    def _if_training(self) -> None:
+        if self._trainer.training:
+            self._fresh()
+
+    def _fresh(self) -> None:
+        trainer = self._trainer
+        if self._stale[trainer.training] and trainer._results is not None:
+            self._stale[trainer.training] = False
+            stepping = trainer._logger_connector._first_loop_iter is not None
+            self._agree("evaluation" if not trainer.training else "step" if stepping else "epoch")
+
+    def restore(self) -> None:
+        """Give the Trainer and the callbacks their own methods back; idempotent."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+
+
 # -- data ------------------------------------------------------------------------------------------
 
 
 def combined_loader(trainer: "pl.Trainer") -> CombinedLoader | None:
     """The training loaders, once the Trainer has set them up."""
     return trainer.fit_loop._combined_loader
+
+
+def evaluated_loader(trainer: "pl.Trainer", index: int) -> tuple[Any, float]:
+    """A loader of the running evaluation, and how many of its batches this rank will run; infinite if unknown."""
+    loop: Any = trainer._active_loop
+    return loop._combined_loader.flattened[index], loop.max_batches[index]
 
 
 def mode_of(loader: CombinedLoader) -> str:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
 
 from lightning_hetero.errors import ConfigurationError
 
@@ -33,4 +35,20 @@ def at_least_one(name: str, value: object, otherwise: str = "") -> None:
 
 def is_number(value: object) -> bool:
     """Whether an option is a finite number; ``True`` and ``False`` are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def plain(value: Any) -> Any:
+    """An option in Python's own types: numbers of any kind, and lists for arrays and other sequences.
+
+    So ranks, checkpoints and checks need to know no others. Strings, lists and tuples keep their type.
+    """
+    if callable(tolist := getattr(value, "tolist", None)):  # of NumPy and PyTorch, scalars too
+        return plain(tolist())
+    if isinstance(value, list | tuple):
+        return value if hasattr(value, "_fields") else type(value)(plain(one) for one in value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(one) for one in value]
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value

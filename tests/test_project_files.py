@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from docs_pages import ROOT, rows
+from packaging.requirements import Requirement
 
 import lightning_hetero
 
@@ -23,6 +24,27 @@ def test_all_say_the_same_version() -> None:
     project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert project is not None
     assert project.group(1) == lightning_hetero.__version__ == str(CITATION["version"])
+
+
+# -- which versions of Lightning are taken ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])  # the one installs the other
+def test_the_malicious_releases_of_lightning_are_never_installed(name: str) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    asked = {one.name: one.specifier for one in map(Requirement, re.findall(r'"(.+)"', listed.group(1)))}
+    assert [version for version in ("2.5.2", "2.6.1", "2.6.2", "2.6.3", "2.6.6") if version in asked[name]] == [
+        "2.5.2",
+        "2.6.1",
+        "2.6.6",
+    ]
+    for file in ("constraints.txt", "constraints-oldest.txt"):
+        [pinned] = re.findall(rf"^{name}==(.+)$", (ROOT / file).read_text(), re.MULTILINE)
+        assert pinned in asked[name]
+    for page in (SECURITY, ROOT / "docs" / "promises.md"):
+        assert {"2.6.2", "2.6.3", "2.6.6"} <= set(re.findall(r"2\.\d\.\d", page.read_text()))
 
 
 # -- how to cite -----------------------------------------------------------------------------------

@@ -175,7 +175,8 @@ def test_the_format() -> None:
 def test_the_oldest_versions_are_those_of_the_project() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     told = {row[0]: row[1] for row in ROWS if row[0] in ("Python", "Lightning", "PyTorch")}
-    for name, pattern in {"Python": r'requires-python = ">=([\d.]+)"', "Lightning": r'"lightning>=([\d.]+)"'}.items():
+    patterns = {"Python": r'requires-python = ">=([\d.]+)"', "Lightning": r'"lightning>=([\d.]+)[,"]'}
+    for name, pattern in patterns.items():
         assert told[name].split()[0] == re.search(pattern, project).group(1)  # type: ignore[union-attr]
     oldest = re.search(r'"torch>=([\d.]+)"', project).group(1)  # type: ignore[union-attr]
     assert told["PyTorch"].split()[0] == oldest
@@ -187,7 +188,7 @@ def test_the_oldest_versions_are_those_that_are_tested() -> None:
     pins = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE))
     assert {"lightning", "torchmetrics", "lightning-utilities", "rich"} <= set(pins)
     for name, version in pins.items():
-        least = re.search(rf'"{name}>=([\d.]+)"', project)
+        least = re.search(rf'"{name}>=([\d.]+)[,"]', project)
         assert least is not None
         assert [*map(int, version.split("."))][: least.group(1).count(".") + 1] == [
             *map(int, least.group(1).split("."))

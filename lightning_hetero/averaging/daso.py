@@ -1,5 +1,6 @@
 """DASO: rotating, asynchronous, stale mixing of nodes at an adaptive rate."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -55,8 +56,10 @@ class DASOAverager(LowBitAverager):
     Source: DASO, Coquelin et al. 2021.
 
     Args:
-        warmup: length of the warm-up: a fraction of the run (float), optimizer steps (int), or ``"4 epochs"``.
-        cooldown: length of the cool-down: a fraction, optimizer steps, or epochs, as for ``warmup``.
+        warmup: length of the warm-up: a fraction of the run (float), optimizer steps (int), or ``"4 epochs"``. Where
+            nobody knows the length of the run, any fraction is 100 steps.
+        cooldown: length of the cool-down: a fraction, optimizer steps, or epochs, as for ``warmup``. Where nobody knows
+            the length of the run, a fraction is none.
         global_every: first B, in optimizer steps.
         wait: first W, in optimizer steps; 0 is blocking; at most B. ``"auto"``: always the smallest that hides an
             exchange as measured, at most B.
@@ -124,6 +127,13 @@ class DASOAverager(LowBitAverager):
                 f"warmup and cooldown take {lengths} of {total} optimizer steps: leave some between."
             )
         self._phases = total, lengths["warmup"], lengths["cooldown"]
+        asked = {name: getattr(self, name) for name in lengths}
+        parts = [f"{name}={part}" for name, part in asked.items() if isinstance(part, float) and part]
+        if math.isinf(total) and parts:
+            return Outcome(
+                info=f"{' and '.join(parts)} of the run, of which nobody knows the length: the warm-up takes "
+                f"{lengths['warmup']} optimizer steps, the cool-down {lengths['cooldown']}. Give steps to change that."
+            )
         return None
 
     def phase(self, step: int) -> str:

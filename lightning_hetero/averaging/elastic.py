@@ -20,15 +20,16 @@ from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 @dataclass(frozen=True)
 class Pull:
-    """How strongly replicas and their center pull at each other. Give exactly one of the first two.
+    """How strongly replicas and their center pull at each other. Give one of the first two at most.
 
     Attributes:
         moving_rate: alpha; ``"auto"``: beta / p, with p replicas and, if it is not given, beta = 0.9, as in the paper.
+            Default: ``"auto"``, unless ``rho`` is given.
         rho: alpha = eta rho, with eta the learning rate of the first parameter group of the first optimizer.
         beta: of the center. Default: p alpha, the symmetric case.
 
     Raises:
-        ConfigurationError: both or neither of the first two, or what is no number of at least 0.
+        ConfigurationError: both of the first two, or what is no number of at least 0.
     """
 
     moving_rate: float | Literal["auto"] | None = None
@@ -36,11 +37,12 @@ class Pull:
     beta: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.moving_rate is None) == (self.rho is None):
-            given = "neither is" if self.rho is None else "both are"
+        if self.moving_rate is None and self.rho is None:
+            object.__setattr__(self, "moving_rate", "auto")
+        elif self.moving_rate is not None and self.rho is not None:
             raise ConfigurationError(
-                f"moving_rate={self.moving_rate!r}, rho={self.rho!r}: {given} given; give exactly one. moving_rate is "
-                "alpha itself, with 'auto' for 0.9 / number of replicas; rho gives alpha = learning rate * rho."
+                f"moving_rate={self.moving_rate!r}, rho={self.rho!r}: both are given; give one. moving_rate is alpha "
+                "itself, with 'auto' for 0.9 / number of replicas; rho gives alpha = learning rate * rho."
             )
         for name, value in asdict(self).items():
             fits = value is None or (is_number(value) and value >= 0)
@@ -87,7 +89,8 @@ class Elastic(CenteredAverager):
 
     Args:
         tau: optimizer steps from one exchange of a replica to the next.
-        moving_rate: alpha; ``"auto"``: beta / p, with beta = 0.9 if it is not given.
+        moving_rate: alpha; ``"auto"``: beta / p, with beta = 0.9 if it is not given. Default: ``"auto"``, unless
+            ``rho`` is given.
         rho: instead: alpha = learning rate * rho, of the first parameter group of the first optimizer, of replica 0.
         beta: how fast the center moves. Default: p alpha.
         order: ``"jacobi"``: differences from before the replica's own step, as in the paper; ``"gauss_seidel"``: from
@@ -113,6 +116,7 @@ class Elastic(CenteredAverager):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pull = Pull(self.moving_rate, self.rho, self.beta)
+        self.moving_rate = self.pull.moving_rate
         one_of("order", self.order, ("jacobi", "gauss_seidel"))
         check_wire(self.wire)
 

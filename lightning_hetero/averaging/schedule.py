@@ -10,6 +10,8 @@ from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.forecast.rhythm import smallest_wait
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
+#: Optimizer steps for a part of a run of which nobody knows the length. Its end comes unannounced.
+OF_UNKNOWN = {"warmup": 100, "cooldown": 0}
 
 
 class RateSchedule:
@@ -110,7 +112,7 @@ def steps_of(name: str, length: float | int | str, total: float, per_epoch: floa
         per_epoch: steps of an epoch; infinite if nobody knows.
 
     Raises:
-        ConfigurationError: none of these, or a part of a run without a known length.
+        ConfigurationError: none of these, or epochs of a length that nobody knows.
     """
     if isinstance(length, str):
         number, _, unit = length.partition(" ")
@@ -122,8 +124,6 @@ def steps_of(name: str, length: float | int | str, total: float, per_epoch: floa
         return length
     elif isinstance(length, float) and 0 <= length < 1:
         if math.isinf(total):
-            raise ConfigurationError(
-                f"{name}={length} is a part of the run, but the length of the run is unknown: give steps."
-            )
+            return OF_UNKNOWN[name] if length else 0
         return round(length * total)
     raise ConfigurationError(f"{name}={length!r}: give a part of the run (0.1), optimizer steps (500) or '4 epochs'.")

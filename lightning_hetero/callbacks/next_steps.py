@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lightning_hetero.callbacks.totals import Totals, even_share, even_work
+from lightning_hetero.workload.shares import TooSlow
 
 Cause = Literal["compute", "data", "network"]
 #: From this fraction of the job's time on, something is worth a word.
@@ -72,7 +73,13 @@ def _could(possible: float) -> str:
 
 
 def next_steps(
-    spent: Mapping[str, float], uneven: float, common: float, automatic: bool, gain: Gain, cause: Cause | None
+    spent: Mapping[str, float],
+    uneven: float,
+    common: float,
+    automatic: bool,
+    gain: Gain,
+    slow: TooSlow | None,
+    cause: Cause | None,
 ) -> tuple[str, ...]:
     """What to do next, the most promising first; at least one sentence.
 
@@ -82,12 +89,15 @@ def next_steps(
         common: fraction that all ranks spend between steps.
         automatic: whether batches are split by measured speed.
         gain: of the split.
+        slow: ranks without which the job would be faster.
         cause: what sets the slowest rank apart, if it stands out.
     """
     advice = []
     if gain.times is not None and gain.times < 1 - ALIKE:
         advice.append("Set balance='off': an even split is faster here.")
-    if max(spent["waiting"], uneven) >= WORTH_A_WORD:
+    if slow is not None:
+        advice.append(str(slow))
+    elif max(spent["waiting"], uneven) >= WORTH_A_WORD:
         advice.append(_waiting(spent["waiting"], uneven, automatic, gain.possible))
     if common >= WORTH_A_WORD:
         advice.append(

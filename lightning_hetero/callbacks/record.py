@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_hetero.strategies.survival import Loss
 from lightning_hetero.workload.curve import Curve
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.workload.shares import Cost, TooSlow
 from lightning_hetero.workload.timer import Lap
 
 if TYPE_CHECKING:
@@ -248,6 +248,7 @@ class Fit(NamedTuple):
         pairings: under gossip, of each replica, its completed exchanges with each.
         ended: the error that ended the fit early, if one did.
         changes: of who took part, from the fit's beginning; all else is since others have last joined.
+        slow: ranks without which the job would be faster, by their latest measurements.
     """
 
     views: list[View]
@@ -259,6 +260,7 @@ class Fit(NamedTuple):
     pairings: list[list[int]] | None
     ended: str | None
     changes: "Sequence[Change]" = ()
+    slow: TooSlow | None = None
 
     @property
     def living(self) -> int:

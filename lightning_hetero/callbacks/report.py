@@ -49,6 +49,7 @@ def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str 
     chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
     chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
     hosts = {lineup.places[rank][0] for rank in lineup.ranks}
+    slow, ids = strategy.share.planner.too_slow, () if strategy.job is None else strategy.job.view.ids
     left = f"; {_count(lost[-1].ranks, 'rank')} at the end" if lost else ""
     facts = {
         "model": module,
@@ -70,6 +71,7 @@ def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str 
         strategy.pairings if isinstance(strategy, ReplicaStrategy) else None,
         ended,
         lost,
+        slow and slow._replace(ranks=tuple(ids[rank] for rank in slow.ranks)),
     )
 
 
@@ -82,7 +84,8 @@ def folder_of(report: str | Path, folder: str) -> str:
 
 def verdict_of(fit: Fit) -> Verdict:
     """The verdict on the second half of the steps, when shares have settled; first it says who was lost, and joined."""
-    verdict = judge(totals(fit), fit.lockstep, fit.automatic, missing=fit.living - len(fit.views))
+    missing = fit.living - len(fit.views)
+    verdict = judge(totals(fit), fit.lockstep, fit.automatic, missing=missing, slow=fit.slow)
     return verdict._replace(sentences=(*map(sentence_of, fit.changes), *verdict.sentences))
 
 
@@ -92,6 +95,7 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
     return {
         **fit._asdict(),
         "verdict": verdict._asdict(),
+        "slow": fit.slow and fit.slow._asdict(),
         "settled": {"began": part.began, "ended": part.ended},
         "changes": [
             {**change._asdict(), "lost": _named(change.lost), "stalls": _named(change.stalls)} for change in fit.changes

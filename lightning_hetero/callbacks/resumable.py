@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_hetero._lightning import accumulates, resume_by
 from lightning_hetero.callbacks.beside import Beside
 from lightning_hetero.callbacks.kept import Kept
-from lightning_hetero.checks import at_least_one, is_number
+from lightning_hetero.checks import at_least_one, is_number, plain
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.strategies.apart import Apart
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -72,6 +72,7 @@ class ResumableCheckpoint(Resumable):
     ) -> None:
         if not isinstance(dirpath, str | Path) or not str(dirpath):
             raise ConfigurationError(f"dirpath={dirpath!r}: give a folder.")
+        every_n_steps, every_n_seconds, keep = plain((every_n_steps, every_n_seconds, keep))
         if every_n_steps is not None:
             at_least_one("every_n_steps", every_n_steps, ", or None")
         if every_n_seconds is not None and (not is_number(every_n_seconds) or every_n_seconds <= 0):

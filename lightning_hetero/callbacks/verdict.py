@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lightning_hetero.callbacks.next_steps import WORTH_A_WORD, Cause, gain_of, next_steps
 from lightning_hetero.callbacks.totals import Totals, even_scales, even_share, own_exchanges
+from lightning_hetero.workload.shares import TooSlow
 
 #: A rank stands out if it needs at least so many times as long as the median of the others.
 NOTABLE = 1.15
@@ -43,7 +44,9 @@ class Verdict(NamedTuple):
     spent: dict[str, float]
 
 
-def judge(ranks: Sequence[Totals], lockstep: bool, automatic: bool, missing: int = 0) -> Verdict:
+def judge(
+    ranks: Sequence[Totals], lockstep: bool, automatic: bool, missing: int = 0, slow: TooSlow | None = None
+) -> Verdict:
     """Name the slowest rank and why, say where the time goes, what the split gains, and what to do next.
 
     A rank's time in a step has three parts: compute, data, and what exchanges between replicas take from training. The
@@ -61,6 +64,7 @@ def judge(ranks: Sequence[Totals], lockstep: bool, automatic: bool, missing: int
         lockstep: whether replicas exchange all at once.
         automatic: whether batches are split by measured speed.
         missing: ranks of which nothing is known.
+        slow: ranks without which the job would be faster.
     """
     spent = _spent(ranks)
     reached, possible = sum(r.pace for r in ranks), sum(r.speed for r in ranks)
@@ -72,7 +76,7 @@ def judge(ranks: Sequence[Totals], lockstep: bool, automatic: bool, missing: int
     taking = [r for r in ranks if r.samples or not automatic]  # a rank without samples has no speed
     own_network = [own for r, own in zip(ranks, network, strict=True) if r in taking]
     gain = gain_of(taking, automatic)
-    advise = partial(next_steps, spent, uneven, common, automatic, gain)
+    advise = partial(next_steps, spent, uneven, common, automatic, gain, slow)
     if len(taking) < 2:
         own = taking[0] if taking else ranks[0]
         does = DOES["data" if own.data > own.compute else "compute"]

@@ -36,7 +36,7 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
         return everyone()
 
 
-def of_rank(value: Any, rank: int, home: torch.device = objects.CPU) -> Any:
+def of_rank(value: Any, rank: int, home: torch.device = objects.CPU, place: str = "") -> Any:
     """The value of one rank, on every rank (collective).
 
     Args:
@@ -44,6 +44,11 @@ def of_rank(value: Any, rank: int, home: torch.device = objects.CPU) -> Any:
         rank: which one counts.
         home: the device on which this rank computes. Tensors of the source that were on its own such device arrive on
             this one; all others on the CPU. Default: all on the CPU.
+        place: names the function that asks, the same on every rank.
+
+    Raises:
+        CommunicationError: another rank did not take part in time.
+        DisagreementError: that rank sends something else, as far as ``place`` and ``rank`` tell.
     """
     mine = False
 
@@ -52,7 +57,7 @@ def of_rank(value: Any, rank: int, home: torch.device = objects.CPU) -> Any:
         mine = dist.get_rank() == rank
         return objects.broadcast(objects.packed(value, home) if mine else b"", rank)
 
-    message = collective(f"receive an object from rank {rank}", received)
+    message = collective(f"receive an object from rank {rank}{place and f' in {place}'}", received)
     return value if mine else objects.unpacked(message, home)
 
 
@@ -75,8 +80,10 @@ def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup |
     everyone = gather(dict(values), what, group)
     names = dict.fromkeys(name for one in everyone for name in one)
     differing = [name for name in names if len({repr(one.get(name, _MISSING)) for one in everyone}) > 1]
+    ranks = range(len(everyone)) if group is None else dist.get_process_group_ranks(group)
     lines = [
-        f"  {name}: " + ", ".join(f"rank {rank}: {one.get(name, _MISSING)}" for rank, one in enumerate(everyone))
+        f"  {name}: "
+        + ", ".join(f"rank {rank}: {one.get(name, _MISSING)}" for rank, one in zip(ranks, everyone, strict=True))
         for name in differing[:8]
     ]
     more = f"\n  and {len(differing) - 8} more" if len(differing) > 8 else ""

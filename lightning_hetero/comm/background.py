@@ -6,11 +6,32 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
 _LATER = 15  # how nice a thread is that comes last: the kernel gives it a thirtieth of a contested core
+
+
+def keeping_device(function: Callable[[], T]) -> Callable[[], T]:
+    """A function for another thread, with the accelerator's device that is current here.
+
+    A thread begins on the first device, and would take memory of it as soon as it asks for anything. A process that has
+    not used its accelerator keeps away from it.
+    """
+    for name in ("cuda", "xpu", torch._C._get_privateuse1_backend_name()):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_available() and module.is_initialized():
+            device = module.current_device()
+
+            def on_device(module: Any = module, device: Any = device) -> T:
+                module.set_device(device)
+                return function()
+
+            return on_device
+    return function
 
 
 class Background(Generic[T]):
@@ -28,7 +49,7 @@ class Background(Generic[T]):
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
+        self._function = keeping_device(function)
         self._value: T
         self.error: BaseException | None = None
         self.seconds = self.waited = 0.0

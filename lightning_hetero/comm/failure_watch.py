@@ -18,6 +18,11 @@ _LONGEST = 4096  # bytes of a message
 _UNNAMED = 16  # connections at a time, beside those of ranks, that have not said which rank they are
 _HURRY = 10.0  # seconds within which they must say it
 _TEXT = 300  # characters of an error's text that are sent
+#: Of a rank that has said nothing.
+GONE = (
+    "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
+    "your own with unequal sizes or types on the ranks"
+)
 
 #: ``failed``: an error of its own. ``echo``: an error because of another rank. ``gone``: its process has ended.
 Kind = Literal["failed", "echo", "gone"]
@@ -43,7 +48,7 @@ class Failure(NamedTuple):
 
 
 class Failures:
-    """Keeps a connection between rank 0 and every other rank, on which nothing is sent until one fails.
+    """Keeps a connection between rank 0 and every other rank, on which nothing is sent until one fails, or waits long.
 
     A rank sends its error to rank 0 before it ends. If a rank was killed, its connection ends. Rank 0 forwards all of
     this to the others, in its order. So every rank knows which failure came first, also if its own connection broke
@@ -53,11 +58,19 @@ class Failures:
         rank: this process.
         world: number of ranks.
         host: on rank 0, the address to listen on.
-        told: called when another rank has told of its failure.
+        told: called when another rank has told of its failure, or has ended.
+        heard: called with each message of :meth:`tell` from another rank, on a thread.
     """
 
-    def __init__(self, rank: int, world: int, host: str = "", told: Callable[[], None] = lambda: None) -> None:
-        self._told = told
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        host: str = "",
+        told: Callable[[Failure], None] = lambda failure: None,
+        heard: Callable[[dict], None] = lambda _: None,
+    ) -> None:
+        self._told, self._heard = told, heard
         self.rank, self.world, self.run = rank, world, 0
         self._changed = threading.Condition()  # guards all that follows
         self._known: dict[tuple[int, Kind], Failure] = {}  # in order
@@ -110,6 +123,15 @@ class Failures:
             self._record(failure)
             self._forward(failure)
 
+    def tell(self, **message: object) -> None:
+        """Send a message to all other ranks, or to one.
+
+        Args:
+            **message: can be written as JSON; ``to``: the rank, if to one.
+        """
+        with self._changed:
+            self._pass_on({**message, "by": self.rank})
+
     def first(self, seconds: float) -> Failure | None:
         """The failure of another rank that came first; ``None``: none is known.
 
@@ -135,8 +157,8 @@ class Failures:
             self._known.pop((failure.rank, failure.kind), None)
             self._known[failure.rank, failure.kind] = failure
             self._changed.notify_all()
-            if failure.kind == "failed" and failure.rank != self.rank:
-                self._told()
+            if failure.rank != self.rank:
+                self._told(failure)
 
     def _forward(self, failure: Failure) -> None:
         line = _line(failure._asdict())
@@ -145,10 +167,16 @@ class Failures:
                 with suppress(OSError):  # it has ended as well
                     connection.sendall(line)
 
+    def _pass_on(self, message: dict) -> None:
+        line, to = _line(message), message.get("to")
+        for connection, rank in self._others.items():
+            if rank not in (message["by"], -1) and (self.rank or to in (None, rank)):
+                with suppress(OSError):
+                    connection.sendall(line)
+
     def _lost(self, rank: int) -> Failure:
         explained = any((rank, kind) in self._known for kind in ("failed", "echo"))
-        how = "has ended" if explained else "has ended without a word: killed, out of memory, or its program is over"
-        return Failure(rank, "gone", self.run, how)
+        return Failure(rank, "gone", self.run, "has ended" if explained else GONE)
 
     # -- other ranks than 0 ------------------------------------------------------------------------
 
@@ -156,7 +184,10 @@ class Failures:
         with connection, suppress(OSError):
             for message in _messages(connection):
                 with self._changed:
-                    self._record(Failure(**message))
+                    if "by" in message:
+                        self._heard(message)
+                    else:
+                        self._record(Failure(**message))
         with self._changed:
             if not self._closed:
                 self._record(self._lost(0))
@@ -218,6 +249,12 @@ class Failures:
                 with self._changed:
                     if connection not in since:
                         message = json.loads(line)
+                        if "by" in message:
+                            message["by"] = self._others[connection]
+                            self._pass_on(message)
+                            if message.get("to") in (None, 0):
+                                self._heard(message)
+                            continue
                         failure = Failure(self._others[connection], message["kind"], message["run"], message["how"])
                         self._record(failure)
                         self._forward(failure)

@@ -4,16 +4,17 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import objects
+from lightning_hetero.comm import device_exit, objects, waits
 from lightning_hetero.comm.failure_watch import Failure, Failures, Kind
 from lightning_hetero.comm.leaving import cut
+from lightning_hetero.comm.wait_watch import WaitWatch
 
 _failures: Failures | None = None
+_waits: WaitWatch | None = None
 _world: object = None  # the process group of all ranks for which it was made
 
 _SOON = (
@@ -21,12 +22,13 @@ _SOON = (
 )
 _wakes = True
 _numbers: Sequence[int] = ()  # by which users know the ranks; their own, if empty
-_since: dict[int, float] = {}  # when a thread began to wait for other ranks
 
 
 def _after_fork() -> None:
     if _failures is not None:
         _failures.after_fork()
+    if _waits is not None:
+        _waits.leave_signals()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -40,23 +42,27 @@ def watch(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
         seconds: longest wait for rank 0.
         numbers: that the ranks had at first, if others were lost since: messages name them so.
     """
-    global _failures, _world, _numbers
+    global _failures, _waits, _world, _numbers
     if _world is not dist.group.WORLD:
-        if _failures is not None:
-            _failures.close()
-        _failures, _world, _numbers = None, dist.group.WORLD, tuple(numbers)
+        forget()
+        _world, _numbers = dist.group.WORLD, tuple(numbers)
         if dist.get_world_size() > 1:
-            _failures = _connected(interface, seconds)
+            _waits = WaitWatch(dist.get_rank(), dist.get_world_size(), number, seconds)
+            _failures = _connected(interface, seconds, _waits)
+            _waits.begin(_failures.tell)
     if _failures is not None:
         _failures.run += 1
+    if _waits is not None:
+        _waits.stopped = ""
 
 
 def forget() -> None:
     """Watch nobody any more: this process does not belong to those ranks now. Local, idempotent."""
-    global _failures, _world, _numbers
-    if _failures is not None:
-        _failures.close()
-    _failures, _world, _numbers = None, None, ()
+    global _failures, _waits, _world, _numbers
+    for one in (_failures, _waits):
+        if one is not None:
+            one.close()
+    _failures, _waits, _world, _numbers = None, None, None, ()
 
 
 def watched() -> bool:
@@ -64,9 +70,9 @@ def watched() -> bool:
     return dist.is_initialized() and _world is dist.group.WORLD
 
 
-def _connected(interface: str, seconds: float) -> Failures:
+def _connected(interface: str, seconds: float, waiting: WaitWatch) -> Failures:
     """A connection between rank 0 and every other rank (collective over all ranks)."""
-    failures = Failures(dist.get_rank(), dist.get_world_size(), interface, told=_failed)
+    failures = Failures(dist.get_rank(), dist.get_world_size(), interface, told=_failed, heard=waiting.heard)
     where = objects.unpacked(objects.broadcast(objects.packed(failures.where if failures.rank == 0 else None), 0))
     if failures.rank == 0:
         failures.listen()
@@ -103,6 +109,20 @@ def first(seconds: float) -> Failure | None:
     return None if failure is None else failure._replace(rank=number(failure.rank))
 
 
+def places(since: float | None = None) -> str:
+    """Where the ranks are while one waits for long, as the last notice has said.
+
+    Args:
+        since: from when on a notice counts, by ``time.monotonic()``. Default: it is no older than they come.
+    """
+    return "" if _waits is None else _waits.places(since)
+
+
+def stopped() -> str:
+    """Which signal has ended a wait of this process in this run, in a sentence; empty: none has."""
+    return "" if _waits is None else _waits.stopped
+
+
 def number(rank: int) -> int:
     """The number by which users know a rank: the one that it had at first."""
     return _numbers[rank] if _numbers else rank
@@ -117,32 +137,23 @@ def this_rank() -> str:
 # -- who waits for a rank that has failed --------------------------------------------------------------
 
 
-@contextmanager
-def waiting() -> Iterator[None]:
-    """In this block the thread waits for other ranks."""
-    me = threading.get_ident()
-    outermost = _since.setdefault(me, now := time.monotonic()) is now
-    try:
-        yield
-    finally:
-        if outermost:
-            _since.pop(me, None)
-
-
 def wake_up(on: bool) -> None:
     """Whether those who wait get an error when a rank has failed and its process lives on; not where ranks are lost."""
     global _wakes
     _wakes = on
 
 
-def _failed() -> None:
+def _failed(failure: Failure) -> None:
     """A rank has failed. Its process may live on, so that connections to it do not break."""
+    device_exit.another_failed(lambda: first(0.0))
+    if failure.kind != "failed":
+        return
     heard = time.monotonic()
 
     def wake() -> None:
         time.sleep(_SOON)
         while _wakes and first(0.0) is not None:  # until a new run begins
-            if any(time.monotonic() - max(since, heard) >= _SOON for since in list(_since.values())):
+            if any(time.monotonic() - max(since, heard) >= _SOON for since in waits.since()):
                 cut()
                 return
             time.sleep(0.2)

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_hetero.comm import failures
+from lightning_hetero.comm import device_exit, failures
 from lightning_hetero.comm.agreement import gather, hash_of
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.leaving import THREADS, noting_sockets
@@ -159,6 +159,7 @@ def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
     distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     if backend != "gloo":
         _on_devices.append(group)
+        device_exit.holds_devices()
     return group
 
 
@@ -207,15 +208,32 @@ def begin_world(store: dist.Store, view: int, rank: int, world: int, timeout: ti
 
 @atexit.register
 def end_on_devices() -> None:
-    """End NCCL's groups when the process ends: Lightning does so only where all ranks have met over NCCL."""
-    while _on_devices:
+    """End NCCL's groups when the process ends: Lightning does so only where all ranks have met over NCCL.
+
+    Not after a failure: that would wait for what is pending in them.
+    """
+    device_exit.leave_at_exit()
+    while _on_devices and device_exit.may_destroy():
         with suppress(ValueError, RuntimeError):  # it has ended since, or its other ranks have
             dist.destroy_process_group(_on_devices.pop())
 
 
 def end_unused() -> None:
-    """End the groups of :class:`Groups` that are gone. Call it where all ranks have just met: none is in use then."""
+    """End the groups of :class:`Groups` that are gone (collective over all ranks). None is in use where they meet.
+
+    The members of a group of devices end it together: one that ended it alone would wait for the others. So such a
+    group ends when it is gone on all of them.
+    """
     gc.collect()  # a Trainer and its strategy hold each other
-    while _ended:
+    names = distributed_c10d._world.pg_names
+    devices = {names[group]: group for group in _ended if group in _on_devices and group in names}
+    everyone = gather(sorted(devices), "process groups that are not used any more")
+    for name, group in sorted(devices.items()):
+        if all(name in everyone[rank] for rank in dist.get_process_group_ranks(group)) and device_exit.may_destroy():
+            _on_devices.remove(group)
+            _ended.remove(group)
+            dist.destroy_process_group(group)
+    for group in [group for group in _ended if group not in _on_devices]:
+        _ended.remove(group)
         with suppress(ValueError):  # the world has ended since, and this group with it
-            dist.destroy_process_group(_ended.pop())
+            dist.destroy_process_group(group)

@@ -10,6 +10,21 @@ from torch import Tensor
 PIECE = 4 << 20  # bytes that are copied, and sent, at a time: while one piece travels, the next one is copied
 
 
+@contextmanager
+def as_vector(tensor: Tensor) -> Iterator[Tensor]:
+    """The values of a dense tensor as a vector, in the order of its indices whatever its memory format is.
+
+    Ranks may hold it in different ones, such as ``channels_last``. What is written to the vector is in the tensor after
+    this block.
+    """
+    own = tensor.detach()
+    vector = own.reshape(-1)
+    yield vector
+    if not own.is_contiguous():
+        with torch.no_grad():
+            own.copy_(vector.view(own.shape))
+
+
 class HostStage:
     """Lets functions work on the host's copies of a device's tensors.
 
@@ -55,10 +70,20 @@ class HostStage:
         """Let a function change a tensor's values on the host; blocks.
 
         Args:
-            tensor: contiguous, on the device.
-            use: is given vectors on the CPU, pieces of the tensor in their order. It may change them in place.
+            tensor: on the device.
+            use: is given vectors on the CPU, pieces of the tensor in their order, or a sparse tensor as a whole. It may
+                change them in place.
         """
-        flat = tensor.detach().view(-1)
+        if tensor.is_sparse:
+            host = tensor.detach().cpu()
+            use(host)
+            if host is not tensor:
+                tensor.copy_(host)
+            return
+        with as_vector(tensor) as flat:
+            self._through(flat, use)
+
+    def _through(self, flat: Tensor, use: Callable[[Tensor], object]) -> None:
         size = max(PIECE // flat.element_size(), 1)
         if self._device.type == "cpu":
             for piece in flat.split(size):

@@ -4,6 +4,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hetero.comm.background import keeping_device
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.host_stage import HostStage
+from lightning_hetero.comm.host_stage import HostStage, as_vector
 from lightning_hetero.comm.in_order import serve, value_or_error
 from lightning_hetero.comm.leaving import THREADS, close_at_exit
 from lightning_hetero.comm.own_group import register, unregister
@@ -50,7 +52,8 @@ class MixedGroup(dist.ProcessGroup):
         self._island = groups.get("mixed, island", island, "nccl")
         self._stages: dict[torch.device, HostStage] = {}
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=serve, args=(self._work,), name=f"{THREADS}mixed-group", daemon=True).start()
+        target = keeping_device(partial(serve, self._work))
+        threading.Thread(target=target, name=f"{THREADS}mixed-group", daemon=True).start()
         self._end = weakref.finalize(self, self._work.put, None)
         self._end.atexit = False
         close_at_exit(self)
@@ -67,12 +70,16 @@ class MixedGroup(dist.ProcessGroup):
         """Reduce over all ranks, in place: first among devices of one kind, then among hosts."""
 
         def reduce(tensor: Tensor, stage: HostStage) -> None:
-            if self._island is not None:
-                dist.reduce(tensor, self._leader, opts.reduceOp, group=self._island)
-            if (leaders := self._leaders) is not None:
-                stage.through(tensor, lambda piece: leaders.allreduce([piece], opts).wait())
-            if self._island is not None:
-                dist.broadcast(tensor, self._leader, group=self._island)
+            if tensor.is_sparse:  # which NCCL does not know
+                stage.through(tensor, lambda whole: self._all.allreduce([whole], opts).wait())
+                return
+            with as_vector(tensor) as vector:
+                if self._island is not None:
+                    dist.reduce(vector, self._leader, opts.reduceOp, group=self._island)
+                if (leaders := self._leaders) is not None:
+                    stage.through(vector, lambda piece: leaders.allreduce([piece], opts).wait())
+                if self._island is not None:
+                    dist.broadcast(vector, self._leader, group=self._island)
 
         return self._in_order(tensors, reduce)
 
@@ -91,7 +98,7 @@ class MixedGroup(dist.ProcessGroup):
         found = {id(own): rows for own, rows in zip(inputs, outputs, strict=True)}
 
         def collect(tensor: Tensor, stage: HostStage) -> None:
-            host = tensor.detach().cpu()
+            host = tensor.detach().cpu().contiguous()
             everyone = [torch.empty_like(host) for _ in range(self.size())]
             dist.all_gather(everyone, host, group=self._all)
             for row, value in zip(found[id(tensor)], everyone, strict=True):

@@ -5,6 +5,7 @@ with two GPUs one on ``cuda:7``. So whatever is sent to other ranks goes through
 :func:`broadcast`, and whatever is written to a file through :func:`portable`.
 """
 
+import hashlib
 import io
 import pickle
 from collections.abc import Sequence
@@ -18,11 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_hetero.comm import waits
+from lightning_hetero.errors import DisagreementError
+
 #: For tensors that have been on no device that another rank could have, or need not be on one.
 CPU = torch.device("cpu")
 #: Bytes of a message that travel by way of one rank. PyTorch gathers objects with two tensors around a ring: with eight
 #: ranks that are 14 hops, one after the other, and it takes several times as long (`benchmarks/gathers.py`).
 HEAD = 1024
+_TAG = 8  # bytes that say which collective a rank is in
+CALL_ON_ALL = "Was one of them called on one rank only? Call collectives on every rank, in the same order."
 
 
 def portable(value: Any) -> Any:
@@ -95,6 +101,9 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     Args:
         value: this rank's; anything that can be pickled.
         group: the ranks. Default: all.
+
+    Raises:
+        DisagreementError: on every rank, if one of them is in another collective.
     """
     message = packed(value)
     heads, sizes = _heads(message, group)
@@ -122,12 +131,34 @@ def _values(heads: Tensor, rests: Tensor, sizes: Sequence[int]) -> list[Any]:
 
 def _heads(message: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
     """The first bytes of each rank's message, and its size, by way of the group's first rank (collective)."""
+    what, _ = waits.here()
+    size = torch.tensor([len(message)]).view(torch.uint8)
+    rows = _by_way_of_one(torch.cat([size, _row(_tag(what), _TAG), _row(message[:HEAD], HEAD)]), group)
+    if len(rows[:, 8 : 8 + _TAG].unique(dim=0)) > 1:
+        _raise_where_all_are(group)
+    return rows[:, 8 + _TAG :], rows[:, :8].contiguous().view(torch.int64).flatten().tolist()
+
+
+def _by_way_of_one(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     first = 0 if group is None else dist.get_global_rank(group, 0)
-    own = torch.cat([torch.tensor([len(message)]).view(torch.uint8), _row(message[:HEAD], HEAD)])
-    heads = torch.zeros(dist.get_world_size(group), len(own), dtype=torch.uint8)
-    dist.gather(own, list(heads) if dist.get_rank() == first else None, first, group=group)
-    dist.broadcast(heads, first, group=group)
-    return heads[:, 8:], heads[:, :8].contiguous().view(torch.int64).flatten().tolist()
+    rows = torch.zeros(dist.get_world_size(group), len(own), dtype=torch.uint8)
+    dist.gather(own, list(rows) if dist.get_rank() == first else None, first, group=group)
+    dist.broadcast(rows, first, group=group)
+    return rows
+
+
+def _tag(what: str) -> bytes:
+    return hashlib.sha256(what.encode()).digest()[:_TAG]
+
+
+def _raise_where_all_are(group: dist.ProcessGroup | None) -> None:
+    """The ranks of a group have met in different collectives (collective over it)."""
+    rows = _by_way_of_one(_row(" to ".join(reversed(waits.here())).encode()[:HEAD], HEAD), group)
+    texts = [row.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
+    ranks = range(len(texts)) if group is None else dist.get_process_group_ranks(group)
+    everyone = ", ".join(f"rank {rank} is in {text}" for rank, text in zip(ranks, texts, strict=True))
+    error = DisagreementError(f"the ranks are in different collectives: {everyone}. {CALL_ON_ALL}")
+    raise error.of_all() if group is None else error
 
 
 def _row(message: bytes, length: int) -> Tensor:
@@ -141,10 +172,21 @@ def broadcast(message: bytes, source: int) -> bytes:
     Args:
         message: of :func:`packed`; that of the source counts.
         source: its rank.
+
+    Raises:
+        DisagreementError: on a rank that waits for another message than the source sends.
     """
-    box = [message]
+    what, call = waits.here()
+    box = [(what, call, message) if dist.get_rank() == source else None]
     dist.broadcast_object_list(box, source)
-    return box[0]
+    theirs, there, message = box[0]  # type: ignore[misc]
+    if theirs != what:
+        me = dist.get_rank()
+        raise DisagreementError(
+            f"the ranks are in different collectives: rank {source} is in {there} to {theirs}, rank {me} is in {call} "
+            f"to {what}. {CALL_ON_ALL}"
+        )
+    return message
 
 
 def packed(value: Any, home: torch.device = CPU) -> bytes:

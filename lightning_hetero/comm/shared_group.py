@@ -1,6 +1,6 @@
 """A process group for ranks of one host: vectors go through memory that they share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
+from lightning_hetero.comm.host_stage import as_vector
 from lightning_hetero.comm.leaving import close_at_exit
 from lightning_hetero.comm.own_group import register, unregister
 from lightning_hetero.comm.same_host import ALIGNED, Shared, slice_of
@@ -56,30 +57,28 @@ class SharedGroup(dist.ProcessGroup):
         reduce = _REDUCE.get(opts.reduceOp.op if hasattr(opts.reduceOp, "op") else opts.reduceOp)
         if reduce is None or any(not suits(tensor) for tensor in tensors):
             return self._group.allreduce(tensors, opts)
-        for tensor in tensors:
-            for piece in _pieces(tensor):
-                rows, result = self._rows[:, : piece.nbytes].view(piece.dtype), self._result[: piece.nbytes]
-                rows[self._rank].copy_(piece)
-                self._links.meet(_FULL)
-                mine = slice_of(len(piece), self._rank, len(rows), ALIGNED // piece.element_size())
-                reduce(rows[:, mine], out=result.view(piece.dtype)[mine])
-                self._links.meet(_DONE)
-                piece.copy_(result.view(piece.dtype))
+        for piece in _pieces(tensors):
+            rows, result = self._rows[:, : piece.nbytes].view(piece.dtype), self._result[: piece.nbytes]
+            rows[self._rank].copy_(piece)
+            self._links.meet(_FULL)
+            mine = slice_of(len(piece), self._rank, len(rows), ALIGNED // piece.element_size())
+            reduce(rows[:, mine], out=result.view(piece.dtype)[mine])
+            self._links.meet(_DONE)
+            piece.copy_(result.view(piece.dtype))
         return _Done(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Give all ranks the tensors of one, in place."""
         if any(not suits(tensor) for tensor in tensors):
             return self._group.broadcast(tensors, opts)
-        for tensor in tensors:
-            for piece in _pieces(tensor):
-                there = self._rows[opts.rootRank, : piece.nbytes].view(piece.dtype)
-                if self._rank == opts.rootRank:
-                    there.copy_(piece)
-                self._links.meet(_FULL)
-                if self._rank != opts.rootRank:
-                    piece.copy_(there)
-                self._links.meet(_FREE)
+        for piece in _pieces(tensors):
+            there = self._rows[opts.rootRank, : piece.nbytes].view(piece.dtype)
+            if self._rank == opts.rootRank:
+                there.copy_(piece)
+            self._links.meet(_FULL)
+            if self._rank != opts.rootRank:
+                piece.copy_(there)
+            self._links.meet(_FREE)
         return _Done(tensors)
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -121,8 +120,10 @@ def suits(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.detach().view(-1).split(max(ROW // tensor.element_size(), 1))
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        with as_vector(tensor) as vector:
+            yield from vector.split(max(ROW // vector.element_size(), 1))
 
 
 class _Done(dist.Work):

@@ -53,10 +53,16 @@ class SharedMean:
         """
         gradients, first = bucket.buffer(), bucket.index() == 0
         if gradients.is_sparse:
+            if first:
+                self._work.put(self._restart)
             return allreduce_hook(group, bucket)
         done: Future[Any] = Future()
         self._work.put(lambda: done.set_result(self._outcome(gradients, first)))
         return done.then(value_or_error)
+
+    def _restart(self) -> None:
+        """Begin at the first byte of the rows again."""
+        self._free = 0
 
     def _outcome(self, gradients: Tensor, first: bool) -> Tensor | BaseException:
         if self._error is None:
@@ -76,7 +82,9 @@ class SharedMean:
         Returns:
             The result, in shared memory. It stays until the call after the next one with ``first``.
         """
-        start = 0 if first else self._free
+        if first:
+            self._restart()
+        start = self._free
         self._free = start + -(-values.nbytes // ALIGNED) * ALIGNED
         span = slice(start, start + values.nbytes)
         rows = self._rows[:, span].view(values.dtype)

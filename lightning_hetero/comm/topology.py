@@ -78,6 +78,31 @@ class Topology:
                 kinds.setdefault(self.places[rank].library, []).append(rank)
         return tuple(tuple(island) for island in kinds.values() if len(island) > 1)
 
+    def shared_cards(self) -> dict[str, list[int]]:
+        """The accelerators that several ranks share, with these."""
+        cards: dict[str, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            if place.device != "cpu":
+                cards.setdefault(place.device, []).append(rank)
+        return {card: ranks for card, ranks in cards.items() if len(ranks) > 1}
+
+    def route(self, ranks: Sequence[int]) -> str:
+        """How tensors of ``ranks`` travel between their devices, and why, in words."""
+        backend, libraries = self.backend(ranks), sorted({self.places[rank].library for rank in ranks} - {""})
+        if backend == "gloo":
+            return "over gloo: all are CPUs"
+        if backend == "nccl":
+            return f"over NCCL: {len(ranks)} GPUs of one kind ({libraries[0]})"
+        shared = [card for card, sharing in self.shared_cards().items() if len({*sharing} & {*ranks}) > 1]
+        cpus = sum(self.places[rank].device == "cpu" for rank in ranks)
+        reasons = [f"{cpus} of the ranks are CPUs"] * (cpus > 0)
+        reasons += [f"ranks share {', '.join(shared)}"] * bool(shared)
+        reasons += [f"there are several kinds ({'; '.join(libraries)})"] * (len(libraries) > 1)
+        reasons = reasons or ["no library connects these devices"]
+        islands = [f"ranks {list(island)} over NCCL among themselves" for island in self.islands(ranks)]
+        way = ", ".join(["through the hosts' memory and gloo", *islands])
+        return f"{way}: {', and '.join(reasons)}"
+
     def backend(self, ranks: Sequence[int]) -> str | None:
         """What connects the devices of ``ranks``: ``"gloo"`` for CPUs, ``"nccl"``, or ``None`` if no library does."""
         if all(self.places[rank].device == "cpu" for rank in ranks):
@@ -145,7 +170,10 @@ def place_of(device: torch.device, host: str, node: int, local_rank: int) -> Pla
         return Place(host, node, local_rank, "cpu" if device.type == "cpu" else f"{device.type}:{host}:{device.index}")
     card = torch.cuda.get_device_properties(device)
     vendor = "rocm" if torch.version.hip else "cuda"
-    identity = f"{vendor}:{host}:{getattr(card, 'uuid', device.index)}"
+    # Slices of one card (MIG) have their own UUIDs, but share its place on the bus, by which NCCL refuses them.
+    place = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    bus = "" if None in place else ":".join(str(part) for part in place)
+    identity = f"{vendor}:{host}:{bus or getattr(card, 'uuid', device.index)}"
     if not dist.is_nccl_available():
         return Place(host, node, local_rank, identity)
     version = ".".join(map(str, torch.cuda.nccl.version()))

@@ -8,7 +8,7 @@ from lightning_hetero.forecast.choice import Wish, choose
 from lightning_hetero.forecast.cluster import MEMORY, Cluster, Way
 from lightning_hetero.forecast.predictions import Prediction, predictions
 from lightning_hetero.forecast.rhythm import smallest_tau
-from lightning_hetero.workload.shares import Cost, makespan, split
+from lightning_hetero.workload.shares import Cost, makespan, split, too_slow
 
 #: Measurements further apart than this, as a fraction, come from a machine that does other things as well.
 BUSY = 0.1
@@ -166,12 +166,8 @@ def _step(costs: Sequence[Cost], samples: int, spread: float) -> list[str]:
         f"{text}, {sure}{_ms(step)} if they are split by speed ({', '.join(map(str, shares))}): "
         f"{sure}{even / step:.2f}x as fast."
     )
-    idle = [rank for rank, share in enumerate(split(total, costs)) if share == 0]
-    if idle:
-        reasons.append(
-            f"Rank(s) {', '.join(map(str, idle))}: so slow that the job would {sure}be at least as fast without. "
-            "Every rank gets at least one sample, so leave them out."
-        )
+    if slow := too_slow(total, costs, noise=[spread] * len(costs)):
+        reasons.append(str(slow))
     return reasons
 
 

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.devices import widest
 from lightning_hetero.comm.gather import gather_samples
@@ -58,6 +58,7 @@ class Collectives:
         self._trial: Trial | None = None  # under way, if one is
         self._name: str | None = None  # of the value that is being logged with a weight of its own
         self._told: set[str] = set()  # names of values of which nothing was left
+        self._before: Callable[[], None] | None = None  # the next collective
 
     @contextmanager
     def weighing(self, samples: Callable[[], float | None], name: str | None = None) -> Iterator[None]:
@@ -72,6 +73,15 @@ class Collectives:
             yield
         finally:
             self._samples, self._name = before
+
+    @contextmanager
+    def preceding(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call a function before each collective in this block that reduces or gathers over all ranks."""
+        self._before = call
+        try:
+            yield
+        finally:
+            self._before = None
 
     def tell_of_nothing(self, name: str) -> None:
         """Say once why a logged value is not a number."""
@@ -97,7 +107,19 @@ class Collectives:
             with self._timer.waiting():
                 collective("pass a barrier", dist.barrier)
 
-    def broadcast(self, obj: Any, src: int = 0, home: torch.device = CPU) -> Any:
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """One value per rank, in the order of ranks.
+
+        Args:
+            value: this rank's; anything that can be pickled.
+            what: completes "rank 1 of 4 could not gather ..." in an error.
+        """
+        if self.alone():
+            return [value]
+        with self._timer.waiting():
+            return gather(value, what)
+
+    def broadcast(self, obj: Any, src: int = 0, home: torch.device = CPU, place: str = "") -> Any:
         """The object of rank ``src``, on every rank.
 
         Args:
@@ -105,11 +127,15 @@ class Collectives:
             src: the source.
             home: the device on which this rank computes, for tensors that are on that of the source. All others, and
                 by default these too, arrive on the CPU.
+            place: names the function that asks, the same on every rank.
+
+        Raises:
+            DisagreementError: rank ``src`` broadcasts in another place.
         """
         if self.alone():
             return obj
         with self._timer.waiting():
-            return of_rank(obj, src, home)
+            return of_rank(obj, src, home, place)
 
     def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
         """Reduce a tensor over all ranks.
@@ -132,6 +158,8 @@ class Collectives:
         """
         if not isinstance(tensor, Tensor) or self.alone():
             return tensor
+        if self._before is not None and group in (None, dist.group.WORLD):
+            self._before()
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         if isinstance(name, str) and name not in _REDUCTIONS:
             raise UnsupportedError(f"reduce_op={reduce_op!r} must be one of {', '.join(map(repr, _REDUCTIONS))}.")
@@ -201,6 +229,8 @@ class Collectives:
             return self._trial.gathered(tensor, sync_grads)
         if self.alone():
             return tensor
+        if self._before is not None and group in (None, dist.group.WORLD):
+            self._before()
 
         def gathering() -> Tensor:
             return gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import failures
+from lightning_hetero.comm import device_exit, failures
 from lightning_hetero.comm.agreement import check_equal, gather
 from lightning_hetero.comm.deadline import deadline, of_communication
 from lightning_hetero.comm.groups import Groups, begin_world, end_unused
@@ -21,6 +21,8 @@ from lightning_hetero.comm.topology import Place, Topology, discover
 from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CommunicationError, MembershipLostError
+
+_NEWS = 3.0  # seconds to wait for news of a rank that has ended
 
 
 class Follows(NamedTuple):
@@ -209,13 +211,19 @@ def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[st
 
 def tell_failure(exception: BaseException) -> None:
     """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""
+    device_exit.this_one_failed(exception)
     if not of_communication(exception):
         what = str(exception).strip().split("\n")[0]
-        failures.announce("failed", f"failed with {type(exception).__name__}{what and f': {what}'}")
+        how = f"failed with {type(exception).__name__}{what and f': {what}'}"
+        failures.announce("failed", "was interrupted (Ctrl-C)" if isinstance(exception, KeyboardInterrupt) else how)
         return
     failures.announce("echo", "has lost another rank")
     if isinstance(exception, MembershipLostError):
         return  # it says who was lost; what this rank has heard of others may be of their ends, long after
-    first = failures.first(0.0)
+    places = failures.places()
+    # Of a collective of the user's, nobody has waited for news yet.
+    first = failures.first(0.0 if isinstance(exception, CommunicationError) else _NEWS)
     if first is not None and str(first) not in str(exception):  # of one of the user's own collectives
         exception.args = (f"{exception} The rank that failed first: {first}.",)
+    elif first is None and places and places not in str(exception):
+        exception.args = (f"{exception} {places}",)

@@ -42,6 +42,7 @@ def meet(
     timeout: timedelta,
     ended: Callable[[], str | None] = lambda: None,
     hint: str = "",
+    began: float | None = None,
 ) -> None:
     """Join the world's process group, and listen for other ranks' failures (collective).
 
@@ -52,6 +53,7 @@ def meet(
         timeout: longest wait for the others.
         ended: says which other process has ended before it could join, if it is known that one has.
         hint: what else to say where this process waits for long.
+        began: when this process began to wait for its job, by ``time.monotonic()``. Default: now.
 
     Raises:
         CommunicationError: not all ranks have come in time, or another job's have.
@@ -59,7 +61,8 @@ def meet(
     seconds, made = timeout.total_seconds(), dist.is_initialized()
     with deadline("join the job"):
         try:
-            _await(Background(connect), seconds, ended, lambda: _say_that_it_waits(address, seconds, hint))
+            began = time.monotonic() if began is None else began
+            _await(Background(connect), began, seconds, ended, lambda: _say_that_it_waits(address, seconds, hint))
         except _EndedError as error:
             raise CommunicationError(
                 f"rank {address.rank} of {address.world} could not join the job: {error} before it had joined, so that "
@@ -82,7 +85,13 @@ def meet(
             if address.rank == 0:
                 why = (
                     f"not all of the others have come to {address.host}:{address.port}. Look for an error of theirs, "
-                    "and check that they can reach this address."
+                    "and check that they can reach this address. If this process was started again, the job seems to "
+                    "have ended: start all of its processes again."
+                )
+            elif not _listened_to(address):
+                why = (
+                    f"nobody listens at {address.host}:{address.port}. The job seems to have ended, or its rank 0 was "
+                    "not started, or has failed: look for an error of rank 0, and start all processes of the job again."
                 )
             else:
                 why = (
@@ -113,6 +122,17 @@ def _take_place(address: Address) -> None:
         )
 
 
+def _listened_to(address: Address) -> bool:
+    """Whether there is a program at an address."""
+    try:
+        socket.create_connection((address.host, address.port), _LOOK).close()
+    except TimeoutError:
+        return True  # it may be
+    except OSError:
+        return False
+    return True
+
+
 class _EndedError(Exception):
     """A process has ended before it could join."""
 
@@ -127,10 +147,13 @@ def _say_that_it_waits(address: Address, seconds: float, hint: str) -> None:
 
 
 def _await(
-    joining: Background[None], seconds: float, ended: Callable[[], str | None], waits: Callable[[], None]
+    joining: Background[None],
+    began: float,
+    seconds: float,
+    ended: Callable[[], str | None],
+    waits: Callable[[], None],
 ) -> None:
-    began, told = time.monotonic(), False
-    until = began + seconds
+    told, until = time.monotonic() - began > _LONG, began + seconds
     while (left := until - time.monotonic()) > _LOOK:
         if not told and time.monotonic() - began > _LONG:
             told = True

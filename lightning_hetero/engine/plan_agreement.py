@@ -131,6 +131,7 @@ class PlanAgreement:
             return
         self._share.reports = [Report.of_row(told["row"]) for told in gathered]
         plan = planner.propose(min(told["step"] for told in gathered), self._share.reports)
+        self._share.say_who_is_too_slow()
         with self._changed:
             self._gathered, self._to_propose = None, plan
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetero.comm.async_all_gather import AsyncAllGather
 from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.engine.optimizer_states import check_settings, number_of
 from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.workload.cost import CostModel
 from lightning_hetero.workload.curve import Curve
@@ -80,13 +82,15 @@ class Workshare:
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
         self._row, self._quiet = list[float](), 0  # that report; the step up to which there is none, after a loss
-        self._told = False  # that a rank's times bend down
+        self._told = self._told_too_slow = False  # that a rank's times bend down; that the job is faster without one
         self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps
         self._laps: list[Lap] = []  # since the last report
         self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
+        self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
+        self._settings: dict[str, float] = {}  # when the latest report was made
         self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
 
     def take_over(self, former: "Workshare", regrouping: Regrouping | None = None) -> None:
@@ -97,7 +101,8 @@ class Workshare:
             regrouping: in the midst of a fit: which ranks remain (collective over them then).
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
-        self._told, self._owes, self.launched = former._told, former._owes, former.launched
+        self._told, self._told_too_slow = former._told, former._told_too_slow
+        self._owes, self.launched = former._owes, former.launched
         if regrouping is not None:  # in the midst of a step, perhaps
             kept = regrouping.kept
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
@@ -201,6 +206,9 @@ class Workshare:
             return
         with self.timer.waiting():
             self.reports, self.met = [Report.of_row(row) for row in self._gathering.collect()], self._reported_at
+        if len({self.reports[rank].settings for rank in self.replica}) > 1:
+            everyone = len(self.replica) == self.planner.world
+            check_settings(self._settings, self.met, None if everyone else self._group())
         if not all(ended := [bool(report.ended) for report in self.reports]):
             self.ended = ended
         self._say_where_times_bend_down()
@@ -209,6 +217,13 @@ class Workshare:
         # Since the reports were sent every rank has drawn a batch for each step, and one more.
         drawn_since = self.step - self._reported_at + 1
         self.planner.update(self.step, [report._replace(drawn=report.drawn + drawn_since) for report in self.reports])
+        self.say_who_is_too_slow()
+
+    def say_who_is_too_slow(self) -> None:
+        """Log once, on rank 0, without which ranks the job would be faster, if the planner has found some."""
+        if self.planner.too_slow is not None and not self._told_too_slow:
+            self._told_too_slow = True
+            rank_zero_info(str(self.planner.too_slow))
 
     def _say_where_times_bend_down(self) -> None:
         """Say once on every rank that shares go by a curve that is below some rank's times."""
@@ -295,6 +310,6 @@ class Workshare:
         error = speed.noise if self.cost.ready else math.inf
         drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
         means = samples, work, wait
-        return Report(
-            cost.fixed, cost.per_sample, error, drawn, *means, laps, speed.since, *speed.bump, ended, bends=cost.bends
-        )
+        self._settings = self.settings()
+        told = speed.since, *speed.bump, ended, number_of(self._settings)
+        return Report(cost.fixed, cost.per_sample, error, drawn, *means, laps, *told, bends=cost.bends)

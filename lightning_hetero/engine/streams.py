@@ -1,6 +1,8 @@
 """How ranks with data of their own run the same number of steps, without waiting for each other at every step."""
 
 import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -58,6 +60,14 @@ class StreamPeers:
                 "in lightning_hetero.SharedStream."
             )
 
+    def tell_of_unknown(self, problem: str) -> None:
+        """Say once that a batch counts as many samples as that of every other rank, whatever it holds."""
+        rank_zero_warn(
+            f"The number of samples in a training batch is unknown: {problem}. Batches of all ranks count the same, as "
+            "under ddp. Where they hold unequal numbers, say how much each weighs: define `batch_weight(batch)` on the "
+            "LightningModule, or let all tensors have the batch as their first dimension."
+        )
+
     def sum(self, tally: Tally) -> Tally:
         """The tallies of the ranks of this replica together (collective over them)."""
         row = torch.tensor(tally, dtype=torch.float64)
@@ -94,9 +104,35 @@ class StreamPeers:
         return self.sum(Tally(float(more), 0.0, 0.0)).samples > 0
 
 
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, in its order; collections of any kind, and dataclasses, are opened."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):  # such as a UserDict
+            yield from tensors_in(list(leaf.values()))
+        elif isinstance(leaf, Sequence) and not isinstance(leaf, str | bytes):
+            yield from tensors_in(list(leaf))
+        elif is_dataclass(leaf):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def samples_in(batch: Any) -> float:
+    """The first dimension that all tensors of a batch share.
+
+    Raises:
+        ValueError: there is none, or the tensors differ.
+    """
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim > 0}
+    if len(sizes) != 1:
+        differ = f"its tensors have first dimensions {sorted(sizes)}"
+        raise ValueError(differ if sizes else f"no tensors are found in it (a {type(batch).__name__})")
+    return float(sizes.pop())
+
+
 def _fingerprint(batch: Any) -> str | None:
     """Tells batches apart; ``None`` where there is nothing to tell them by."""
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    leaves = list(tensors_in(batch))
     dense = [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_quantized]  # others have no bytes
     tensors = [leaf.detach().cpu().resolve_conj().contiguous() for leaf in dense if leaf.numel() > 1]
     if not any((tensor != tensor.flatten()[0]).any() for tensor in tensors):

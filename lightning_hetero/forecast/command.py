@@ -14,6 +14,7 @@ from lightning_hetero.forecast.cluster import Cluster, Way
 from lightning_hetero.forecast.predictions import Prediction, predictions
 from lightning_hetero.forecast.scaling import draw, efficiencies
 from lightning_hetero.forecast.sources import Wish, few_enough, of_file_but, of_wish
+from lightning_hetero.workload.shares import too_slow
 
 _BAR = 6  # characters of a full bar
 _LEGEND = (
@@ -80,6 +81,8 @@ def plan(
     console.print()
     for line in why(cluster, found):
         console.print(line)
+    if not cluster.given and (slow := too_slow(cluster.samples, cluster.ranks)):
+        console.print(str(slow))
     console.print("\nWhat would help:")
     for change in changes(cluster, every, wire):
         gain = f"{change.gain:.2f} times the samples/s" if change.gain > 1.005 else "nothing gained"

@@ -138,7 +138,10 @@ def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
         )
     elif num_nodes > 1:
         _require(
-            ("MASTER_PORT",), ("MASTER_ADDR",), "without them every node would wait on a port of its own 127.0.0.1"
+            ("MASTER_PORT",),
+            ("MASTER_ADDR",),
+            f"num_nodes={num_nodes}: without them every node would wait on a port of its own 127.0.0.1. Launch with "
+            "torchrun, srun or mpiexec on each node, or leave num_nodes out if there is one machine",
         )
         if "NODE_RANK" not in os.environ and "GROUP_RANK" not in os.environ:
             raise LaunchError(

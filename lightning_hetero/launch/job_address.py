@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.background import Background
 from lightning_hetero.errors import CommunicationError, ConfigurationError
 
 _KEY = "lightning_hetero/job"
@@ -119,11 +120,13 @@ class LauncherStore:
         """
         if self._hosted:
             return None  # the store has yet to begin
-        with suppress(dist.DistError):
-            store = self._store(limit)
-            if store.check([_KEY]) and (text := store.get(_KEY)):
-                return json.loads(text)
+        with suppress(dist.DistError, TimeoutError):  # on a thread: Ctrl-C would not end PyTorch's wait
+            return Background(lambda: self._read(limit)).result(limit.total_seconds())
         return None
+
+    def _read(self, limit: timedelta) -> list[Any] | None:
+        store = self._store(limit)
+        return json.loads(text) if store.check([_KEY]) and (text := store.get(_KEY)) else None
 
     def write(self, address: Sequence[Any]) -> None:
         """Write it to the store, if that is here. If its host was lost, it is gone.

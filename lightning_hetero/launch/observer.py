@@ -1,14 +1,17 @@
 """Watches the processes that the popen launcher has started, and says which one failed."""
 
 import atexit
+import functools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -21,6 +24,7 @@ from lightning_hetero.launch.script import passed_on
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_STARTER = "LIGHTNING_HETERO_STARTED_BY"  # the variable with the process that has started this one
 _ORDERLY = (0, 128 + signal.SIGTERM)  # exit codes of a rank that is done, or was asked to stop
 
 
@@ -48,9 +52,11 @@ class ObservedLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
         function = function if self.around is None else partial(self.around, function)
         if self.cluster_environment.creates_processes_externally:
+            if (starter := _starter()) is not None:
+                starter.grace = None if self.survive else self.grace
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        with passed_on():
+        with passed_on(), _named_as_starter():
             start_ranks(self)
         observer = self.observer = Observer(self.procs, None if self.survive else self.grace)
         observer.start()
@@ -59,6 +65,9 @@ class ObservedLauncher(SubprocessScriptLauncher):
             return function(*args, **kwargs)
         except SIGTERMException:
             raise  # no failure: all ranks end so
+        except KeyboardInterrupt:
+            observer.interrupted()  # Lightning kills the others now
+            raise
         except BaseException as error:
             # Not here: the other ranks hear of this rank's error only once it has left the Trainer.
             if self.survive:  # a scheduler would end the others together with this process
@@ -66,6 +75,85 @@ class ObservedLauncher(SubprocessScriptLauncher):
             # It may be the echo of another's error, and that process takes a while to end. Runs before the line above.
             atexit.register(observer.report, patience=10.0 if isinstance(error, CommunicationError) else 2.0)
             raise
+
+    def ended(self) -> str | None:
+        """Which process of this machine has ended that others need to begin, in words; ``None``: none has."""
+        if self.observer is not None:
+            return self.observer.ended()
+        starter = _starter()
+        return "local rank 0, which has started this process, has ended" if starter and starter.ended else None
+
+
+@contextmanager
+def _named_as_starter() -> Iterator[None]:
+    """Processes that are started in this block know that this one has started them."""
+    os.environ[_STARTER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_STARTER]
+
+
+@functools.cache
+def _starter() -> "Starter | None":
+    """The process that has started this one, if it was a launcher of this package."""
+    pid = os.environ.pop(_STARTER, None)  # not for processes that this one starts
+    if pid is None:
+        return None
+    starter = Starter(int(pid))
+    starter.start()
+    return starter
+
+
+class Starter(threading.Thread):
+    """The process that has started this one. If it ends, this one does not stay behind.
+
+    Args:
+        pid: of that process.
+        poll: seconds between looks.
+
+    Attributes:
+        grace: seconds from its end until this process is killed; ``None``: this process goes on.
+    """
+
+    def __init__(self, pid: int, poll: float = 0.5) -> None:
+        super().__init__(daemon=True, name="rank-starter")
+        self.grace: float | None = None
+        self._poll = poll
+        self._parent = os.getppid() if os.getppid() == pid or not _runs(pid) else None
+        self._over = self._parent is not None and self._parent != pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._over or (self._parent is not None and os.getppid() != self._parent)
+
+    @override
+    def run(self) -> None:
+        while not self.ended:
+            time.sleep(self._poll)
+        since = time.monotonic()
+        while self.grace is None or time.monotonic() < since + self.grace:  # this thread ends with the process
+            time.sleep(self._poll)
+        with suppress(OSError):
+            print(
+                f"lightning_hetero: process {os.getpid()} is ended, since local rank 0, which has started it, ended "
+                f"{self.grace:.0f} s ago.",
+                file=sys.stderr,
+                flush=True,
+            )
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; if it has ended, its own parent may not have noticed."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 class Observer(threading.Thread):
@@ -82,6 +170,11 @@ class Observer(threading.Thread):
         self.children, self.grace, self.poll = children, grace, poll
         self._told = threading.Lock()
 
+    def interrupted(self) -> None:
+        """Say that Ctrl-C has ended all ranks: how they end is no failure of theirs."""
+        if self._told.acquire(blocking=False):
+            print("lightning_hetero: Ctrl-C. Rank 0 ends, and ends the other ranks.", file=sys.stderr, flush=True)
+
     @override
     def run(self) -> None:
         while True:
@@ -91,6 +184,7 @@ class Observer(threading.Thread):
             if any(code not in (None, *_ORDERLY) for code in codes):
                 break
             time.sleep(self.poll)
+        time.sleep(self.poll)  # Ctrl-C reaches all ranks, of which this one may be the last to end
         self.report()
         if self.grace is None:
             return
@@ -137,4 +231,7 @@ class Observer(threading.Thread):
 
 
 def _how(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = [f" ({one.name})" for one in signal.Signals if one == -code]
+    return f"was killed by signal {-code}{''.join(names)}"

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
@@ -18,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import _lightning
+from lightning_hetero.comm import device_exit, waits
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.engine.checkpoint import readable, warn_of_replicas
@@ -27,11 +29,14 @@ from lightning_hetero.engine.shards import Shards
 from lightning_hetero.engine.single import Engine, SingleReplica
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies import entering, joining, one_step, saving
+from lightning_hetero.strategies.default_groups import LentGroups
 from lightning_hetero.strategies.evaluation import evaluation_step, values_shared
 from lightning_hetero.strategies.former_names import former_topology
 from lightning_hetero.strategies.going_on import GoingOn
-from lightning_hetero.strategies.guards import check_setup, running, served
+from lightning_hetero.strategies.guards import check_beyond, check_setup, running, served
+from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
+from lightning_hetero.strategies.position import tell_while_waiting
 from lightning_hetero.strategies.replica_ddp import share_buffers
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
 from lightning_hetero.strategies.survival import Survival
@@ -63,11 +68,12 @@ class HeteroStrategy(DDPStrategy):
 
     def __init__(self, accelerator: Accelerator | None = None, *args: Any, **kwargs: Any) -> None:
         check_accelerator(accelerator)
-        self.options, kwargs = Options.taken_from(kwargs)
+        self.options, kwargs = Options.taken_from(kwargs, type(self))
         super().__init__(accelerator, *args, **kwargs)
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer, partial(joining.alone, self), partial(joining.loss_counts, self))
         self._rank_state, self._shards = saving.RankState(self.options), Shards()
+        self.lent = LentGroups()
         self.survival = GoingOn(self) if self.options.on_peer_loss == "continue" else Survival()
 
     job: Job | None = None  # once this process has joined
@@ -77,9 +83,10 @@ class HeteroStrategy(DDPStrategy):
     step: TrainingStep
     parts: joining.Parts
     stop_request: StopRequest | None = None  # of the latest fit
+    monitored: MonitoredMetrics | None = None  # of the latest run
 
     #: What a strategy has of its job, or of a fit. A copy has yet to join.
-    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request")
+    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request", "monitored")
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: options, and what the Trainer has set, but no connections."""
@@ -102,6 +109,16 @@ class HeteroStrategy(DDPStrategy):
         return None if self.job is None else self.job.view.topology
 
     topology = former_topology()
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The process group in which the ranks of this replica average gradients (collective over them at first).
+
+        For what would otherwise go over all ranks, such as ``torch.distributed.all_reduce`` in ``training_step``, or a
+        ``ZeroRedundancyOptimizer``. ``None``: the replica is this rank alone, or there is no job yet. Do not pass that
+        on to ``torch.distributed``, for which ``None`` means all ranks.
+        """
+        return None if self.job is None else self.job.data_group()
 
     @override
     def set_world_ranks(self) -> None:
@@ -139,12 +156,18 @@ class HeteroStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         _lightning.keep_batch_samplers(trainer)
+        tell_while_waiting(trainer)
         check_setup(self, trainer, self._layer_sync)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync)
+            device_exit.begin_fit()
+            self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync, self.lent)
         self.stop_request = handle_sigterm(self, trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
             super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_beyond(self)
+        self.monitored = MonitoredMetrics(trainer, self.collectives, self.monitored)
+        self.parts.loaders.begin(trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -224,15 +247,20 @@ class HeteroStrategy(DDPStrategy):
         if self.stop_request is not None:
             self.stop_request.finish()
         self.survival.end()
+        device_exit.end_fit()
 
     @override
     def teardown(self) -> None:
         if self.stop_request is not None:
             self.stop_request.close()
+        if self.monitored is not None:
+            self.monitored.close()
         if self.job is not None:
             self.engine.close()
             self.step.close()
         super().teardown()
+        self.lent.take_back()
+        device_exit.end_fit()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -249,7 +277,7 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.collectives.broadcast(obj, src, self.root_device)
+        return self.collectives.broadcast(obj, src, self.root_device, waits.caller())
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:

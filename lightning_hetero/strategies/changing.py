@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_hetero import _lightning
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.replica import share_values
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.view import Member, View
 from lightning_hetero.strategies import plans, regrouping
+from lightning_hetero.strategies.default_groups import beyond
 from lightning_hetero.strategies.replica_guards import two_points
 from lightning_hetero.strategies.weight_averaging import averages_weights
 from lightning_hetero.workload.regrouping import Regrouping
@@ -32,6 +34,12 @@ def unchangeable(strategy: "ReplicaStrategy") -> str | None:
     module, callbacks = strategy.trainer.lightning_module, strategy.trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
         return "SyncBatchNorm takes its statistics over all ranks"
+    if (hook := _lightning.comm_hook(strategy)) is not None and not getattr(hook[1], "__module__", "").startswith(
+        "torch."
+    ):
+        return "ddp_comm_hook may average over all ranks"
+    if (problem := beyond(module, strategy.optimizers, divided(strategy).replica.ranks)) is not None:
+        return str(problem).partition(",")[0]
     if names := [type(callback).__name__ for callback in callbacks if averages_weights(callback)]:
         return f"{names[0]} has begun to average the weights of one replica"
     if two_points(strategy.optimizers) is not None:

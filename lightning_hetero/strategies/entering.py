@@ -127,7 +127,7 @@ def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Ad
         try:
             return ask(address, own, limit, waits)
         except JobGoneError as error:
-            if (address := _living(place, limit)) is None:
+            if (address := _living(place, min(limit, timedelta(seconds=_SUCCESSION)))) is None:
                 raise CommunicationError(f"this process could not join the job that {place} names: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """How a batch is validated, tested or predicted: by the bare module, and what it logs counts by its samples."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,10 +9,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
-from lightning_hetero._lightning import DataFetcherWrapper, fetched_batch, results_of
+from lightning_hetero._lightning import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
 from lightning_hetero.comm.replica import share
 from lightning_hetero.strategies.logged import counting
 from lightning_hetero.strategies.metrics import sync_anywhere
+from lightning_hetero.workload.stream import EvaluatedStream
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -33,7 +34,10 @@ def evaluation_step(name: str, context: str) -> Callable[..., Any]:
         fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
         samples = fetched or (lambda: _samples(source))
         counts = counting(self.collectives, samples, results_of(self.trainer), infers=fetched is not None)
-        with getattr(self.precision_plugin, context)(), counts:
+        stream, steps = evaluated_loader(self.trainer, args[2] if len(args) > 2 else 0)
+        own = isinstance(stream, EvaluatedStream)
+        met = self.collectives.preceding(lambda: stream.before_collective(steps)) if own else nullcontext()
+        with getattr(self.precision_plugin, context)(), counts, met:
             return getattr(self.lightning_module, name)(*args, **kwargs)
 
     step.__name__ = name

@@ -67,11 +67,20 @@ class WiredGradients:
         )
 
     def register(self, strategy: "HeteroStrategy") -> None:
-        """Let a model's gradients travel on the wire, if it is wrapped in DDP (collective over the replica)."""
+        """Let a model's gradients travel on the wire, if it is wrapped in DDP (collective over the replica).
+
+        Raises:
+            UnsupportedError: an embedding has sparse gradients, or a parameter is complex.
+        """
         former, self._running = self._running, None
         model = strategy.model
         if not isinstance(model, ReplicaDDP) or self.wire == "fp32":
             return
+        if self.wire != "bf16" and (name := _sparse(model.module)) is not None:
+            raise UnsupportedError(
+                f"wire={self.wire!r}: the gradient of {name} is sparse, and such gradients travel in fp32 or bf16. "
+                "Use sparse=False in the model's embeddings, or wire='fp32'."
+            )
         if self.wire in ("bf16", "fp16"):
             model.register_comm_hook(model.process_group, _bf16 if self.wire == "bf16" else fp16_compress_hook)
             return
@@ -108,6 +117,15 @@ class WiredGradients:
         everyone: list[Any] = part_of(checkpoint).get(_NAME) or []
         fits = len(everyone) == dist.get_world_size()
         self._running.load_state_dict(everyone[dist.get_rank()] if fits else None)
+
+
+def _sparse(model: torch.nn.Module) -> str | None:
+    """The name of an embedding that is trained with sparse gradients, if there is one."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return next(
+        (name for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse and m.weight.requires_grad),
+        None,
+    )
 
 
 def _bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[torch.Tensor]:

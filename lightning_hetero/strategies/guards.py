@@ -8,12 +8,12 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero._lightning import trainer_of, validation_interval
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.strategies import capacity
+from lightning_hetero.strategies.default_groups import beyond
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -71,6 +71,23 @@ def check_setup(strategy: "HeteroStrategy", trainer: "pl.Trainer", layer_sync: A
     check_model(trainer.lightning_module)
 
 
+def check_beyond(strategy: "HeteroStrategy") -> None:
+    """Refuse parts of a model, and optimizers, that go over the ranks of several replicas (collective).
+
+    Args:
+        strategy: that has been set up for a fit.
+
+    Raises:
+        UnsupportedError: names what goes too far.
+        DisagreementError: something of another rank's.
+    """
+    assert strategy.job is not None
+    assert strategy.lightning_module is not None
+    if (view := strategy.job.view).count > 1:
+        problem = beyond(strategy.lightning_module, strategy.optimizers, view.replica.ranks)
+        raise_on_all(problem, "the model and its optimizers")
+
+
 def check_trainer(
     trainer: "pl.Trainer",
     layer_sync: Any,
@@ -113,16 +130,20 @@ def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device, c
             f"val_check_interval is a time ({seconds} s). Each rank would go by its own clock, some would validate "
             "while others train, and the job would hang. Give a number of batches or a fraction."
         )
-    if layer_sync is not None and device.type == "cpu":
+    own = trainer.state.fn == TrainerFn.FITTING and any(
+        isinstance(layer, torch.nn.SyncBatchNorm) for layer in trainer.lightning_module.modules()
+    )
+    synced = "sync_batchnorm=True" if layer_sync is not None else "a SyncBatchNorm in the model" if own else None
+    if synced is not None and device.type == "cpu":
         return UnsupportedError(
-            "sync_batchnorm=True needs GPUs: PyTorch's SyncBatchNorm does not run on CPU ranks. Set "
-            "sync_batchnorm=False; BatchNorm then normalises by each rank's own part of the batch, as in DDP."
+            f"{synced} needs GPUs: PyTorch's SyncBatchNorm does not run on CPU ranks. Set sync_batchnorm=False, and "
+            "use BatchNorm; it then normalises by each rank's own part of the batch, as in DDP."
         )
-    if layer_sync is not None and not connected:
+    if synced is not None and not connected:
         return UnsupportedError(
-            "sync_batchnorm=True in a replica of unlike devices: PyTorch's SyncBatchNorm needs NCCL, which does not "
-            "connect them. Set sync_batchnorm=False; BatchNorm then normalises by each rank's own part of the batch, "
-            "as in DDP."
+            f"{synced} in a replica of unlike devices: PyTorch's SyncBatchNorm needs NCCL, which does not connect "
+            "them. Set sync_batchnorm=False, and use BatchNorm; it then normalises by each rank's own part of the "
+            "batch, as in DDP."
         )
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         return UnsupportedError(
@@ -169,18 +190,6 @@ def check_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None)
     described |= {f"buffer {name}": _describe(b) for name, b in module.named_buffers() if not is_lazy(b)}
     described["order"] = ", ".join(described)  # DDP reduces in this order
     check_equal("the model's parameters", described, group)
-
-
-def samples_in(batch: Any) -> float:
-    """The first dimension that all tensors of a batch share.
-
-    Raises:
-        ValueError: there is none, or the tensors differ.
-    """
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0}
-    if len(sizes) != 1:
-        raise ValueError(f"its tensors have first dimensions {sorted(sizes)}" if sizes else "it holds no tensors")
-    return float(sizes.pop())
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -1,6 +1,7 @@
 """How a strategy joins its job, and makes what depends on who takes part."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_hetero import _lightning
@@ -22,9 +24,10 @@ from lightning_hetero.engine.drift import SameParameters
 from lightning_hetero.engine.finite import FiniteSteps
 from lightning_hetero.engine.job import Follows, Job
 from lightning_hetero.engine.meeting import Address, meet
+from lightning_hetero.engine.optimizer_states import hyperparameters
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
-from lightning_hetero.engine.streams import StreamPeers
+from lightning_hetero.engine.streams import StreamPeers, samples_in
 from lightning_hetero.launch.environment import (
     RaggedEnvironment,
     check_process_group,
@@ -35,7 +38,7 @@ from lightning_hetero.launch.environment import (
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.launch.returning import ReturningLauncher
 from lightning_hetero.strategies import entering, growth, regrouping
-from lightning_hetero.strategies.guards import samples_in
+from lightning_hetero.strategies.default_groups import LentGroups, register_hook
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.position import describe, position
 from lightning_hetero.strategies.replica_ddp import BucketSize, ReplicaDDP, ReplicaSyncBatchNorm
@@ -98,6 +101,7 @@ def connect(strategy: "HeteroStrategy") -> None:
         LaunchError: the launcher has made a process group that cannot be used.
         UnsupportedError: the fit is to go on when ranks are lost, and cannot in that group.
     """
+    began = time.monotonic()
     if strategy.entry is None:
         survives = strategy.options.on_peer_loss == "continue"
         check_process_group(failures.watched(), survives)
@@ -117,14 +121,16 @@ def connect(strategy: "HeteroStrategy") -> None:
         with noting_sockets(of_all=True):
             _lightning.init_dist_connection(cluster, "gloo", timeout=timeout, **_store_of_restart(timeout))
 
-    observer = getattr(strategy.launcher, "observer", None)
+    launcher = strategy.launcher
     hint = ""
     if strategy.options.on_peer_loss == "continue" and address.rank == 0 and strategy.options.join_file is None:
         hint = (
             "If they train already without an earlier process of this rank, it cannot come back here: a rank 0 that is "
             "started again finds its job through the strategy's `join_file` only."
         )
-    meet(init, address, timeout, (lambda: None) if observer is None else observer.ended, hint)
+    meet(
+        init, address, timeout, launcher.ended if isinstance(launcher, ObservedLauncher) else lambda: None, hint, began
+    )
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
@@ -148,7 +154,13 @@ def join(strategy: "HeteroStrategy") -> Job:
     entry = strategy.entry
     follows = None if entry is None else Follows(entry.admission.view, _launch(strategy), entry.replica)
     agreed = {"strategy": type(strategy).__name__, **options.agreed(), **strategy.algorithm_options()}
-    return Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.limit, follows)
+    job = Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.limit, follows)
+    for card, ranks in job.view.topology.shared_cards().items():
+        rank_zero_warn(
+            f"Ranks {ranks} share {card}: each takes its own memory of it, they slow each other down, and NCCL does "
+            "not connect them, so that gradients between them go through the host's memory. Start one rank per GPU."
+        )
+    return job
 
 
 def _launch(strategy: "HeteroStrategy") -> str:
@@ -170,6 +182,7 @@ class Parts:
         buckets: chooses the size of DDP's buckets.
         data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
         same: compares parameters where the replica has unlike devices.
+        told: how gradients travel, in the words that the user has been told.
     """
 
     share: Workshare
@@ -180,6 +193,7 @@ class Parts:
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
     same: SameParameters | None
+    told: str = ""
 
     def wrapped(self, strategy: "HeteroStrategy") -> torch.nn.Module:
         """A strategy's model, in a DDP over the ranks of this replica (collective over the replica).
@@ -192,26 +206,37 @@ class Parts:
         if len(self.share.replica) == 1:
             return model  # nothing to average with: DDP would only cost time
         options = {**_lightning.ddp_options(strategy), "device_ids": strategy.determine_ddp_device_ids()}
-        options["process_group"] = self.data_group()  # a LightningCLI passes every option, the group too
+        options["process_group"] = group = self.data_group()  # a LightningCLI passes every option, the group too
+        assert group is not None
+        assert strategy.job is not None
         options = self.buckets.options(options, model, strategy.root_device)
         ddp = ReplicaDDP(self.share.timer, module=model, **options)
-        hooked = _lightning.register_comm_hook(strategy, ddp)
-        average_within(strategy, ddp, self.share.replica, options["process_group"], hooked)
+        if (hook := _lightning.comm_hook(strategy)) is not None:
+            register_hook(ddp, *hook, group, strategy.lent, strategy.job.view.count > 1)
+        way = average_within(strategy, ddp, self.share.replica, group, hooked=hook is not None)
+        way = way or strategy.job.view.topology.route(self.share.replica)
+        if way != self.told:
+            self.told = way
+            who = "all ranks" if strategy.job.view.count == 1 else f"ranks {list(self.share.replica)}"
+            rank_zero_info(f"{type(strategy).__name__}: gradients of {who} are averaged {way}.")
         return ddp
 
-    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any) -> Any:
+    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: LentGroups) -> Any:
         """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
 
         Args:
             model: to be trained.
             layer_sync: the Trainer's plugin for ``sync_batchnorm=True``, else ``None``.
+            lent: lends the replica's group to layers.
 
         Returns:
             The plugin to use.
         """
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             self.share.planner.least = 2  # it cannot normalise one sample
-        return None if layer_sync is None else ReplicaSyncBatchNorm(self.data_group())
+        group = self.data_group()
+        lent.lend_layers(model, group)
+        return None if layer_sync is None else ReplicaSyncBatchNorm(group, lent)
 
 
 def make_parts(
@@ -258,11 +283,12 @@ def make_parts(
     )
     ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
     share = Workshare(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
+    share.settings = lambda: hyperparameters(strategy.optimizers)
     finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
     if former is not None:
         share.take_over(former.share, regrouping)
     engine = strategy.make_engine(job, share)
     if former is not None:
         engine.take_over(former.engine)
-    step = TrainingStep(share, engine, finite, strategy.collectives)
+    step = TrainingStep(share, engine, finite, strategy.collectives, several=view.count > 1)
     return Parts(share, engine, step, loaders, finite, BucketSize(), job.data_group, job.same_parameters())

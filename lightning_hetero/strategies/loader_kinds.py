@@ -67,7 +67,8 @@ def no_batches(loader: DataLoader, name: str) -> HeteroError | None:
     if loader.batch_sampler is None:
         return UnsupportedError(
             f"the {name} DataLoader has batch_size=None: the dataset makes the batches, and there is nothing to split. "
-            f"Give a batch_size, {otherwise}"
+            "Give a batch_size; a sampler of lists of indices (torch.utils.data.BatchSampler), if the dataset takes "
+            f"lists; {otherwise}"
         )
     if has_own_batches(loader) and sized_len(loader.batch_sampler) is None:
         return UnsupportedError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -27,7 +28,13 @@ from lightning_hetero.engine.global_sizes import GlobalSizes
 from lightning_hetero.engine.random_states import Moment
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.loader_kinds import Kind, described, kind_of, no_batches
-from lightning_hetero.strategies.sources import Source, samples_in_order, source_of, with_batch_sampler
+from lightning_hetero.strategies.sources import (
+    Source,
+    samples_in_order,
+    source_of,
+    with_batch_sampler,
+    with_whole_batches,
+)
 from lightning_hetero.workload.order import (
     AgreedOrder,
     EvaluatedGroups,
@@ -37,11 +44,12 @@ from lightning_hetero.workload.order import (
     GroupedBatches,
     is_sharded,
 )
+from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.planner import Planner
 from lightning_hetero.workload.regrouping import Regrouping
 from lightning_hetero.workload.sampler import Drawn, EvaluationSampler, Position, Seat, ShareSampler, check_enough
 from lightning_hetero.workload.shared_stream import Requests, SharedStreamLoader
-from lightning_hetero.workload.stream import Peers, SizedStream, Stream, VaryingBatchSizes
+from lightning_hetero.workload.stream import EvaluatedStream, Peers, SizedStream, Stream, VaryingBatchSizes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -85,15 +93,31 @@ class Loaders:
         self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
         self.sizes = GlobalSizes(planner.world, global_batch_size)
         self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
+        self._trainer: pl.Trainer | None = None  # of the running fit, validation, test or prediction
+        self._evaluates_by: Plan | None = None  # in the running fit, once it has validated
+
+    def begin(self, trainer: "pl.Trainer") -> None:
+        """A fit, validation, test or prediction is about to begin."""
+        self._trainer, self._evaluates_by = trainer, None
+
+    def evaluation_plan(self) -> Plan:
+        """The plan by which ranks evaluate now: in a fit always that of its first validation, so that parts stay."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return self.planner.in_force()
+        self._evaluates_by = self._evaluates_by or self.planner.in_force()
+        return self._evaluates_by
 
     def take_over(self, former: "Loaders", regrouping: Regrouping) -> None:
         """Go on with the loaders of an earlier view, in the midst of a fit."""
         self.combined, self.moments, self.evaluated = former.combined, former.moments, former.evaluated
         self.own_sizes = [former.own_sizes[rank] for rank in regrouping.kept]
         self.sizes = former.sizes
-        planner = self.planner
+        self._trainer, planner = former._trainer, self.planner
+        if list(regrouping.kept) == list(range(former.planner.world)):  # nobody has left
+            self._evaluates_by = former._evaluates_by
         for evaluated in self.evaluated:
-            evaluated.regroup(self.rank, planner.world, lambda: planner.in_force(), lambda: planner.found)
+            evaluated.regroup(self.rank, planner.world, self.evaluation_plan, lambda: planner.found)
         for source in self.sources():
             assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
             seat = Seat(self.rank, tuple(self.replica), self._shares, regrouping.start)
@@ -109,6 +133,8 @@ class Loaders:
         stage = trainer.state.stage
         assert stage is not None
         sharded = user_shards(trainer) or is_sharded(loader)
+        if isinstance(loader, DataLoader) and not sharded and not has_iterable_dataset(loader):
+            loader = with_whole_batches(loader)
         if trainer.training:
             self.sizes.begin(resumed=trainer.ckpt_path is not None)
             self.combined = lambda: combined_loader(trainer)
@@ -141,13 +167,13 @@ class Loaders:
     def evaluation(self, loader: object, sharded_by_user: bool, name: str) -> object:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
         if sharded_by_user or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
-            return loader
+            return self._evaluated_stream(loader, name)
         raise_on_all(no_batches(loader, name), f"the {name} dataloader")
         check_equal(f"the {name} dataloader", self._described(loader, "map"))
         batches = self._batches(loader, evaluation=True)
         check_enough(samples_in_order(batches), self.planner.world, name)
         world, planner = self.planner.world, self.planner
-        sampler = EvaluationSampler(batches, self.rank, world, lambda: planner.in_force(), lambda: planner.found)
+        sampler = EvaluationSampler(batches, self.rank, world, self.evaluation_plan, lambda: planner.found)
         self.evaluated.add(sampler)
         indexed = name == "predict"
         return with_batch_sampler(loader, IndexBatchSamplerWrapper(sampler) if indexed else sampler)
@@ -226,10 +252,12 @@ class Loaders:
         return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least)
 
     def _stream(self, loader: Any, kind: str) -> Stream:
+        usual = None  # samples in a batch, if the loaders of all ranks are made for the same number
         if kind == "stream":
             self.planner.expect(0)
             sizes = gather(getattr(loader, "batch_size", None), "the sizes of batches")
             self.own_sizes = [size if type(size) is int else 0 for size in sizes]
+            usual = float(sizes[0] or 1) if len({*self.own_sizes}) == 1 else None
             if self.planner.auto and has_iterable_dataset(loader):
                 rank_zero_info(
                     "Every rank takes batch_size samples of its own part of the iterable dataset per step, fast or "
@@ -247,8 +275,25 @@ class Loaders:
         lengths = gather(None if kind == "resizable stream" else sized_len(loader), "the lengths of dataloaders")
         if all(length is not None for length in lengths):
             longest, own = max(lengths), max(lengths[rank] for rank in self.replica)
-            return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own)
-        return Stream(loader, self._size_of, self._begin, self._peers(None))
+            return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own, usual)
+        return Stream(loader, self._size_of, self._begin, self._peers(None), usual)
+
+    def _evaluated_stream(self, loader: Any, name: str) -> object:
+        trainer, name = self._trainer, "validation" if name == "val" else name
+        assert trainer is not None
+        if trainer.state.fn == TrainerFn.FITTING and sized_len(loader) is None and trainer.limit_val_batches == 1.0:
+            rank_zero_info(
+                "The validation dataloader has no length, and limit_val_batches is not set: if its data never end, nor "
+                "will the first validation. Trainer(limit_val_batches=...) limits it."
+            )
+        if self.planner.world == 1:
+            return loader
+        lengths = gather(sized_len(loader), "the lengths of dataloaders")
+        module = trainer.lightning_module
+        may_be_empty = name == "predict" or module.allow_zero_length_dataloader_with_multiple_devices
+        return EvaluatedStream(
+            loader, name, lengths, lambda value: gather(value, f"how far ranks are with {name} data"), not may_be_empty
+        )
 
     def _shares(self, sampler: ShareSampler, step: int, in_epoch: int, size: int) -> Sequence[int]:
         """Shares of one loader's batch, in proportion to those of the loaders that it is combined with."""

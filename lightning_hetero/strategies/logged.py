@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetero._lightning import logged_metric
+from lightning_hetero.comm.devices import widest
 from lightning_hetero.engine.collectives import Collectives
 
 _EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # hooks that are about no batch
@@ -36,6 +38,7 @@ def counting(
         counts = samples if batch_size is None else lambda: float(batch_size)
         with collectives.weighing(counts, None if given is None else name):
             type(results).log(results, fx, name, *args, batch_size=batch_size, **kwargs)  # type: ignore[union-attr]
+        _prepare(results, logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), counts)
         if given == 0:
             _explain(results, name, collectives.tell_of_nothing)
 
@@ -67,10 +70,12 @@ def count_batch(collectives: Collectives, samples: Callable[[], float], results:
                 value = _nothing_like(value, kwargs.get("reduce_fx", torch.mean))
             with collectives.weighing(lambda: 0.0):
                 plain(value, *args, batch_size=0, **kwargs)
+            _prepare(results, logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), lambda: 0.0)
             return
         counts, given = (count, None) if batch_size is None else (float(batch_size), name)
         with collectives.weighing(lambda: counts, given):
             plain(value, *args, batch_size=batch_size, **kwargs)
+        _prepare(results, logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), lambda: counts)
         if batch_size == 0:
             _explain(results, name, collectives.tell_of_nothing)
 
@@ -87,6 +92,24 @@ def _nothing_like(value: Tensor, reduce_fx: Any) -> Tensor:
     reduction = getattr(reduce_fx, "__name__", str(reduce_fx))
     nothing = {"max": float("-inf"), "min": float("inf")}.get(reduction.lower(), 0.0)
     return torch.full_like(value, nothing, dtype=value.dtype if value.is_floating_point() else torch.float32)
+
+
+_SAMPLES = "samples_of_step"  # of a metric of Lightning's: how many its latest value stands for
+
+
+def samples_of_step(metric: Any) -> float:
+    """The samples for which the latest value of a logged metric stands; 1 if that is not known."""
+    return getattr(metric, _SAMPLES, 1.0)
+
+
+def _prepare(results: Any, metric: Any, samples: Callable[[], float | None]) -> None:
+    """Note what a value of a step stands for, and let a mean of all ranks over an epoch be summed in float64."""
+    if not metric.is_tensor:
+        return
+    if metric.meta.on_step and results.training:
+        setattr(metric, _SAMPLES, 1.0 if (found := samples()) is None else found)
+    if metric.meta.on_epoch and metric.meta.is_mean_reduction and metric.meta.sync.should:
+        metric.value = metric.value.to(widest(metric.value.device))  # as is the mean number of samples, its divisor
 
 
 def _explain(results: Any, name: str, tell: Callable[[str], None]) -> None:

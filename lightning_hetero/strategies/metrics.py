@@ -1,23 +1,126 @@
-"""What the LightningModule logs, for algorithms that go by it; and metrics of torchmetrics on a device."""
+"""What the LightningModule logs, for algorithms and callbacks that go by it; and torchmetrics on a device."""
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_hetero._lightning import (
+    AgreedMetrics,
+    Unsynced,
+    let_callbacks_find,
+    logged_names,
+    monitored_by,
+    unsynced,
+)
 from lightning_hetero.comm.collective import collective
+from lightning_hetero.engine.collectives import Collectives
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.strategies.logged import samples_of_step
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+class MonitoredMetrics:
+    """Makes what callbacks and schedulers go by the same on every rank: the mean over the samples of all ranks.
+
+    That concerns values that were logged without ``sync_dist=True``. All of them together are one message, where all
+    ranks come by: at the end of an evaluation or of a training epoch, and where a callback or a scheduler looks at the
+    values of a training step. In training there is none once it is known that nothing of the kind is monitored there.
+
+    Args:
+        trainer: of the run, with its schedulers (collective).
+        collectives: gathers.
+        former: of the run before.
+    """
+
+    def __init__(
+        self, trainer: "pl.Trainer", collectives: Collectives, former: "MonitoredMetrics | None" = None
+    ) -> None:
+        if former is not None:
+            former.close()
+        self._trainer, self._collectives = trainer, collectives
+        everyone = collectives.gather(sorted(monitored_by(trainer)), "what is monitored")
+        self._names = frozenset().union(*everyone)
+        self._known: set[str] = set()  # names that some rank has logged somewhere
+        self._found: dict[str, set[str]] = {}  # of each place where ranks have met, what was averaged there
+        self._told: set[str] = set() if former is None else former._told
+        self._hooks = AgreedMetrics(trainer, self._agree) if self._names and len(everyone) > 1 else None
+
+    def close(self) -> None:
+        """Leave the Trainer and its callbacks alone. Idempotent."""
+        if self._hooks is not None:
+            self._hooks.restore()
+
+    def _agree(self, place: str) -> None:
+        """Make what is monitored the same on all ranks (collective).
+
+        Args:
+            place: ``"evaluation"``, ``"epoch"`` or ``"step"``.
+        """
+        nothing = self._found.get(place) == set() and self._names <= self._known
+        if self._collectives.alone() or (nothing and place != "evaluation"):
+            return
+        here = dict(unsynced(self._trainer, self._names))
+        own = {key: (one.names, one.reduction, *_numbers(one)) for key, one in here.items()}
+        everyone = self._collectives.gather((own, logged_names(self._trainer)), "what is monitored")
+        agreed, home = dict[str, Tensor](), self._trainer.strategy.root_device
+        for key in dict.fromkeys(key for values, _ in everyone for key in values):
+            of_ranks = {rank: values[key] for rank, (values, _) in enumerate(everyone) if key in values}
+            names, reduction = next(iter(of_ranks.values()))[:2]
+            value = _together(reduction, [numbers[2:] for numbers in of_ranks.values()])
+            new = here[key].replace(value) if key in here else torch.tensor(value, device=home)
+            agreed |= dict.fromkeys(names, new)
+            self._tell(next(name for name in names if name in self._names), reduction, of_ranks, len(everyone))
+        let_callbacks_find(self._trainer, agreed)
+        self._known.update(*(names for _, names in everyone))
+        self._found.setdefault(place, set()).update(agreed)
+
+    def _tell(self, name: str, reduction: str, of_ranks: Mapping[int, Any], world: int) -> None:
+        """Say once that ranks have had values of their own."""
+        values = {_together(reduction, [numbers[2:]]) for numbers in of_ranks.values()}
+        if name in self._told or (len(of_ranks) == world and len(values) == 1):
+            return
+        self._told.add(name)
+        what = "the mean over the samples" if reduction == "mean" else f"the {reduction}"
+        if len(of_ranks) < world:
+            ranks = f"rank(s) {', '.join(map(str, of_ranks))}"
+            rank_zero_info(f"{name!r} is monitored, and was logged on {ranks} only: all ranks go by {what} of these.")
+            return
+        rank_zero_info(
+            f"{name!r} is monitored, and was logged without sync_dist=True, with different values: all ranks go by "
+            f"{what} of all of them."
+        )
+
+
+def _numbers(one: Unsynced) -> tuple[float, float]:
+    """What a rank adds to a value of all ranks: the value, and its weight; of a mean, their product comes first."""
+    value = one.value.item()
+    if one.reduction != "mean":
+        return value, 1.0
+    if one.weight is not None:
+        return value, one.weight.item()
+    samples = samples_of_step(one.metric)
+    return value * samples if samples else 0.0, samples
+
+
+def _together(reduction: str, numbers: Sequence[tuple[float, float]]) -> float:
+    """The value that the :func:`_numbers` of ranks make."""
+    values, weights = zip(*numbers, strict=True)
+    if reduction != "mean":
+        return float(getattr(np, reduction)(values))
+    return sum(values) / sum(weights) if sum(weights) else math.nan
 
 
 class LoggedMetrics:

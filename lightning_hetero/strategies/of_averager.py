@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.averaging.averager import Averager
-from lightning_hetero.checks import one_of
+from lightning_hetero.checks import one_of, plain
 from lightning_hetero.comm.topology import ReplicaKind
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -98,7 +98,7 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
             bound = whole.bind(None, *arguments, **more).arguments
             others = {**defaults, **bound.pop("kwargs", {}), **bound}
             del others["self"]
-            own = {**given, **{name: others.pop(name) for name in names if name in others}}
+            own = {**given, **{name: plain(others.pop(name)) for name in names if name in others}}
             return averager(**own), others
 
         def __init__(self: ReplicaStrategy, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -116,14 +116,13 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
     return decorate
 
 
-def register_name(name: str, strategy: type[HeteroStrategy], what: str, **options: Any) -> None:
+def register_name(name: str, strategy: type[HeteroStrategy], what: str) -> None:
     """Register a strategy string with Lightning, in the variants that ``ddp`` has; checkpoints go by it, too.
 
     Args:
         name: such as ``"hetero_ddp"``.
         strategy: the class that it makes.
         what: what it does, in a line.
-        **options: of the class, where its own defaults leave something open.
     """
     strategy.saved_as = name
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
@@ -134,7 +133,6 @@ def register_name(name: str, strategy: type[HeteroStrategy], what: str, **option
                 description=f"{what} ({start_method})",
                 override=True,
                 start_method=start_method,
-                **options,
                 **({} if unused is None else {"find_unused_parameters": unused}),
             )
 

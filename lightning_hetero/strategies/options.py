@@ -1,16 +1,17 @@
 """The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any, Literal, TypeVar, get_args
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.checks import at_least_one, is_number, one_of
+from lightning_hetero.checks import at_least_one, is_number, one_of, plain
 from lightning_hetero.comm.sharing import Within
 from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.errors import ConfigurationError
@@ -100,8 +101,12 @@ class Options:
     process_group_backend: None = None
 
     @classmethod
-    def taken_from(cls, given: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
+    def taken_from(cls, given: dict[str, Any], strategy: type) -> tuple["Options", dict[str, Any]]:
         """These options, out of all that a user gave by name, and those for Lightning's ``DDPStrategy``.
+
+        Args:
+            given: by the user.
+            strategy: for which, with options of its own.
 
         Raises:
             ConfigurationError: a value that cannot work, or an option that neither this strategy nor DDP has.
@@ -110,7 +115,7 @@ class Options:
         others = {name: value for name, value in given.items() if name not in names}
         known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel.__init__).parameters}
         if unknown := sorted({*others} - known):
-            hints = "".join(f" {_ELSEWHERE[name]}" for name in unknown if name in _ELSEWHERE)
+            hints = "".join(_hint(name, {*signature(strategy).parameters} | known) for name in unknown)
             raise ConfigurationError(
                 f"unknown option(s) {', '.join(unknown)}: neither this strategy nor DistributedDataParallel has them."
                 + hints
@@ -120,7 +125,10 @@ class Options:
         return own, others
 
     def __post_init__(self) -> None:
-        if self.balance not in ("auto", "off") and not isinstance(self.balance, list | tuple):
+        for field in fields(self):
+            value = plain(getattr(self, field.name))
+            object.__setattr__(self, field.name, list(value) if isinstance(value, tuple) else value)
+        if self.balance not in ("auto", "off") and not isinstance(self.balance, list):
             raise ConfigurationError(
                 f"balance={self.balance!r}: give 'auto', 'off', or a list with one share per rank."
             )
@@ -147,13 +155,13 @@ class Options:
                 "which serves every device; groups of GPUs exchange gradients over NCCL by themselves. Leave it out."
             )
         nodes = [self.ranks_per_node] if isinstance(self.ranks_per_node, int) else self.ranks_per_node
-        if nodes is not None and not (isinstance(nodes, list | tuple) and all(type(n) is int and n > 0 for n in nodes)):
+        if nodes is not None and not (isinstance(nodes, list) and all(type(n) is int and n > 0 for n in nodes)):
             raise ConfigurationError(
                 f"ranks_per_node={self.ranks_per_node!r}: give a size, or a list of sizes, above 0."
             )
         self._check_memory()
         self._check_loss()
-        given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list | tuple)]
+        given = [x for x in (self.balance, self.min_batch_size, self.max_batch_size) if isinstance(x, list)]
         self.planner(len(given[0]) if given else 1)  # raises now rather than after the launch
 
     def _check_loss(self) -> None:
@@ -234,10 +242,22 @@ class Options:
         """
 
         def of(given: Any) -> Any:
-            return [given[id] for id in ids] if isinstance(given, list | tuple) and ids is not None else given
+            return [given[id] for id in ids] if isinstance(given, list) and ids is not None else given
 
         high = None if self.max_batch_size == "auto" else self.max_batch_size
         return Planner(world, of(self.balance), of(self.min_batch_size), of(high))
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by an option that a strategy does not have."""
+    if name in _ELSEWHERE:
+        return f" {_ELSEWHERE[name]}"
+    strategies = [entry["strategy"] for entry in StrategyRegistry.values() if isinstance(entry["strategy"], type)]
+    having = [kind.__name__ for kind in dict.fromkeys(strategies) if name in signature(kind).parameters]
+    if having:
+        return f" {', '.join(having)} {'has' if len(having) == 1 else 'have'} {name}."
+    near = get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def check_accelerator(accelerator: Any) -> None:
@@ -246,6 +266,7 @@ def check_accelerator(accelerator: Any) -> None:
     Raises:
         ConfigurationError: the first argument is one of ``balance``.
     """
+    accelerator = plain(accelerator)
     if accelerator == "off" or isinstance(accelerator, list | tuple):
         raise ConfigurationError(
             f"accelerator={accelerator!r}: the first argument by position is the accelerator, as with Lightning's "

@@ -1,9 +1,11 @@
 """Where training stands, and loaders that have to begin again there."""
 
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import _lightning
+from lightning_hetero.comm import waits
 from lightning_hetero.engine import loader_states
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.workload.sampler import Position
@@ -26,6 +28,19 @@ def describe(trainer: "pl.Trainer") -> str:
     """Which step runs, for messages."""
     batch = trainer.fit_loop.epoch_loop.batch_idx
     return f"step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch {batch})"
+
+
+def tell_while_waiting(trainer: "pl.Trainer") -> None:
+    """Let notices of long waits say which batch this rank processes."""
+    found = weakref.ref(trainer)
+
+    def batch() -> str:
+        trainer = found()
+        if trainer is None or not trainer.training:
+            return ""
+        return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx}"
+
+    waits.describe_batch_by(batch)
 
 
 def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare, checkpoint: Mapping[str, Any] | None) -> None:

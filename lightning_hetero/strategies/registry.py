@@ -1,7 +1,16 @@
 """The strategy strings: what each stands for, and when to use it. Written once; Lightning and the table read it."""
 
+import re
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.registration import why_apart
 from lightning_hetero.strategies.auto import AutoStrategy
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.daso import DASOStrategy
@@ -30,7 +39,6 @@ class Entry(NamedTuple):
         what: what it does, in a line.
         when: when to use it.
         paper: where it comes from.
-        options: of the class, where its own defaults leave something open.
     """
 
     name: str
@@ -39,13 +47,11 @@ class Entry(NamedTuple):
     what: str
     when: str
     paper: str
-    options: dict[str, Any] = {}
 
 
 _ELASTIC = "Zhang et al. 2015"
 _ON_CLUSTERS = "You, Buluç and Demmel 2017"
 _GOSSIP = "Georgiev and Gurov 2019"
-_AUTO = {"moving_rate": "auto"}
 
 ENTRIES = (
     Entry(
@@ -87,7 +93,6 @@ ENTRIES = (
         "an elastic center, all at once",
         "slow links between ranks; repeatable bit for bit",
         f"EASGD, {_ELASTIC}; {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_easgd_overlap",
@@ -96,7 +101,6 @@ ENTRIES = (
         "an elastic center, in the background of a step",
         "the same numbers, sooner",
         f"Sync EASGD3, {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_easgd_round_robin",
@@ -105,7 +109,6 @@ ENTRIES = (
         "an elastic center, in turn",
         "as the baseline that the others beat",
         f"Original EASGD, {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_easgd_async",
@@ -114,7 +117,6 @@ ENTRIES = (
         "an elastic center, first come, first served",
         "ranks stall now and then, so that nobody should wait for them",
         f"Async EASGD, {_ELASTIC}; {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_easgd_hogwild",
@@ -123,7 +125,6 @@ ENTRIES = (
         "an elastic center in shared memory, without a lock",
         "many ranks on one machine, at short intervals",
         f"Hogwild EASGD, {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_measgd_async",
@@ -132,7 +133,6 @@ ENTRIES = (
         "an elastic center and heavy-ball momentum, asynchronous",
         "as hetero_easgd_async, with SGD(momentum=)",
         f"Async MEASGD, {_ON_CLUSTERS}",
-        _AUTO,
     ),
     Entry(
         "hetero_eamsgd",
@@ -141,7 +141,6 @@ ENTRIES = (
         "an elastic center and Nesterov's momentum",
         "as hetero_easgd, with SGD(nesterov=True)",
         f"EAMSGD, {_ELASTIC}",
-        _AUTO,
     ),
     Entry(
         "hetero_gossip",
@@ -197,4 +196,111 @@ ENTRIES = (
 def register() -> None:
     """Make the strategy strings known to Lightning; importing ``lightning_hetero.strategies`` does it."""
     for entry in ENTRIES:
-        register_name(entry.name, entry.strategy, entry.what, **entry.options)
+        register_name(entry.name, entry.strategy, entry.what)
+    _show_unknown(StrategyRegistry, _explain)
+    refuse_elsewhere()
+
+
+# -- what is given as a strategy, and is none --------------------------------------------------------
+
+
+def refuse_elsewhere() -> None:
+    """Let Fabric, and ``pytorch_lightning`` where it is a package of its own, say why they have no such strategy."""
+    _show_unknown(FABRIC, _refuse_in_fabric)
+    for package, name in (("pytorch_lightning", "StrategyRegistry"), ("lightning_fabric", "STRATEGY_REGISTRY")):
+        own = getattr(sys.modules.get(f"{package}.strategies"), name, None)
+        if own is not None and own is not StrategyRegistry and own is not FABRIC:
+            _show_unknown(own, _refuse_apart if name == "StrategyRegistry" else _refuse_in_fabric)
+
+
+class _Names(list):
+    """Strings that are known; anything else that is looked up is shown to a function, which may raise an error."""
+
+    def __init__(self, names: Iterable[str], look: Callable[[object], None]) -> None:
+        super().__init__(names)
+        self._look = look
+
+    def __contains__(self, asked: object) -> bool:
+        if super().__contains__(asked):
+            return True
+        self._look(asked)
+        return False
+
+
+def _show_unknown(registry: Any, look: Callable[[object], None]) -> None:
+    """Show a function what a Trainer, or Fabric, is given as a strategy, and does not find in its registry."""
+    registry.available_strategies = lambda: _Names(type(registry).available_strategies(registry), look)
+
+
+def _squashed(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _meant(asked: object) -> str | None:
+    """The string of a strategy that was probably meant; empty: of this package, but nobody knows which."""
+    if isinstance(asked, HeteroStrategy):
+        return asked.saved_as
+    if not isinstance(asked, str):
+        return None
+    own = [name for name, data in StrategyRegistry.items() if _is_ours(data["strategy"])]
+    words = {_squashed(form): name for name in own for form in (name.removeprefix("hetero_"), name)}
+    words |= {_squashed(entry.strategy.__name__): entry.name for entry in ENTRIES}
+    word = _squashed(re.split(r"[(\[:,\s]", asked.strip(), maxsplit=1)[0].rpartition(".")[2])
+    if word not in words and "hetero" not in word:
+        return None
+    return next((words[near] for near in get_close_matches(word, words, n=1, cutoff=0.7)), "")
+
+
+def _is_ours(strategy: Any) -> bool:
+    return isinstance(strategy, type) and issubclass(strategy, HeteroStrategy)
+
+
+def _shown(asked: object) -> str:
+    return repr(asked) if isinstance(asked, str) else f"{type(asked).__name__}(...)"
+
+
+def _explain(asked: object) -> None:
+    """Raise an error if a string was meant to be one of these.
+
+    Raises:
+        ConfigurationError: names the nearest string, and its class.
+    """
+    if (name := _meant(asked)) is None or not isinstance(asked, str):
+        return
+    near = ""
+    if name:
+        kind = StrategyRegistry[name]["strategy"]
+        module = "lightning_hetero" if kind.__module__.startswith("lightning_hetero.") else kind.__module__
+        options = re.sub(r"^[\w.\s-]*[(\[:,]?\s*|[)\]\s]*$", "", asked) or "..."
+        near = f" Did you mean {name!r}? Options are given to the class: {module}.{kind.__name__}({options})."
+    raise ConfigurationError(
+        f"strategy={asked!r}: there is no strategy of this name.{near} `lightning-hetero strategies` lists all. A name "
+        "of your own is known once the module that registers it, by strategy_for, has been imported."
+    )
+
+
+def _refuse_in_fabric(asked: object) -> None:
+    """Raise an error if Fabric is given one of these strategies.
+
+    Raises:
+        UnsupportedError: says where they belong.
+    """
+    if _meant(asked) is not None:
+        raise UnsupportedError(
+            f"strategy={_shown(asked)} for Fabric: the strategies of lightning_hetero are for the Trainer, which tells "
+            "them where a fit stands; Fabric does not. Use lightning.pytorch.Trainer, or a strategy of Fabric's own."
+        )
+
+
+def _refuse_apart(asked: object) -> None:
+    """Raise an error if the Trainer of another package is given one of these strategies.
+
+    Raises:
+        ConfigurationError: says what to do.
+    """
+    if _meant(asked) is not None:
+        raise ConfigurationError(
+            f"strategy={_shown(asked)} for the Trainer of pytorch_lightning: strategies of lightning_hetero are made "
+            f"for lightning.pytorch. {why_apart()} Or import Trainer, LightningModule and callbacks from "
+            "lightning.pytorch."
+        )

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -168,8 +167,5 @@ def renew_model(strategy: "HeteroStrategy") -> None:
     module = strategy.lightning_module
     assert module is not None
     assert strategy.job is not None
-    group = strategy.job.data_group()
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.SyncBatchNorm):
-            layer.process_group = group
+    strategy.lent.lend_layers(module, strategy.job.data_group())
     wrap_anew(strategy)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.comm import buckets
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.shared_mean import SharedMean
+from lightning_hetero.strategies.default_groups import LentGroups
 from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
@@ -119,12 +120,17 @@ class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
 
     Args:
         group: the replica's process group; ``None``: it is one rank, and its BatchNorm layers stay as they are.
+        lent: lends the group to layers.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, lent: LentGroups) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._lent = group, lent
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         """Convert the model's BatchNorm layers."""
-        return model if self._group is None else torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, self._group)
+        if self._group is None:
+            return model
+        converted = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self._lent.lend_layers(converted, self._group)
+        return converted

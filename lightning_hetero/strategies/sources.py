@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_hetero.workload.order import FixedBatches, GlobalBatches
+from lightning_hetero.workload.order import FixedBatches, GlobalBatches, WholeBatches, makes_whole_batches
 from lightning_hetero.workload.sampler import ShareSampler
 from lightning_hetero.workload.shared_stream import SharedStreamLoader
 from lightning_hetero.workload.stream import Stream
@@ -22,6 +22,15 @@ def samples_in_order(batches: GlobalBatches) -> int:
     """Samples of an epoch; a number that is surely large enough where only batches can be counted."""
     length = len(batches.sampler)
     return length if isinstance(batches, FixedBatches) else length * 10**9 if length else 0
+
+
+def with_whole_batches(loader: Any) -> Any:
+    """A loader with a batch sampler, where its dataset makes whole batches from the lists of its sampler."""
+    if makes_whole_batches(loader):
+        batches = loader.sampler
+        object.__setattr__(loader, "dataset", WholeBatches(loader.dataset))
+        object.__setattr__(loader, "batch_sampler", batches)
+    return loader
 
 
 def with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:

@@ -52,7 +52,7 @@ def unsurvivable(strategy: "HeteroStrategy", view: View) -> HeteroError | None:
         return UnsupportedError(
             "on_peer_loss='continue' with center='mpi': MPI ends all ranks when one dies. Use center='thread'."
         )
-    if any(len(ranks) > 1 and view.topology.backend(ranks) == "nccl" for ranks in view.ranks):
+    if any(view.topology.islands(ranks) for ranks in view.ranks):
         return UnsupportedError(
             "on_peer_loss='continue' with GPUs that average gradients within a replica: NCCL's groups cannot be left "
             "yet while an operation with a dead rank is pending. Make each rank a replica of its own (replica='rank'), "

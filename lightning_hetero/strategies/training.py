@@ -20,6 +20,7 @@ from lightning_hetero.engine.padding import no_gradient, no_gradients, no_loss, 
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies.default_groups import Noticed
 from lightning_hetero.strategies.logged import count_as_ever, count_batch
 from lightning_hetero.strategies.metrics import warn_of_losses_over_all
 from lightning_hetero.strategies.position import describe
@@ -40,10 +41,14 @@ class TrainingStep:
         engine: what happens between replicas.
         finite: looks for losses and gradients that are not finite.
         collectives: what reduces values that are logged.
+        several: whether there are several replicas.
     """
 
-    def __init__(self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives) -> None:
+    def __init__(
+        self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives, several: bool
+    ) -> None:
         self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
+        self._noticed = Noticed(share.timer, several)
         self._timer = share.timer
         self._samples = 0.0  # of the replica, in the running window
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
@@ -89,7 +94,7 @@ class TrainingStep:
         state = nullcontext() if samples > 0 else same_state(module)
         self._none = False
         instead = self._instead_of_none(module) if trainer.world_size > 1 else nullcontext()
-        with state, instead, self._collectives.weighing(lambda: self._counted):
+        with state, instead, self._collectives.weighing(lambda: self._counted), self._noticed():
             yield
 
     @contextmanager
@@ -155,7 +160,7 @@ class TrainingStep:
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
-        with deadline("average gradients"), nothing:
+        with deadline("average gradients", self._timer.works), nothing, self._noticed():
             yield
         self._timer.backward_done()
         self._weight = None

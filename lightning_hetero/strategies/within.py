@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def average_within(
     strategy: "HeteroStrategy", ddp: ReplicaDDP, ranks: Sequence[int], group: dist.ProcessGroup, hooked: bool
-) -> None:
+) -> str | None:
     """Let DDP average gradients through shared memory, where the ranks of a replica can (collective over them).
 
     Args:
@@ -28,13 +28,16 @@ def average_within(
         group: of these ranks.
         hooked: whether DDP has the user's own hook already, which wins.
 
+    Returns:
+        How they are averaged and why, in words; ``None``: as DDP does.
+
     Raises:
         UnsupportedError: the user asks for shared memory, and it cannot be.
         CommunicationError: another rank did not take part in time.
     """
     way = strategy.options.within
     if way == "gloo":
-        return
+        return "by ddp_comm_hook" if hooked else None
     reason = "ddp_comm_hook averages the gradients" if hooked else _unsuitable(strategy, ranks)
     if reason is None:
         trained = [p for p in ddp.module.parameters() if p.requires_grad]
@@ -43,6 +46,7 @@ def average_within(
         try:
             part = PART if way == "auto" else 1.0
             ddp.average_in(SharedMean(*share_memory(group, size, strategy.options.limit, part)), group)
+            return "in shared memory: all are CPUs of one node"
         except OSError as error:
             reason = f"the memory cannot be shared ({error})"
             if way == "auto":
@@ -53,6 +57,7 @@ def average_within(
                 )
     if reason is not None and way == "shm":
         raise UnsupportedError(f"within='shm', but {reason}. Set within='auto', which uses sockets then.")
+    return "by ddp_comm_hook" if hooked else None
 
 
 def _unsuitable(strategy: "HeteroStrategy", ranks: Sequence[int]) -> str | None:

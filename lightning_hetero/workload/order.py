@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_hetero.errors import DataError
@@ -24,13 +25,48 @@ def shuffles_by_itself(loader: Any) -> bool:
 
 def has_own_batches(loader: Any) -> bool:
     """Whether a loader was given a ``batch_sampler`` and no ``batch_size``; a DataLoader then has no batch size."""
-    return loader.batch_sampler is not None and loader.batch_size is None
+    return (loader.batch_sampler is not None and loader.batch_size is None) or makes_whole_batches(loader)
+
+
+def makes_whole_batches(loader: Any) -> bool:
+    """Whether a loader's dataset is given all indices of a batch: ``batch_size=None``, and a sampler of lists."""
+    if loader.batch_size is not None or loader.batch_sampler is not None:
+        return False
+    if isinstance(sampler := loader.sampler, BatchSampler):
+        return True
+    if isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler)) or not isinstance(sampler, Iterable):
+        return False
+    with seeded(0):  # which leaves the random states as they are
+        return isinstance(next(iter(sampler), None), list | tuple)
+
+
+class WholeBatches(Dataset):
+    """A dataset that makes whole batches, for a loader with a ``batch_sampler``.
+
+    Args:
+        dataset: takes lists of indices.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.dataset[indices]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not set yet: unpickling, copying
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
 
 def is_sharded(loader: Any) -> bool:
     """Whether one of a loader's samplers says that it yields this rank's part of the data."""
     batches = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    own = getattr(loader, "sampler", None)
+    samplers = (own, getattr(own, "sampler", None), batches, getattr(batches, "sampler", None))
     return any(isinstance(n := getattr(sampler, "num_replicas", None), int) and n > 1 for sampler in samplers)
 
 
@@ -76,11 +112,11 @@ class FixedBatches:
 
 
 class EvenBatches(FixedBatches):
-    """Batches of about ``batch_size`` samples that hold them all and are as even as can be.
+    """Batches of ``batch_size`` samples that hold them all, none with fewer samples than there are ranks.
 
-    Evaluation uses them: no batch has fewer samples than there are ranks, so that all ranks run the same number of
-    batches and yet see every sample exactly once. Only where ``batch_size`` itself leaves each rank one sample, or
-    little more, can a batch be larger than ``batch_size``, by less than one sample per rank.
+    Evaluation uses them: all ranks run the same number of batches and yet see every sample exactly once. Where the last
+    batch would be too small, all are as even as can be instead. Only where ``batch_size`` itself leaves each rank one
+    sample, or little more, can a batch be larger than ``batch_size``, by less than one sample per rank.
 
     Args:
         sampler: yields dataset indices, the same on every rank, and has a length, at least ``world``.
@@ -90,13 +126,17 @@ class EvenBatches(FixedBatches):
 
     def __init__(self, sampler: Any, batch_size: int, world: int) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
-        self._count = max(1, min(-(-len(sampler) // batch_size), len(sampler) // world))
+        full, last = divmod(len(sampler), batch_size)
+        self._cut_evenly = 0 < last < world or batch_size < world
+        self._count = max(1, min(full + (last > 0), len(sampler) // world))
 
     def __len__(self) -> int:
         return self._count
 
     @override
     def size(self, index: int) -> int:
+        if not self._cut_evenly:
+            return super().size(index)
         least, extra = divmod(len(self.sampler), len(self))
         return least + (index < extra)
 

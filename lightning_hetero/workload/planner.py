@@ -13,7 +13,7 @@ from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.limits import check_limits, fixed_shares, per_rank
 from lightning_hetero.workload.plan import Plan
 from lightning_hetero.workload.report import Report
-from lightning_hetero.workload.shares import Cost, cost_of, makespan, row_of
+from lightning_hetero.workload.shares import Cost, TooSlow, cost_of, makespan, row_of, too_slow
 from lightning_hetero.workload.trial import Look, Trial, seconds_of
 
 
@@ -42,6 +42,7 @@ class Planner:
         in_force: the plan by which all ranks evaluate now.
         turns: whether ranks get in turn what is left over when a batch is split, by its number in the epoch, ...
         origin: ... which is that of the step, and this.
+        too_slow: the ranks without which the job would be faster, by the latest reports.
     """
 
     #: Noise that is expected before any has been seen, as a fraction of a rank's time.
@@ -78,6 +79,7 @@ class Planner:
         self.total, self.learns, self.held, self.least, self.turns, self.origin = 0, False, False, 1, False, 0
         self._may_raise = low is None
         self.found = False
+        self.too_slow: TooSlow | None = None
         shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
         self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
         self.high = per_rank("max_batch_size", 2**62 if high is None else high, world)
@@ -207,11 +209,19 @@ class Planner:
         moves = self.auto and self.total and not self.held
         if not moves or any(math.isinf(r.error) for r in reports):
             return None
+        self.too_slow = self._too_slow(reports)
         self._see(reports, mixed)
         if latest.start > step:
             return None
         self._before = self._trial, self._doubt, self._patience
         return self._judged() or self._better(latest, reports)
+
+    def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
+        """Who makes the job slower, if that was measured: at the least share, not by its times for larger ones."""
+        costs, noise = [r.cost for r in reports], [r.error for r in reports]
+        found = too_slow(self.total, costs, self._low, self.high, noise)
+        measured = found and all(reports[rank].samples < max(self._low[rank], 1) + 1 for rank in found.ranks)
+        return found if measured else None
 
     def drop(self) -> None:
         """Forget the latest proposal: not all ranks have agreed."""

@@ -24,6 +24,7 @@ class Report(NamedTuple):
         bump: samples of a batch that takes longer than the curve says, because the times bend down; 0 if none does.
         bump_seconds: how long it takes.
         ended: whether its replica has come to the end of its own data, and runs padding batches.
+        settings: a number that stands for the hyperparameters of its optimizers.
         bends: of its cost, at most ``MOST_BENDS``; none if it is a straight line.
     """
 
@@ -39,6 +40,7 @@ class Report(NamedTuple):
     bump: float = 0.0
     bump_seconds: float = 0.0
     ended: float = 0.0
+    settings: float = 0.0
     bends: tuple[tuple[float, float], ...] = ()
 
     @property

@@ -3,11 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_hetero.errors import DataError
-from lightning_hetero.workload.order import GlobalBatches
+from lightning_hetero.workload.order import FixedBatches, GlobalBatches
 from lightning_hetero.workload.plan import Plan
 
 
@@ -177,10 +176,14 @@ class ShareSampler:
 
 
 class EvaluationSampler:
-    """This rank's slices of the global batches, in evaluation: every sample once, on one rank.
+    """This rank's parts of the global batches, in evaluation: every sample once, on one rank.
+
+    Where all ranks take equal parts, they take samples in turn, as with PyTorch's ``DistributedSampler``: of ``world``
+    ranks, rank ``r`` has the samples ``r``, ``r + world``, ``r + 2 * world``, ... of the order. Else each rank has
+    consecutive samples of each global batch, and so it has of batches that the user's own sampler has put together.
 
     Args:
-        batches: the global batches, even ones where that can be known.
+        batches: the global batches.
         rank: this rank.
         world: number of ranks.
         plan: the agreed plan of the moment.
@@ -209,17 +212,27 @@ class EvaluationSampler:
         return sum(size is None or size > self.rank for size in sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
-        slicing = partial(self._slice, self.rank, self._world, self._plan())  # those of now, for the whole pass
-        return filter(None, map(slicing, self.batches.draw(0)))
+        rank, world, plan = self.rank, self._world, self._plan()  # those of now, for the whole pass
+        begin, in_turn = 0, False
+        for batch in self.batches.draw(0):
+            if not begin and isinstance(self.batches, FixedBatches):
+                in_turn = len(set(self._shares(world, plan, -(-len(batch) // world) * world))) == 1
+            if in_turn:
+                own = batch[(rank - begin) % world :: world]
+            else:
+                own = batch_slice(batch, self._shares(world, plan, len(batch)), rank)
+            begin += len(batch)
+            if own:
+                yield own
 
-    def _slice(self, rank: int, world: int, plan: Plan, batch: list[int]) -> list[int]:
-        if len(batch) <= world:
-            return batch[rank : rank + 1]
+    def _shares(self, world: int, plan: Plan, samples: int) -> Sequence[int]:
+        """How many samples of a batch each rank gets."""
+        if samples <= world:
+            return [int(rank < samples) for rank in range(world)]
         high = tuple(max(high, 1) for high in plan.high)
-        if self._grows() and (room := sum(high)) < len(batch):
-            high = tuple(-(-most * len(batch) // room) for most in high)
-        everyone = replace(plan, low=(1,) * world, high=high)
-        return batch_slice(batch, everyone.split([len(batch)])[0], rank)
+        if self._grows() and (room := sum(high)) < samples:
+            high = tuple(-(-most * samples // room) for most in high)
+        return replace(plan, low=(1,) * world, high=high).split([samples])[0]
 
 
 def batch_slice(batch: list[Any], shares: Sequence[int], rank: int) -> list[Any]:

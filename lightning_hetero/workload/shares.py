@@ -143,6 +143,88 @@ def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve]) -> float:
     return max(cost.seconds(n) for n, cost in zip(shares, costs, strict=True))
 
 
+class TooSlow(NamedTuple):
+    """Ranks without which the job is faster, though the batch is split by speed.
+
+    Attributes:
+        ranks: which.
+        samples: of all ranks in a step.
+        step: seconds of the work of a step with all ranks.
+        without: seconds of the work of a step without these.
+    """
+
+    ranks: tuple[int, ...]
+    samples: int
+    step: float
+    without: float
+
+    def __str__(self) -> str:
+        first = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        who = f"rank {first}" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks: {first}"
+        it, its = ("it", "its") if len(self.ranks) == 1 else ("them", "their")
+        speeds = [self.samples / seconds for seconds in (self.step, self.without)]
+        speed, faster = (f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in speeds)
+        return (
+            f"The job is faster without {who} ({faster} samples/s against {speed}). Even {its} least share of a batch "
+            f"takes longer than the whole batch would without {it}. Start the job without {it}, with "
+            f"global_batch_size={self.samples} to keep the batch."
+        )
+
+
+#: A gain of the job without some ranks is worth a word from this fraction of a step on.
+WORTH_LEAVING = 0.05
+
+
+def too_slow(
+    total: int,
+    costs: Sequence[Cost | Curve],
+    low: Sequence[int] | None = None,
+    high: Sequence[int] | None = None,
+    noise: Sequence[float] | None = None,
+) -> TooSlow | None:
+    """The ranks without which the same batch takes less time, if there are some and the gain is beyond noise.
+
+    A rank can only make a step longer if its least share takes as long as the step. Such ranks are left out, until
+    none is left or the others take longer than that. Proof that nothing is faster: whoever is done with the least
+    share before the others are done with the batch can take a part of it, and makes no step longer. This takes for
+    granted that the least shares of all fit in the batch.
+
+    Args:
+        total: samples of a step.
+        costs: one per rank.
+        low: least samples per rank. Default, and at least where a rank takes any: 1, as a rank that takes part gets
+            something to do.
+        high: most samples per rank; default ``total``.
+        noise: how far each cost may be off, as a fraction; default 0. Ranks that are left out may be so much faster,
+            and the others so much slower.
+    """
+    world = len(costs)
+    high = [total] * world if high is None else [min(h, total) for h in high]
+    low = [min(max(lo, 1), h) for lo, h in zip([1] * world if low is None else low, high, strict=True)]
+    if total < 1 or not sum(low) <= total <= sum(high):
+        return None
+
+    def seconds(ranks: Sequence[int], costs: Sequence[Cost | Curve]) -> float:
+        own = [costs[rank] for rank in ranks]
+        return makespan(split(total, own, [low[rank] for rank in ranks], [high[rank] for rank in ranks]), own)
+
+    kept = list(range(world))
+    step = without = seconds(kept, costs)
+    while fewer := [rank for rank in kept if costs[rank].seconds(low[rank]) < without]:
+        if len(fewer) == len(kept) or sum(high[rank] for rank in fewer) < total:
+            break
+        then = seconds(fewer, costs)
+        if then >= without:
+            break
+        kept, without = fewer, then
+    left_out = tuple(sorted(set(range(world)) - set(kept)))
+    factors = [1 + x for x in (noise or [0.0] * world)]
+    likely = [c.times(1 / f if rank in left_out else f) for rank, (c, f) in enumerate(zip(costs, factors, strict=True))]
+    if not left_out or seconds(kept, likely) > (1 - WORTH_LEAVING) * seconds(range(world), likely):
+        return None
+    return TooSlow(left_out, total, step, without)
+
+
 def check_limits(total: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> None:
     """See that there are such shares.
 

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lightning_hetero.errors import DataError
@@ -50,6 +50,9 @@ class Peers(Protocol):
     def compare(self, batch: Any) -> None:
         """Look whether ranks were given the same first batch; ``None``: this one has none (collective)."""
 
+    def tell_of_unknown(self, problem: str) -> None:
+        """Say that the sizes of batches are unknown, so that all count the same."""
+
     def sum(self, tally: Tally) -> Tally:
         """The tallies of the ranks of this replica together (collective over them)."""
 
@@ -65,7 +68,32 @@ class Peers(Protocol):
         """
 
 
-class Stream:
+class AroundLoader:
+    """Stands in for a loader: attributes that are not found here are looked up on it.
+
+    Args:
+        loader: any iterable of batches.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: unpickling, copying
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def _iterator(self) -> Any:  # Lightning resets a DataLoader's workers through this
+        return getattr(self.loader, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        if hasattr(self.loader, "_iterator"):
+            self.loader._iterator = iterator
+
+
+class Stream(AroundLoader):
     """Iterates over a loader in step with the other ranks, which learn its batch sizes as they come.
 
     A rank that has no more data repeats its last batch with weight 0 until all have ended: every sample counts
@@ -76,6 +104,8 @@ class Stream:
         size_of: samples in a batch; raises if it cannot tell.
         begin: says where training stands; called whenever an epoch's first batch is drawn.
         peers: the other ranks.
+        usual: samples as which every rank's batch counts where sizes cannot be told; ``None``: that is an error, since
+            those of ranks surely differ.
     """
 
     def __init__(
@@ -84,8 +114,11 @@ class Stream:
         size_of: Callable[[Any], float],
         begin: Callable[[], Position],
         peers: Peers,
+        usual: float | None = None,
     ) -> None:
-        self.loader, self._size_of, self._begin, self._peers = loader, size_of, begin, peers
+        super().__init__(loader)
+        self._size_of, self._begin, self._peers, self._usual = size_of, begin, peers, usual
+        self._unknown = False  # whether the size of some batch was
         self.drawn: deque[Drawn] = deque()
         self._count = 0  # batches of this pass so far
         self._over = False  # whether the pass is
@@ -100,20 +133,9 @@ class Stream:
         return self.drawn[0].total == 0 if self.drawn else self._over
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet: unpickling, copying
-            raise AttributeError(name)
         if name in ("state_dict", "load_state_dict") and self.stateful:
             return _keep_nothing  # Lightning saves rank 0's state only; this tells it that the loader resumes
-        return getattr(self.loader, name)
-
-    @property
-    def _iterator(self) -> Any:  # Lightning resets a DataLoader's workers through this
-        return getattr(self.loader, "_iterator", None)
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        if hasattr(self.loader, "_iterator"):
-            self.loader._iterator = iterator
+        return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
@@ -137,6 +159,8 @@ class Stream:
                     break
             tally = self._peers.sum(mine)
             self._check_size(tally, problem)
+            if self._unknown and self._usual is not None:
+                samples, tally = self._usual * mine.alive, tally._replace(samples=self._usual * tally.alive)
             if not self._peers.goes_on(self._count, tally.alive > 0):
                 break
             batch, self._count = batch if ended else current, self._count + 1
@@ -188,15 +212,19 @@ class Stream:
             )
         return everyone.alive > 0
 
-    @staticmethod
-    def _check_size(tally: Tally, problem: str | None) -> None:
-        if math.isnan(tally.samples):  # on every rank of the replica at once
+    def _check_size(self, tally: Tally, problem: str | None) -> None:
+        """Look whether all sizes are known; where one is not, none counts from then on."""
+        if not math.isnan(tally.samples) or self._unknown:  # on every rank of the replica at once
+            return
+        if self._usual is None:
             raise DataError(
                 "the number of samples in a training batch is unknown"
                 + (f": {problem.rstrip('.')}." if problem else " on another rank.")
-                + " Return tensors with the batch as their first dimension, or define `batch_weight(batch)` "
-                "on the LightningModule."
+                + " Ranks have batches of different sizes here, so each must say what it weighs. Return tensors with "
+                "the batch as their first dimension, or define `batch_weight(batch)` on the LightningModule."
             )
+        self._unknown = True
+        self._peers.tell_of_unknown(problem.rstrip(".") if problem else "another rank cannot tell")
 
     def _measure(self, batch: Any) -> tuple[float, str | None]:
         try:
@@ -215,6 +243,7 @@ class SizedStream(Stream):
         peers: the other ranks.
         length: batches until the last rank's stream ends.
         replica_length: batches until the last one ends in this replica.
+        usual: see :class:`Stream`.
     """
 
     def __init__(
@@ -225,8 +254,9 @@ class SizedStream(Stream):
         peers: Peers,
         length: int,
         replica_length: int,
+        usual: float | None = None,
     ) -> None:
-        super().__init__(loader, size_of, begin, peers)
+        super().__init__(loader, size_of, begin, peers, usual)
         self._length, self._replica_length = length, replica_length
 
     @property
@@ -240,6 +270,97 @@ class SizedStream(Stream):
 
 def _keep_nothing(*_: Any) -> dict[str, Any]:
     return {}
+
+
+class EvaluatedStream(AroundLoader):
+    """Iterates over this rank's own part of the data, in evaluation.
+
+    Ranks may run different numbers of steps, and need not wait for each other, unless a step calls a collective: all
+    ranks must have the same number then, or some would wait for ranks that are at the end of the epoch. Before that
+    happens an error is raised on all of them.
+
+    Args:
+        loader: any iterable of batches.
+        name: of the stage, such as ``"validation"``.
+        lengths: batches of each rank's loader, ``None`` if unknown.
+        gather: one value per rank (collective).
+        needs_data: whether each rank must have a batch, if any rank has.
+
+    Raises:
+        DataError: on every rank, if only some have a batch, when they are to draw the first one.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        name: str,
+        lengths: Sequence[int | None],
+        gather: Callable[[Any], list[Any]],
+        needs_data: bool,
+    ) -> None:
+        super().__init__(loader)
+        self._name, self._gather, self._needs_data = name, gather, needs_data
+        self._drawn, self._ended, self._in_step = 0, False, False
+        self._sized = all(length is not None for length in lengths)
+        if self._sized:
+            self._check_data([bool(length) for length in lengths])
+
+    def __len__(self) -> int:
+        if not self._sized:
+            raise TypeError(f"the {self._name} dataloader has no length, on some rank")
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn, self._ended, self._in_step = 0, False, False
+        end = object()
+        batches = iter(self.loader)
+        while True:
+            batch = next(batches, end)
+            self._ended = batch is end
+            if self._sized:  # and compared before; nobody draws beyond the end
+                pass
+            elif not self._drawn:
+                self._check_data(self._gather(not self._ended))
+            elif self._in_step:
+                self._check_steps(self._gather((self._drawn + (not self._ended), self._ended)))
+            if self._ended:
+                return
+            self._drawn += 1
+            yield batch
+
+    def before_collective(self, steps: float) -> None:
+        """A step calls a collective, on all ranks (collective, the first time in a pass).
+
+        Args:
+            steps: that this rank will run, if its loader has a length.
+
+        Raises:
+            DataError: on every rank, if they run different numbers of steps.
+        """
+        if self._in_step:
+            return
+        self._in_step = True
+        self._check_steps(self._gather((int(steps), True) if self._sized else (self._drawn, self._ended)))
+
+    def _check_data(self, has_data: Sequence[bool]) -> None:
+        without = [rank for rank, some in enumerate(has_data) if not some]
+        if self._needs_data and 0 < len(without) < len(has_data):
+            raise DataError(
+                f"rank(s) {', '.join(map(str, without))} got no {self._name} batch at all while others did, so that "
+                "ranks would not log the same values. Give every rank at least one batch: check how the dataset is "
+                "sharded."
+            ).of_all(without)
+
+    def _check_steps(self, everyone: Sequence[tuple[int, bool]]) -> None:
+        if len(set(everyone)) > 1:
+            fewest = min(number for number, ended in everyone if ended) if any(e for _, e in everyone) else 0
+            steps = ", ".join(f"rank {r}: {n}" if e else f"rank {r}: {n} or more" for r, (n, e) in enumerate(everyone))
+            raise DataError(
+                f"ranks have different numbers of {self._name} batches ({steps}), and the {self._name} step calls a "
+                "collective, such as self.log(..., on_step=True, sync_dist=True) or self.all_gather: some rank would "
+                "wait for one that has no batch left. Log with on_step=False, give every rank the same number of "
+                f"batches, or limit them to {fewest} with the Trainer's limit_..._batches."
+            ).of_all()
 
 
 class VaryingBatchSizes:

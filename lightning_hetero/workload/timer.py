@@ -93,9 +93,18 @@ class StepTimer:
                 self._turn_to(before)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether a block of :meth:`waiting` is open."""
+        return self._depth > 0
+
+    @property
     def waited(self) -> float:
         """Seconds of the host that the running step has waited so far, without a wait that goes on."""
         return self._waited
+
+    def works(self) -> bool:
+        """Whether this rank does work of its own right now; may be asked on another thread."""
+        return self._doing is Doing.WORK
 
     def fetching(self) -> None:
         """The next batch is being fetched from here on: this rank's own work, except for what it waits meanwhile."""

@@ -45,7 +45,7 @@ class Row:
     def strategy(self) -> Any:
         [entry] = [entry for entry in ENTRIES if entry.name == self.name]
         balance = self.balance or [float(3 - rank % 2) for rank in range(sum(self.nodes))]
-        return entry.strategy(balance=balance, global_batch_size=BATCH, **{**entry.options, **self.options})
+        return entry.strategy(balance=balance, global_batch_size=BATCH, **self.options)
 
 
 class MixedNet(EvaluatedNet):

@@ -215,6 +215,8 @@ def optimizers(*lrs: float) -> list[torch.optim.Optimizer]:
     [
         (Pull("auto"), 0.9 / 4, 0.9),
         (Pull("auto", beta=0.5), 0.5 / 4, 0.5),
+        (Pull(), 0.9 / 4, 0.9),
+        (Pull(beta=0.5), 0.5 / 4, 0.5),
         (Pull(0.1), 0.1, 0.4),
         (Pull(0.1, beta=0.9), 0.1, 0.9),
         (Pull(rho=2.0), 0.1, 0.4),  # with the lr of the first group of the first optimizer
@@ -230,9 +232,7 @@ def test_alpha_and_beta(pull: Pull, alpha: float, beta: float) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "neither is given; give exactly one"),
-        ({"beta": 0.9}, "neither is given; give exactly one"),
-        ({"moving_rate": 0.1, "rho": 1.0}, "both are given; give exactly one"),
+        ({"moving_rate": 0.1, "rho": 1.0}, "both are given; give one"),
         ({"moving_rate": "auto", "rho": 1.0}, "both are given"),
         ({"moving_rate": -0.1}, "moving_rate=-0.1 must be a number"),
         ({"moving_rate": math.nan}, "moving_rate=nan must be a number"),

@@ -32,7 +32,10 @@ from lightning_hetero.callbacks.plots import draw
 from lightning_hetero.callbacks.record import View
 from lightning_hetero.strategies.survival import Loss
 
-DIED = "has ended without a word: killed, out of memory, or its program is over"
+DIED = (
+    "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
+    "your own with unequal sizes or types on the ranks"
+)
 
 
 def _fit(root: Path, rank: int, name: str) -> dict[str, Any]:

@@ -72,6 +72,34 @@ def test_an_all_reduce_of_two_levels_is_the_sum_over_all_ranks(islands: list[tup
     assert [other["leads"] for other in ranks] == [rank not in followers for rank in range(4)]
 
 
+def _formats(islands: list[tuple[int, ...]]) -> Any:
+    """Tensors of which the ranks hold their values in different orders, and sparse ones."""
+    group, rank = _group(islands), dist.get_rank()
+    format_ = (torch.channels_last, torch.contiguous_format)[rank % 2]
+    image = _own(rank, 2 * 3 * 4 * 5).view(2, 3, 4, 5).contiguous(memory_format=format_)
+    total = image.clone()
+    dist.all_reduce(total, group=group)
+    sent, options = image.clone(), dist.BroadcastOptions()
+    options.rootRank = 1
+    group.broadcast([sent], options).wait()
+    rows = [torch.empty_like(image) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, image, group=group)
+    rare = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (5,), check_invariants=True)
+    dist.all_reduce(rare, group=group)
+    assert total.is_contiguous(memory_format=format_)
+    return total.contiguous(), sent.contiguous(), torch.stack(rows).contiguous(), rare.to_dense()
+
+
+@pytest.mark.parametrize("islands", [[], [(0, 1)]])
+def test_values_keep_their_places_whatever_the_memory_format(islands: list[tuple[int, ...]]) -> None:
+    images = [_own(rank, 2 * 3 * 4 * 5).view(2, 3, 4, 5) for rank in range(3)]
+    for total, sent, rows, rare in run(_formats, 3, islands):
+        torch.testing.assert_close(total, sum(images), atol=1e-5, rtol=0)
+        assert torch.equal(sent, images[1])
+        assert torch.equal(rows, torch.stack(images))
+        assert rare.tolist() == [1, 1, 1, 6, 0]
+
+
 def _moved(islands: list[tuple[int, ...]]) -> Any:
     group, rank = _group(islands), dist.get_rank()
     found = []

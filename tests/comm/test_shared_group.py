@@ -57,6 +57,10 @@ def _reduced() -> dict[str, Any]:
     dist.all_reduce(found["mean"], dist.ReduceOp.AVG, group=group)
     found["rows"] = torch.full((4, 3), float(rank))
     dist.all_reduce(found["rows"], group=group)
+    image = torch.arange(24.0).view(1, 2, 3, 4) + rank
+    image = image.contiguous(memory_format=torch.channels_last if rank else torch.contiguous_format)
+    dist.all_reduce(image, group=group)
+    assert torch.equal(image, torch.arange(24.0).view(1, 2, 3, 4) * world + sum(range(world)))
     found["future"] = dist.all_reduce(torch.ones(2), group=group, async_op=True).get_future().wait()[0]
     return found
 

@@ -152,6 +152,24 @@ def test_a_device_is_known_by_its_card_and_by_what_connects_it(monkeypatch, hip,
     assert place_of(torch.device("cuda", 0), "box", 1, 2) == (*place[:4], "")
 
 
+def test_slices_of_one_card_are_one_card(monkeypatch):
+    class Slice:
+        pci_domain_id, pci_bus_id, pci_device_id = 0, 65, 0
+
+        def __init__(self, uuid):
+            self.uuid = uuid
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Slice(f"MIG-{device.index}"))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    first, second = (place_of(torch.device("cuda", number), "box", 0, number) for number in range(2))
+    assert first.device == second.device
+    both = topology([(0, 1)], devices=[(first.device, first.library), (second.device, second.library)])
+    assert both.islands([0, 1]) == ()
+    assert both.backend([0, 1]) is None
+
+
 def test_other_devices_are_known_by_kind_and_index():
     assert place_of(torch.device("cpu"), "box", 0, 1) == ("box", 0, 1, "cpu", "")
     assert place_of(torch.device("xpu", 3), "box", 0, 1) == ("box", 0, 1, "xpu:box:3", "")

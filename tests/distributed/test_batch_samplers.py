@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from ranks import run
 from tasks import FAST, EvaluatedNet, Net, dataset, error, parameters
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy, errors
@@ -67,6 +67,27 @@ def _sampler(kind: str, data: Any) -> Any:
     return BatchSampler(order, 4, drop_last=False)
 
 
+class Whole(Dataset):
+    """Takes the indices of a batch, and makes all of it at once."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        assert isinstance(indices, list)
+        return [tensor[indices] for tensor in self.data.tensors]
+
+
+#: Two forms of a DataLoader with a sampler of batches: the dataset makes samples, or whole batches.
+FORMS = {
+    "samples": lambda data, sampler, **options: DataLoader(data, batch_sampler=sampler, **options),
+    "batches": lambda data, sampler, **options: DataLoader(Whole(data), sampler=sampler, batch_size=None, **options),
+}
+
+
 def _pairs(batches: list[list[int]]) -> list[list[int]]:
     return [list(itertools.chain(*batches[i : i + 2])) for i in range(0, len(batches), 2)]
 
@@ -80,26 +101,26 @@ class Indices(BasePredictionWriter):
         self.pairs = list(zip(batch_indices[0], predictions, strict=True))
 
 
-def _fit(kinds: list[str]) -> dict[str, dict[str, Any]]:
+def _fit(kinds: list[str], form: str) -> dict[str, dict[str, Any]]:
     """One fit per kind, in one job."""
     torch.manual_seed(int(os.environ["RANK"]))
-    return {kind: _fit_one(kind) for kind in kinds}
+    return {kind: _fit_one(kind, form) for kind in kinds}
 
 
-def _fit_one(kind: str) -> dict[str, Any]:
+def _fit_one(kind: str, form: str, workers: int = 0) -> dict[str, Any]:
     data, module, writer = dataset(SAMPLES), EvaluatedNet(), Indices()
     sampler = _sampler(kind, data)
-    loader = DataLoader(data, batch_sampler=sampler)
+    loader = FORMS[form](data, sampler, num_workers=workers)
     strategy = HeteroDDPStrategy(balance="auto" if kind == "own shards" else [2.0, 1.0])
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, "callbacks": [writer]})
     trainer.fit(module, loader, DataLoader(data, batch_size=5))
-    assert loader.batch_sampler is sampler  # the user's loader stays as it was
+    assert sampler in (loader.batch_sampler, loader.sampler)  # the user's loader stays as it was
     result = {"seen": module.seen, "parameters": parameters(module), "steps": trainer.global_step}
     if kind != "own shards":
         module.evaluated = []
         # Two lists at a time are a global batch: the last has one sample, too few for two ranks.
         batches = [[*range(47)], [47, 48], [49]] if kind == "lists" else _sampler(kind, data)
-        evaluation = DataLoader(data, batch_sampler=batches)
+        evaluation = FORMS[form](data, batches)
         trainer.test(module, evaluation, verbose=False)
         result["tested"] = module.evaluated
         trainer.predict(module, evaluation)
@@ -107,8 +128,9 @@ def _fit_one(kind: str) -> dict[str, Any]:
     return result
 
 
-def test_any_batch_sampler_is_used_as_it_is() -> None:
-    jobs = run(_fit, 2, ["lists", "buckets", "sequential", "own shards"])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_batch_sampler_is_used_as_it_is(form: str) -> None:
+    jobs = run(_fit, 2, ["lists", "buckets", "sequential", "own shards"], form)
     for kind in jobs[0]:
         results = [job[kind] for job in jobs]
         seen = [result["seen"] for result in results]
@@ -130,8 +152,9 @@ def test_any_batch_sampler_is_used_as_it_is() -> None:
     assert jobs[0]["lists"]["steps"] == 2 * 7
 
 
-def test_the_weights_are_those_of_one_process_on_the_same_batches() -> None:
-    results = run(_fit_one, 2, "buckets")
+@pytest.mark.parametrize(("form", "workers"), [("samples", 0), ("batches", 0), ("batches", 1)])
+def test_the_weights_are_those_of_one_process_on_the_same_batches(form: str, workers: int) -> None:
+    results = run(_fit_one, 2, "buckets", form, workers)
     buckets = list(Buckets([4, 9, 15, 22, 26, 33, 41, 44]))
     batches = _pairs(buckets)
     module = Net()
@@ -146,15 +169,16 @@ class Endless:
             yield [0, 1]
 
 
-def _endless() -> str:
-    loader = DataLoader(dataset(SAMPLES), batch_sampler=Endless())
+def _endless(form: str) -> str:
+    loader = FORMS[form](dataset(SAMPLES), Endless())
     with pytest.raises(errors.UnsupportedError) as raised:
         pl.Trainer(strategy=HeteroDDPStrategy(), **{**FAST, "max_epochs": 1}).fit(Net(), loader)
     return str(raised.value)
 
 
-def test_a_batch_sampler_without_a_length() -> None:
-    for message in run(_endless, 2):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_sampler_without_a_length(form: str) -> None:
+    for message in run(_endless, 2, form):
         assert "Endless has no length" in message
         assert "use_distributed_sampler=False" in message
 
@@ -163,6 +187,21 @@ class Slow(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         time.sleep(0.01 + 0.01 * self.global_rank * len(batch[0]))
         return super().training_step(batch, batch_idx)
+
+
+def _as_ddp(strategy: str) -> list[list[int]]:
+    data, module = dataset(48), Net()
+    loader = FORMS["batches"](data, BatchSampler(SequentialSampler(data), 8, drop_last=False))
+    pl.Trainer(strategy=strategy, devices=2, **{**FAST, "max_epochs": 1}).fit(module, loader)
+    return module.seen
+
+
+def test_batches_go_to_the_ranks_as_under_ddp() -> None:
+    pl.seed_everything(0)
+    ours, stock = run(_as_ddp, 2, "hetero_ddp"), run(_as_ddp, 2, "ddp")
+    lists = [[*range(first, first + 8)] for first in range(0, 48, 8)]
+    assert sorted(ours[0] + ours[1]) == sorted(stock[0] + stock[1]) == lists  # ddp in an order of its own
+    assert ours == [lists[0::2], lists[1::2]]
 
 
 def _measured() -> dict[str, Any]:

@@ -38,11 +38,12 @@ class Freezes(Net):
             self.large = torch.nn.Parameter(torch.zeros(8_000_000))  # an exchange takes a while
         self.freezes, self.fails = freezes, fails
 
+    def on_train_start(self) -> None:
+        self.processes: list[Any] = [None, None]
+        dist.all_gather_object(self.processes, os.getpid())
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 0:
-            self.processes: list[Any] = [None, None]
-            dist.all_gather_object(self.processes, os.getpid())
-        elif self.global_rank == 1 and batch_idx == self.freezes:
+        if self.global_rank == 1 and batch_idx == self.freezes:
             os.kill(self.processes[0], signal.SIGSTOP)
             _kill_after(self.processes[0], os.getpid())
         elif self.global_rank == 1 and batch_idx == self.fails:

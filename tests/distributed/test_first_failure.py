@@ -45,7 +45,7 @@ def _train(name: str, rank: int, how: str) -> None:
     options |= {"tau": 2} if "easgd" in name or "eamsgd" in name or "diloco" in name else {}
     options |= {"deadline": 2} if "gossip" in name else {}
     options |= {"every_n_steps": 2} if name == "hetero_node" else {}
-    strategy = entry.strategy(**entry.options, **options)
+    strategy = entry.strategy(**options)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
     trainer.fit(Ends(rank, how), DataLoader(dataset(96), batch_size=4, num_workers=int(name == "hetero_ddp")))
 

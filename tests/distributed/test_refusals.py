@@ -102,7 +102,6 @@ def optimizer(kind: str, make: Any, *words: str) -> Row:
 AUTO = {"moving_rate": "auto"}
 SEARCHED = {"max_batch_size": "auto", "max_batch_memory": "1GB"}
 HOSTS = {"host": ["host0", "host1"]}  # where a rank thinks it is
-ENDLESS = {"max_epochs": -1, "max_steps": -1}
 TIMED = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
 TWO_RANKS = [
     ddp(ConfigurationError, "3 shares for 2 ranks", options={"balance": [1.0, 1.0, 1.0]}),
@@ -111,7 +110,7 @@ TWO_RANKS = [
     ddp(ShareError, "1 samples is too small for 2 ranks", options={"global_batch_size": 1}),
     ddp(ConfigurationError, "does not fit 2 ranks", options={"ranks_per_node": 3}),
     ddp(DataError, "1 samples for 2 ranks", loader=bad.tiny),
-    ddp(DataError, "is unknown", "batch_weight", loader=bad.sizeless),
+    ddp(DataError, "is unknown", "batch_weight", loader=bad.sizeless, options={"balance_iterable": True}),
     ddp(UnsupportedError, "batch_size=None", "use_distributed_sampler=False", loader=bad.unbatched),
     ddp(UnsupportedError, "in_order=True", loader=bad.unordered),
     ddp(UnsupportedError, "dataloader_iter", module=bad.FetchesItself),
@@ -153,7 +152,7 @@ TWO_RANKS = [
 TWO_NODES = [
     daso({"warmup": 10, "cooldown": 10}, ConfigurationError, "of 16 optimizer steps"),
     daso({"warmup": "1 epoch", "cooldown": "2 epochs"}, ConfigurationError, "of 16 optimizer steps"),
-    daso({}, ConfigurationError, "length of the run is unknown: give steps", trainer=ENDLESS),
+    daso({"warmup": "1 epochs"}, ConfigurationError, "length of an epoch is unknown: give steps", loader=bad.streamed),
     daso({"monitor": "val_loss", "warmup": 0}, ConfigurationError, "monitor='val_loss' is NaN, or has not", late=True),
     daso({}, DisagreementError, "wire: rank 0: fp32, rank 1: bf16", by_rank={"wire": ["fp32", "bf16"]}),
     center("easgd", {"moving_rate": 1.0, "beta": 1.0}, ConfigurationError, "unstable"),

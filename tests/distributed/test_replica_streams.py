@@ -1,5 +1,6 @@
 """Iterable datasets under strategies with replicas: nobody waits at every step, and all end together."""
 
+import logging
 import os
 import time
 import warnings
@@ -252,6 +253,41 @@ def test_ranks_that_read_the_same_samples_are_told(kind: Any) -> None:
     assert len(first) == 1
     assert "The first batch is the same on ranks [0, 1]" in first[0]
     assert second == []  # one message for the job
+
+
+class Long(Shard):
+    """More steps than a warm-up of unknown part has."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = int(os.environ["RANK"])
+        return (self.data[(2 * i + rank) % len(self.data)] for i in range(56 * BATCH))
+
+
+def _phases(options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[str]]:
+    net, told, phases = Net(), list[str](), list[str]()
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            phases.append(trainer.strategy.averager.phase(trainer.global_step))
+
+    strategy = DASOStrategy(**ONE_EACH, **options)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=2, callbacks=[Watch()], **FAST)
+    trainer.fit(net, DataLoader(Long(), batch_size=BATCH))
+    return parameters(net), phases, [text for text in told if "nobody knows" in text]
+
+
+def test_daso_with_its_defaults_on_a_stream_of_unknown_length() -> None:
+    first, second = run(_phases, 2, {})
+    given = run(_phases, 2, {"warmup": 100, "cooldown": 0})
+    assert first[1] == second[1] == ["warm-up"] * 100 + ["cycling"] * 12
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[0], given[0][0])
+    assert (len(first[2]), len(second[2]), len(given[0][2])) == (1, 0, 0)
+    assert "100 optimizer steps" in first[2][0]
 
 
 def test_daso_needs_steps_where_the_length_is_unknown() -> None:

@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero import HeteroDDPStrategy
 
 SAMPLES, BATCH, LR = 96, 4, 0.1
-DIED = "has ended without a word: killed, out of memory, or its program is over"
+DIED = (
+    "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
+    "your own with unequal sizes or types on the ranks"
+)
 
 
 class Numbered(Dataset):

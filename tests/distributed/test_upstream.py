@@ -214,7 +214,7 @@ def test_loops_and_their_hooks() -> None:
 
 
 class Stopping(EvaluatedNet):
-    """A metric that gets better on rank 0 only, and one that gets worse on both."""
+    """A metric that gets better on rank 0 only, and in the mean, and one that gets worse on both."""
 
     def on_validation_epoch_end(self) -> None:
         self.log("mine", -float(self.current_epoch) if self.global_rank == 0 else 1.0)
@@ -229,9 +229,13 @@ def _stopping(monitors: dict[str, int]) -> tuple[Any, ...]:
     return trainer.current_epoch, [callback.stopped_epoch for callback in callbacks]
 
 
-def test_all_stop_once_one_rank_would() -> None:
+def test_all_stop_at_the_same_time() -> None:
+    theirs, ours = both(_stopping, {"ours": 4, "val": 9})
+    assert ours == theirs == [(5, [4, 0])] * 2
+    # By a metric that was not synchronised, ddp stops once one rank would; here all go by its mean.
     theirs, ours = both(_stopping, {"mine": 2, "ours": 4, "val": 9})
-    assert ours == theirs == [(3, [2, 0, 0])] * 2
+    assert theirs == [(3, [2, 0, 0])] * 2
+    assert ours == [(5, [0, 4, 0])] * 2
 
 
 # -- logs ----------------------------------------------------------------------------------------------------

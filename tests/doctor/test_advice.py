@@ -154,7 +154,12 @@ def test_no_share_of_zero() -> None:
     ranks = [Cost(0.0, 0.001), Cost(0.5, 0.001)]
     text = "\n".join(advise(ranks, ((0,), (1,)), 20, MB, Slowest(None, FAST)).reasons)
     assert "(39, 1)" in text
-    assert "Rank(s) 1: so slow" in text
+    # 39 samples of rank 0 take less than the one of rank 1, 501 ms; all 40 take 40 ms.
+    assert "The job is faster without rank 1 (1000 samples/s against 79.8)" in text
+    assert "global_batch_size=40" in text
+    unsure = "\n".join(advise(ranks, ((0,), (1,)), 20, MB, Slowest(None, FAST), spread=3.0).reasons)
+    assert "faster without" not in unsure
+    assert "faster without" not in "\n".join(advise(ALIKE, NODES, 16, MB, Slowest(FAST, FAST)).reasons)
 
 
 def test_one_node() -> None:

@@ -101,8 +101,11 @@ def test_several_nodes_started_by_hand_need_a_rank_and_where_to_meet(variables):
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ("MASTER_ADDR", ["MASTER_ADDR", "127.0.0.1"]),
-        ("MASTER_PORT", ["MASTER_PORT"]),  # or each node would look for a free port of its own
+        ("MASTER_ADDR", ["MASTER_ADDR", "127.0.0.1", "num_nodes=2", "torchrun"]),
+        (
+            "MASTER_PORT",
+            ["MASTER_PORT", "num_nodes=2", "torchrun"],
+        ),  # or each would look for a free one
         ("NODE_RANK", ["num_nodes=2", "NODE_RANK"]),
     ],
 )

@@ -27,7 +27,6 @@ from own_averager import SlowMoStrategy
 AUTO = {"moving_rate": "auto"}
 ELASTIC = [kind for name, kind in STRATEGIES.items() if name not in ("diloco", "node")]
 OF_ALL_ELASTIC: list[tuple[dict[str, Any], str]] = [
-    ({}, "neither is given"),
     ({"moving_rate": 0.1, "rho": 1.0}, "both are given"),
     ({"moving_rate": -1}, "moving_rate=-1"),
     ({"rho": float("nan")}, "rho=nan"),

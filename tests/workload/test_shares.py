@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError
-from lightning_hetero.workload.shares import Cost, bound, makespan, split
+from lightning_hetero.workload.shares import WORTH_LEAVING, Cost, bound, makespan, split, too_slow
 
 # The cluster of the design, in seconds: one fixed cost, two fast ranks, one at half speed, one at a quarter.
 ISSUE = [Cost(0.010, k) for k in (0.002, 0.002, 0.004, 0.008)]
@@ -206,3 +206,59 @@ def test_the_callers_limits_stay_as_they_are():
     low, high = [1, 1], [50, 60]
     split(9, [Cost(0, 1)] * 2, low, high)
     assert (low, high) == ([1, 1], [50, 60])
+
+
+# -- ranks that are too slow ---------------------------------------------------------------------------------
+
+
+def fastest(total, costs, low, high):
+    """Seconds of the fastest split over some of the ranks, and the largest set of ranks that reaches them."""
+    best, whose = math.inf, ()
+    for count in range(len(costs), 0, -1):
+        for ranks in itertools.combinations(range(len(costs)), count):
+            own, least, most = ([values[rank] for rank in ranks] for values in (costs, low, high))
+            for shares in every_split(total, least, most):
+                if (seconds := makespan(shares, own)) < best:
+                    best, whose = seconds, ranks
+    return best, whose
+
+
+@settings(max_examples=300)
+@given(limited())
+def test_without_ranks_that_are_too_slow_a_step_is_as_fast_as_without_any(instance):
+    costs, total, low, high = instance
+    low = [max(1, n) for n in low]
+    high = [max(lo, h) for lo, h in zip(low, high, strict=True)]
+    if total < 1 or not sum(low) <= total <= sum(high):
+        assert too_slow(total, costs, low, high) is None
+        return
+    all_of_them = makespan(split(total, costs, low, high), costs)
+    best, whose = fastest(total, costs, low, high)
+    found = too_slow(total, costs, low, high)
+    if found is None:
+        assert best >= all_of_them - WORTH_LEAVING * abs(all_of_them) - 1e-9
+    else:
+        assert (found.step, found.without) == pytest.approx((all_of_them, best))
+        assert set(found.ranks) == set(range(len(costs))) - set(whose)
+
+
+def test_who_is_too_slow_by_hand():
+    costs = [Cost(0.1, 0.01), Cost(0.1, 0.01), Cost(1.0, 0.1), Cost(1.0, 0.1)]
+    found = too_slow(20, costs)
+    assert (found.ranks, found.step, found.without) == ((2, 3), pytest.approx(1.1), pytest.approx(0.2))
+    assert str(found).startswith("The job is faster without 2 ranks: 2, 3 (100 samples/s against 18.2).")
+    assert too_slow(20, costs[:3]).ranks == (2,)
+    assert "without rank 2 (100 samples/s against 18.2)" in str(too_slow(20, costs[:3]))
+    assert too_slow(20, costs, high=[9, 9, 20, 20]) is None  # the others cannot take all samples
+    assert too_slow(20, costs[:2]) is None
+    assert too_slow(20, costs[:1]) is None
+    # With a least share of two samples, as BatchNorm has it, the last rank is too slow; with one it is of use.
+    assert too_slow(20, [Cost(0.0, 0.01), Cost(0.0, 0.15)]) is None
+    assert too_slow(20, [Cost(0.0, 0.01), Cost(0.0, 0.15)], low=[2, 2]).ranks == (1,)
+
+
+def test_a_gain_within_noise_is_not_named():
+    costs = [Cost(0.0, 0.010), Cost(0.0, 0.010), Cost(0.11, 0.01)]  # 0.12 s with one sample of 20, 0.10 s without
+    assert too_slow(20, costs, noise=[0.02] * 3).ranks == (2,)
+    assert too_slow(20, costs, noise=[0.2] * 3) is None
+    assert too_slow(20, [*costs[:2], Cost(0.092, 0.01)]) is None  # 2%

@@ -5,7 +5,6 @@ from typing import Any
 
 from lightning_hetero.comm.membership.state import Loss
 
-GONE = "has ended without a word: killed, out of memory, or its program is over"
 LEFT = "has left: its run was over"
 
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from lightning_hetero.comm.membership.casualties import GONE, Casualties
+from lightning_hetero.comm.failure_watch import GONE
+from lightning_hetero.comm.membership.casualties import Casualties
 from lightning_hetero.comm.membership.farewell import Farewell
 from lightning_hetero.comm.membership.following import Following
 from lightning_hetero.comm.membership.gathering import Gathering

@@ -1,0 +1,96 @@
+"""A process group that behaves as NCCL's does when a rank is lost; on CPUs, over gloo.
+
+What waits for a dead rank waits for ever, and so does whoever shuts the group down then. ``install()`` takes ranks on
+CPUs for ranks on cards of their own, and makes their groups of this kind.
+"""
+
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.futures import Future
+
+from lightning_hetero.comm.topology import Place
+from lightning_hetero.strategies import joining
+
+
+class FakeNCCL(dist.ProcessGroup):
+    """As NCCL with dead ranks, otherwise as gloo."""
+
+    def __init__(self, gloo: dist.ProcessGroup) -> None:
+        super().__init__(gloo.rank(), gloo.size())
+        self._gloo, self._pending = gloo, 0
+
+    def _launched(self, work: Any, tensors: Any) -> "Launched":
+        self._pending += 1
+        future: Future[Any] = Future()
+
+        def complete() -> None:
+            try:
+                work.wait()
+            except RuntimeError:
+                return  # the kernel hangs
+            self._pending -= 1
+            future.set_result(tensors)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return Launched(future)
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        return self._launched(self._gloo.allreduce(tensors, opts), tensors)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        return self._launched(self._gloo.broadcast(tensors, opts), tensors)
+
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        return self._launched(self._gloo.reduce(tensors, opts), tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        return self._launched(self._gloo.allgather(outputs, inputs, opts), outputs)
+
+    def shutdown(self) -> None:
+        while self._pending:
+            time.sleep(0.1)
+
+    abort = shutdown
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "fake_nccl"
+
+
+class Launched(dist.Work):
+    """A collective on its way; the host blocks for it, as it would in the device's queue."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._future.wait()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+
+def install() -> None:
+    """In this process, ranks have cards that this library connects."""
+    made, place_of = distributed_c10d._new_process_group_helper, joining.place_of
+
+    def helper(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        fake = str(backend) == "nccl"
+        return made(size, rank, ranks, "fake_nccl" if fake else backend, store, *args, **kwargs)
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> dist.ProcessGroup:
+        return FakeNCCL(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    def place(device: Any, host: str, node: int, local_rank: int) -> Place:
+        return place_of(device, host, node, local_rank)._replace(
+            device=f"card {node}-{local_rank}", library="fake NCCL"
+        )
+
+    dist.Backend.register_backend("fake_nccl", create, devices=["cpu"])
+    distributed_c10d._new_process_group_helper = helper
+    joining.place_of = place

@@ -1,0 +1,207 @@
+"""Batches of any type, from data that each rank has for itself: weighed by their samples, or as `ddp` weighs them."""
+
+import itertools
+import warnings
+from collections import UserDict, UserList
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import attempt, run
+from tasks import FAST, error, parameters
+from test_data import _env
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
+from lightning_hetero.errors import DataError
+
+WORLD, STEPS = 2, 5
+
+
+@dataclass
+class Points:
+    x: Tensor
+    name: str = "points"
+
+
+class Opaque:
+    """Holds its tensor where nobody looks for one."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, *args: Any, **kwargs: Any) -> "Opaque":
+        return Opaque(self.x.to(*args, **kwargs))
+
+
+def dict_like(rows: list[Tensor]) -> Any:
+    return UserDict(x=torch.stack([row[0] for row in rows]))
+
+
+def dataclass_like(rows: list[Tensor]) -> Any:
+    return Points(torch.stack([row[0] for row in rows]))
+
+
+def nested(rows: list[Tensor]) -> Any:
+    return UserDict(inner=[Points(torch.stack([row[0] for row in rows]))], scale=torch.tensor(2.0))
+
+
+def listed(rows: list[Tensor]) -> Any:
+    return UserList([torch.stack([row[0] for row in rows]), "names"])
+
+
+def ragged(rows: list[Tensor]) -> Any:
+    return {"x": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
+
+
+def list_of_lengths(rows: list[Tensor]) -> Any:
+    return rows
+
+
+def opaque(rows: list[Tensor]) -> Any:
+    return Opaque(torch.cat(rows))
+
+
+def tensor_of(batch: Any) -> Tensor:
+    if isinstance(batch, UserDict):
+        return batch["x"] if "x" in batch else tensor_of(batch["inner"][0])
+    if isinstance(batch, dict):
+        return batch["x"]
+    if isinstance(batch, UserList):
+        return batch[0]
+    return torch.cat(batch) if isinstance(batch, list) else batch.x
+
+
+class Shard(IterableDataset):
+    """Samples of two to four rows, another part of them on each rank."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        draw = torch.Generator().manual_seed(3)
+        rows = [torch.randn(2 + i % 3, 2, generator=draw, dtype=torch.float64) for i in range(80)]
+        yield from rows[int(_env("RANK")) :: WORLD]
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(2, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net(tensor_of(batch)) - 1.0).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WeighedNet(Net):
+    def batch_weight(self, batch: Any) -> int:
+        return len(tensor_of(batch))
+
+
+def _fit(strategy: Any, collate: Any, sizes: tuple[int, ...], module: Any = Net) -> tuple[Tensor, list[str], int]:
+    net, rank = module(), int(_env("RANK"))
+    loader = DataLoader(Shard(), batch_size=sizes[rank], collate_fn=collate)
+    trainer = pl.Trainer(strategy=strategy(), devices=WORLD, max_steps=STEPS, max_epochs=-1, **FAST)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(net, loader)
+    told = [str(w.message) for w in caught if "batch_weight" in str(w.message)]
+    return parameters(net), told, trainer.global_step
+
+
+def whole(collate: Any, sizes: tuple[int, ...]) -> Tensor:
+    """One process on the samples of all ranks."""
+    draw = torch.Generator().manual_seed(3)
+    rows = [torch.randn(2 + i % 3, 2, generator=draw, dtype=torch.float64) for i in range(80)]
+    net = Net()
+    optimizer = net.configure_optimizers()
+    for step in range(STEPS):
+        parts = (rows[rank::WORLD][step * n : (step + 1) * n] for rank, n in enumerate(sizes))
+        optimizer.zero_grad()
+        net.training_step(collate(list(itertools.chain(*parts))), step).backward()
+        optimizer.step()
+    return parameters(net)
+
+
+@pytest.mark.parametrize("collate", [dict_like, dataclass_like, nested, listed])
+def test_the_tensors_of_a_batch_are_found_wherever_they_are(collate: Any) -> None:
+    truth = whole(collate, (6, 2))
+    for own, told, _ in run(_fit, WORLD, HeteroDDPStrategy, collate, (6, 2)):
+        assert error(own, truth) <= 1e-12
+        assert not told
+
+
+@pytest.mark.parametrize("collate", [ragged, list_of_lengths, opaque])
+def test_a_batch_of_unknown_size_counts_as_under_ddp(collate: Any) -> None:
+    truth, *_ = run(_fit, WORLD, DDPStrategy, collate, (4, 4))[0]
+    results = run(_fit, WORLD, HeteroDDPStrategy, collate, (4, 4))
+    for own, _, steps in results:
+        assert error(own, truth) <= 1e-12
+        assert steps == STEPS
+    assert [len(told) for _, told, _ in results] == [1, 0]
+    assert "count the same" in results[0][1][0]
+
+
+def test_ranks_that_have_come_to_their_end_do_not_count_where_sizes_are_unknown() -> None:
+    """Rank 1 has 40 samples in batches of 4, rank 0 too; with a batch less, the tenth step is rank 0's alone."""
+    lone = run(_ends, WORLD)
+    assert error(lone[0][0], lone[1][0]) <= 1e-15
+    assert [steps for _, steps in lone] == [3, 3]
+    assert error(lone[0][0], _ends_alone()) <= 1e-12
+
+
+class Short(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from SHORT[int(_env("RANK"))]
+
+
+_DRAW = torch.Generator().manual_seed(4)
+SHORT = [[torch.randn(1 + i % 2, 2, generator=_DRAW, dtype=torch.float64) for i in range(n)] for n in (6, 2)]
+
+
+def _ends() -> tuple[Tensor, int]:
+    net = Net()
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), **{**FAST, "max_epochs": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(net, DataLoader(Short(), batch_size=2, collate_fn=ragged))
+    return parameters(net), trainer.global_step
+
+
+def _ends_alone() -> Tensor:
+    net = Net()
+    optimizer = net.configure_optimizers()
+    for step in range(3):
+        parts = [part[2 * step : 2 * step + 2] for part in SHORT]
+        losses = [net.training_step(ragged(part), step) for part in parts if part]
+        optimizer.zero_grad()
+        (sum(losses) / len(losses)).backward()
+        optimizer.step()
+    return parameters(net)
+
+
+def test_replicas_train_on_batches_of_unknown_size() -> None:
+    for _, _, steps in run(_fit, WORLD, DiLoCoStrategy, ragged, (4, 4)):
+        assert steps == STEPS
+
+
+def test_a_given_weight_says_what_no_size_does() -> None:
+    truth = whole(ragged, (6, 2))
+    for own, told, _ in run(_fit, WORLD, HeteroDDPStrategy, ragged, (6, 2), WeighedNet):
+        assert error(own, truth) <= 1e-12
+        assert not told
+
+
+@pytest.mark.parametrize("options", [{}, {"balance": [3.0, 1.0], "global_batch_size": 8}])
+def test_batches_of_unknown_and_unequal_size_are_refused(options: dict[str, Any]) -> None:
+    sizes = (4, 4) if options else (6, 2)
+    for outcome in attempt(_fit, WORLD, partial(HeteroDDPStrategy, **options), ragged, sizes):
+        assert isinstance(outcome.error, DataError), outcome.trace
+        assert "batch_weight" in str(outcome.error)

@@ -1,0 +1,103 @@
+"""Ranks that Lightning has started on this machine: none stays behind, and each end is called by its name."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_hetero import HeteroDDPStrategy
+
+how, here = sys.argv[1], Path(sys.argv[2])
+here.joinpath(f"rank-{os.environ.get('LOCAL_RANK', 0)}").write_text(str(os.getpid()))
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, i):
+        if how == "killed" and self.global_rank == 1:
+            here.joinpath("sleeps").touch()
+            time.sleep(300)
+        if how == "killed":
+            while not here.joinpath("sleeps").exists():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "ctrl-c" and i == 2 and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+trainer = Trainer(strategy=HeteroDDPStrategy(timeout=600), accelerator="cpu", devices=2, max_epochs=2, logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False)
+trainer.strategy.launcher.grace = 1.0
+trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(64, 4)), 8))
+"""
+
+
+def _run(folder: Path, how: str, port: int | None = None) -> tuple[int, str]:
+    """The exit status of rank 0, and what all ranks have printed. No process is left."""
+    script, printed = folder / "train.py", folder / "printed"
+    script.write_text(SCRIPT)
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    with open(printed, "w") as out:
+        job = subprocess.Popen(
+            [sys.executable, script, how, folder],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=env if port is None else {**env, "MASTER_PORT": str(port)},
+        )
+        status = job.wait(300)
+    until, wrote = time.monotonic() + 90, folder / "rank-1"
+    while not (wrote.exists() and wrote.read_text()) and time.monotonic() < until:  # it may be importing still
+        time.sleep(0.1)
+    child = int(wrote.read_text())
+    while _alive(child) and time.monotonic() < until:
+        time.sleep(0.1)
+    if _alive(child):
+        psutil.Process(child).kill()
+        pytest.fail(f"rank 1 stays behind; printed: {printed.read_text()}")
+    return status, printed.read_text()
+
+
+def _alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.long
+def test_no_rank_waits_to_join_a_job_whose_first_rank_has_ended(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        status, printed = _run(tmp_path, "trains", stranger.getsockname()[1])
+    assert status == 1
+    assert "holds port" in printed
+    assert "rank 1 of 2 could not join the job: local rank 0, which has started this process, has ended" in printed
+
+
+@pytest.mark.long
+def test_no_rank_outlives_a_first_rank_that_is_killed(tmp_path: Path) -> None:
+    status, printed = _run(tmp_path, "killed")
+    assert status == -9
+    assert "is ended, since local rank 0, which has started it, ended 1 s ago" in printed
+
+
+@pytest.mark.long
+def test_ctrl_c_is_called_by_its_name(tmp_path: Path) -> None:
+    status, printed = _run(tmp_path, "ctrl-c")
+    assert status == 1
+    assert "lightning_hetero: Ctrl-C. Rank 0 ends, and ends the other ranks." in printed
+    assert "killed by signal" not in printed
