@@ -145,9 +145,8 @@ class TrainingStep:
         own, total = self._finite.count(loss, *weights, given=not self._none)
         if self._none and not self._finite.asks:  # of a replica of one rank
             own, self._samples = 0.0, self._samples - self._share.current().total
-        if own < before and (
-            total or self._none
-        ):  # left out: what hooks log from now on counts as little as its samples
+        left_out = own < before and (total or self._none)
+        if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
         self._weight = len(self._share.replica) * own / total if total else 0.0
         return self._finite.weigh(loss, self._weight)
