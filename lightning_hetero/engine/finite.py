@@ -81,20 +81,26 @@ class FiniteSteps:
                 for buffer, before in zip(module.buffers(), self._buffers, strict=True):
                     buffer.copy_(before)
 
-    def count(self, loss: Tensor, own: float, total: float) -> tuple[float, float]:
+    @property
+    def asks(self) -> bool:
+        """Whether ranks tell each other before each backward pass whether their losses count."""
+        return self._active == "skip"
+
+    def count(self, loss: Tensor, own: float, total: float, given: bool = True) -> tuple[float, float]:
         """What this rank and all ranks weigh in a backward pass; under ``"skip"`` without those with a broken loss.
 
         Args:
             loss: of this rank.
             own: weight of its samples.
             total: of all ranks.
+            given: whether it is a loss at all; if not, the samples do not count either, as the user wants it.
         """
         if self._active != "skip":
             return own, total
         self._left_out = False
-        well = own == 0 or bool(loss.detach().isfinite().all())
+        well = own == 0 or (given and bool(loss.detach().isfinite().all()))
         self._spoilt |= not well  # to be restored when the backward pass needs them no more
-        mine = torch.tensor([own, float(well)], dtype=torch.float64)
+        mine = torch.tensor([own, float(well), float(well or not given)], dtype=torch.float64)
         rows = [mine]
         with self._waiting():
             group = self._group()
@@ -103,7 +109,7 @@ class FiniteSteps:
             with self._waiting(), deadline("learn which losses are finite"):
                 dist.all_gather(rows, mine, group=group)
         table = torch.stack(rows)
-        bad, total = table[:, 1] == 0, (table[:, 0] * table[:, 1]).sum().item()
+        bad, total = table[:, 2] == 0, (table[:, 0] * table[:, 1]).sum().item()
         self._passes += 1
         self._counted += total > 0
         if bad.any():

@@ -12,6 +12,7 @@ from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.view import Member, View
 from lightning_hetero.strategies import plans, regrouping
 from lightning_hetero.strategies.default_groups import beyond
+from lightning_hetero.strategies.replica_guards import two_points
 from lightning_hetero.strategies.weight_averaging import averages_weights
 from lightning_hetero.workload.regrouping import Regrouping
 from lightning_hetero.workload.sampler import ShareSampler
@@ -41,6 +42,8 @@ def unchangeable(strategy: "ReplicaStrategy") -> str | None:
         return str(problem).partition(",")[0]
     if names := [type(callback).__name__ for callback in callbacks if averages_weights(callback)]:
         return f"{names[0]} has begun to average the weights of one replica"
+    if two_points(strategy.optimizers) is not None:
+        return "the optimizer keeps an average of the weights of one replica (it has `train()` and `eval()`)"
     if any(not isinstance(source, ShareSampler) for source in strategy.share.loaders.sources()):
         return "the training data is no map-style dataset that this package splits"
     return None

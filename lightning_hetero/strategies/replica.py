@@ -36,6 +36,7 @@ from lightning_hetero.strategies.replica_guards import (
     complex_parameters,
     go_on_with,
     met,
+    two_points,
     unfreezing,
     unsupported,
 )
@@ -169,6 +170,8 @@ class ReplicaStrategy(HeteroStrategy):
                 share_values(self.lightning_module)
             self._metrics = LoggedMetrics(trainer)
             self.begin_apart()
+            if self.engine.averages:
+                raise_on_all(two_points(self.optimizers), "the optimizers")
             if self.engine.averages and self.averager is not None and not self.averager.facts.regrows:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
             self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.lightning_module)

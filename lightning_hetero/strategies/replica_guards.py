@@ -1,12 +1,13 @@
 """What goes wrong with replicas that differ, in words."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.optim import Optimizer
 
 from lightning_hetero._lightning import saves_by_time
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
@@ -88,6 +89,24 @@ def complex_parameters(module: torch.nn.Module) -> HeteroError | None:
         f"{names[0]} is complex: replicas exchange real parameters only. Hold it as two real ones "
         "(torch.view_as_real), or use hetero_ddp."
     )
+
+
+def two_points(optimizers: Sequence[Optimizer]) -> HeteroError | None:
+    """Why an optimizer that trains at one point and is evaluated at another cannot work where replicas differ.
+
+    Args:
+        optimizers: of the fit.
+    """
+    for optimizer in optimizers:
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+            name = type(optimizer).__name__
+            return UnsupportedError(
+                f"{name} has `train()` and `eval()`, as schedule-free optimizers do: it keeps a second point of the "
+                "weights, its own average over time, in its state. Replicas exchange the weights only, so that after "
+                f"`eval()` each would hold another model. Use hetero_ddp, under which {name} works as under ddp, or an "
+                "optimizer of PyTorch with a schedule of the learning rate."
+            )
+    return None
 
 
 def go_on_with(module: torch.nn.Module, trainable: Collection[str] | None) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -15,12 +16,14 @@ from lightning_hetero.averaging.averager import Outcome
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.engine.collectives import Collectives
 from lightning_hetero.engine.finite import FiniteSteps
-from lightning_hetero.engine.padding import no_gradient, no_gradients, same_state, steps_unless
+from lightning_hetero.engine.padding import no_gradient, no_gradients, no_loss, same_state, steps_unless
 from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.default_groups import Noticed
 from lightning_hetero.strategies.logged import count_as_ever, count_batch
 from lightning_hetero.strategies.metrics import warn_of_losses_over_all
+from lightning_hetero.strategies.position import describe
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,6 +54,7 @@ class TrainingStep:
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
         self._logged: Any | None = None  # the Trainer's collection of logged values
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
+        self._none = False  # whether the running training_step has returned None
         self._hooks: list[RemovableHandle] = []  # of the fit, on modules
         self.passes, self.began = 0, 0.0  # backward passes on the latest batch, which arrived at `time.monotonic()`
 
@@ -88,8 +92,42 @@ class TrainingStep:
             self._share.weigh(measure, batch)
         self._finite.before_forward(module)
         state = nullcontext() if samples > 0 else same_state(module)
-        with state, self._collectives.weighing(lambda: self._counted), self._noticed():
+        self._none = False
+        instead = self._instead_of_none(module) if trainer.world_size > 1 else nullcontext()
+        with state, instead, self._collectives.weighing(lambda: self._counted), self._noticed():
             yield
+
+    @contextmanager
+    def _instead_of_none(self, module: "pl.LightningModule") -> Iterator[None]:
+        """Go on with a loss that counts for nothing where the module's training step returns ``None`` in this block.
+
+        Lightning, which refuses that among several ranks, leaves out the step on a single one.
+        """
+        own, step = vars(module).get("training_step"), module.training_step
+
+        @wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            if output is not None or not module.automatic_optimization:
+                return output
+            if len(self._share.replica) > 1 and not self._finite.asks:
+                raise UnsupportedError(
+                    f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}. The "
+                    "other ranks of its replica weigh their samples without knowing that this rank's are left out. "
+                    "Under hetero_ddp `on_nan='skip'` tells them, by a small message before each backward pass. Else "
+                    "return `0.0 * loss`: its samples then count, with a gradient of zero."
+                )
+            self._none = True
+            return no_loss(module)
+
+        vars(module)["training_step"] = training_step
+        try:
+            yield
+        finally:
+            if own is None:
+                del vars(module)["training_step"]
+            else:
+                vars(module)["training_step"] = own
 
     def weigh(self, loss: Tensor, windows: int) -> Tensor:
         """The loss times this rank's weight.
@@ -101,10 +139,14 @@ class TrainingStep:
             loss: the mean over this rank's samples, divided by the number of batches in a window.
             windows: that number.
         """
-        self._engine.take_loss(loss * windows)
+        if not self._none:
+            self._engine.take_loss(loss * windows)
         before, _ = weights = self._share.weights()
-        own, total = self._finite.count(loss, *weights)
-        if own < before and total:  # left out: what hooks log from now on counts as little as its samples
+        own, total = self._finite.count(loss, *weights, given=not self._none)
+        if self._none and not self._finite.asks:  # of a replica of one rank
+            own, self._samples = 0.0, self._samples - self._share.current().total
+        left_out = own < before and (total or self._none)
+        if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
         self._weight = len(self._share.replica) * own / total if total else 0.0
         return self._finite.weigh(loss, self._weight)
