@@ -28,6 +28,12 @@ from lightning_hetero.comm.noticing import is_world, noticing
 from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.workload.timer import StepTimer
 
+#: What follows where a loss is normalised over several ranks by the user.
+WEIGHTED_TWICE = (
+    "It is then weighted by each rank's samples once more, which is wrong where ranks have different numbers of "
+    "samples. Let `batch_weight(self, batch)` of the LightningModule return 1: the ranks' losses then count alike."
+)
+_SUMS = ("all_reduce", "reduce")
 #: A layer's group if it is to take its own rank only: its size is -1.
 _NOBODY: Any = dist.GroupMember.NON_GROUP_MEMBER
 
@@ -142,19 +148,37 @@ def _holders(module: torch.nn.Module, optimizers: Sequence[Any]) -> Iterator[tup
 
 
 class Noticed:
-    """Takes the collectives that a training step calls for waiting, and tells of those that go beyond replicas.
+    """Takes the collectives that a training step calls for waiting, and warns of those that may make a loss wrong.
 
     Args:
         timer: this rank's stopwatch.
         several: whether there are several replicas.
+
+    Attributes:
+        weighed: whether the losses of ranks are weighted by their samples, and those may differ.
     """
 
     def __init__(self, timer: StepTimer, several: bool) -> None:
         self._timer, self._several, self._told = timer, several, False
+        self.weighed = False
 
-    def __call__(self) -> AbstractContextManager[None]:
-        """A block, in which part of a step runs."""
+    def forward(self) -> AbstractContextManager[None]:
+        """A block in which a training step runs."""
+        return noticing(self._in_forward)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """A block in which a backward pass runs."""
         return noticing(self._notice)
+
+    def _in_forward(self, name: str, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+        own = not self._timer.is_waiting and torch._C._current_graph_task_id() == -1  # -1: in no backward pass
+        if self.weighed and own and name in _SUMS and not (self._several and is_world(group)):
+            self.weighed = False
+            rank_zero_warn(
+                f"training_step calls torch.distributed.{name}. If it divides the loss by what it gets, such as the "
+                f"number of samples of all ranks, the loss is normalised over them already. {WEIGHTED_TWICE}"
+            )
+        return self._notice(name, group)
 
     @contextmanager
     def _notice(self, name: str, group: dist.ProcessGroup | None) -> Iterator[None]:

@@ -26,6 +26,7 @@ from lightning_hetero._lightning import (
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.engine.collectives import Collectives
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.strategies.default_groups import WEIGHTED_TWICE
 from lightning_hetero.strategies.logged import samples_of_step
 
 if TYPE_CHECKING:
@@ -194,9 +195,7 @@ def warn_of_losses_over_all(module: nn.Module) -> list[RemovableHandle]:
             handle.remove()
         rank_zero_warn(
             f"The value of the metric `{name}` has a gradient, and with dist_sync_on_step=True it is a value over all "
-            "ranks. If the loss is made of it, the loss is normalised over all ranks already, and is then weighted by "
-            "each rank's samples once more, which is wrong where ranks have different numbers of samples. Let "
-            "`batch_weight(self, batch)` of the LightningModule return 1: the ranks' losses then count alike."
+            f"ranks. If the loss is made of it, the loss is normalised over all ranks already. {WEIGHTED_TWICE}"
         )
 
     for name, metric in module.named_modules():

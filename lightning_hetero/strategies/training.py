@@ -66,7 +66,9 @@ class TrainingStep:
             uneven: whether ranks may get different numbers of samples.
         """
         self.close()
-        if uneven and len(self._share.replica) > 1 and not callable(getattr(module, "batch_weight", None)):
+        weighed = uneven and len(self._share.replica) > 1
+        self._noticed.weighed = weighed and not callable(getattr(module, "batch_weight", None))
+        if self._noticed.weighed:
             self._hooks = warn_of_losses_over_all(module)
 
     def begin(self, trainer: "pl.Trainer") -> None:
@@ -94,7 +96,7 @@ class TrainingStep:
         state = nullcontext() if samples > 0 else same_state(module)
         self._none = False
         instead = self._instead_of_none(module) if trainer.world_size > 1 else nullcontext()
-        with state, instead, self._collectives.weighing(lambda: self._counted), self._noticed():
+        with state, instead, self._collectives.weighing(lambda: self._counted), self._noticed.forward():
             yield
 
     @contextmanager
@@ -159,7 +161,7 @@ class TrainingStep:
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
-        with deadline("average gradients", self._timer.works), nothing, self._noticed():
+        with deadline("average gradients", self._timer.works), nothing, self._noticed.backward():
             yield
         self._timer.backward_done()
         self._weight = None

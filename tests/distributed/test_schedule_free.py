@@ -69,7 +69,9 @@ def test_under_hetero_ddp_it_is_that_of_one_process() -> None:
 def _apart(string: str) -> None:
     entry = StrategyRegistry[string]
     options = {"ranks_per_node": 1} if string in ("hetero_node", "hetero_daso") else {}
-    trainer = pl.Trainer(strategy=entry["strategy"](**{**entry["init_params"], **options}), devices=2, max_epochs=1, **FAST)
+    trainer = pl.Trainer(
+        strategy=entry["strategy"](**{**entry["init_params"], **options}), devices=2, max_epochs=1, **FAST
+    )
     trainer.fit(Free(), DataLoader(dataset(48), batch_size=4))
 
 

@@ -3,6 +3,7 @@
 import functools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -111,7 +112,9 @@ def _shares(way: str) -> list[int]:
         module = Slow(way)
         strategy = HeteroDDPStrategy(global_batch_size=BATCH, rebalance_every_n_steps=4, timeout=60)
         trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": STEPS, "max_epochs": -1})
-        trainer.fit(module, DataLoader(dataset(64 * 20), batch_size=16, shuffle=True))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*normalised over")  # it is only a step's collective
+            trainer.fit(module, DataLoader(dataset(64 * 20), batch_size=16, shuffle=True))
     return module.shares
 
 
