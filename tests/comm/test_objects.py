@@ -118,7 +118,7 @@ def test_objects_leave_a_process_in_one_place() -> None:
 def test_files_are_written_by_plugins() -> None:
     """They get what `portable` has made, and so do those of the users."""
     written = _calls(_FILES, {"torch"})
-    assert set(written) == {"strategies/checkpoint_io.py", "strategies/memory_files.py"}
+    assert set(written) == {"strategies/checkpoint_io.py"}
     callers: dict[str, Any] = _calls({"save_checkpoint"}, {"files", "self.checkpoint_io", "strategy.checkpoint_io"})
     # Of which the second takes copies itself.
     assert set(callers) == {"engine/shards.py", "strategies/background.py", "strategies/saving.py"}
