@@ -6,6 +6,7 @@ Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. Other files
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -200,8 +201,29 @@ def logged_names(trainer: "pl.Trainer") -> set[str]:
 
 def logged_metric(results: Any, fx: str, name: str, add_dataloader_idx: bool = True) -> Any:
     """What holds the values that were logged under a name in one of the module's functions."""
+    return results[_key(results, fx, name, add_dataloader_idx)]
+
+
+@contextmanager
+def step_value_kept(results: Any, fx: str, name: str, add_dataloader_idx: bool = True) -> Iterator[None]:
+    """What is logged under a name in this block is no value of a step: the last one stays, or NaN if there is none.
+
+    Values that are reduced over ranks are those of the other ranks.
+    """
+    key = _key(results, fx, name, add_dataloader_idx)
+    before = results[key]._forward_cache if key in results else None
+    yield
+    metric = results[key]
+    if metric.is_tensor and metric.meta.on_step and not metric.meta.sync.should:
+        now = metric._forward_cache
+        metric._forward_cache = torch.full_like(now, torch.nan) if before is None else before
+        if not metric.meta.on_epoch:
+            metric.value = metric._forward_cache
+
+
+def _key(results: Any, fx: str, name: str, add_dataloader_idx: bool) -> str:
     indexed = add_dataloader_idx and results.dataloader_idx is not None
-    return results[f"{fx}.{name}" + (f".{results.dataloader_idx}" if indexed else "")]
+    return f"{fx}.{name}" + (f".{results.dataloader_idx}" if indexed else "")
 
 
 def let_callbacks_find(trainer: "pl.Trainer", values: Mapping[str, torch.Tensor]) -> None:

@@ -65,6 +65,11 @@ def forget() -> None:
     _failures, _waits, _world, _numbers = None, None, None, ()
 
 
+def waiting() -> set[int]:
+    """The other ranks that wait for others now, by their own word; empty if ranks are not watched."""
+    return set() if _waits is None else _waits.waiting()
+
+
 def watched() -> bool:
     """Whether the ranks of the present process group are watched."""
     return dist.is_initialized() and _world is dist.group.WORLD

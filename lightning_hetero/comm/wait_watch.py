@@ -42,6 +42,7 @@ class WaitWatch:
         self._began = 0.0  # when it was first seen in it
         self._asked = 0.0  # when a rank has last asked where all are
         self._places: dict[int, Place] = {}  # of the other ranks, as they have answered
+        self._asking = threading.Lock()
         self._notice, self._noticed = "", 0.0
         self._signal: tuple[int, object, float] | None = None  # its number, the wait in which it has come, and when
         self.stopped = ""
@@ -93,6 +94,10 @@ class WaitWatch:
         since = time.monotonic() - 1.5 * self._long if since is None else since
         return self._notice if self._noticed >= since else ""
 
+    def waiting(self) -> set[int]:
+        """The other ranks that wait for others now; on any thread."""
+        return {rank for rank, place in self._everyone().items() if rank != self._rank and place.wait is not None}
+
     # -- messages ----------------------------------------------------------------------------------
 
     def heard(self, message: Mapping) -> None:
@@ -110,12 +115,13 @@ class WaitWatch:
 
     def _everyone(self) -> dict[int, Place]:
         """Where all ranks are."""
-        self._places = {}
-        self._asked = time.monotonic()
-        self._tell(about="ask")
-        while len(self._places) < self._world - 1 and time.monotonic() < self._asked + _ANSWER and not self._closed:
-            time.sleep(0.02)
-        answers = {self._rank: waits.place(self._watched), **self._places}
+        with self._asking:
+            self._places = {}
+            self._asked = began = time.monotonic()
+            self._tell(about="ask")
+            while len(self._places) < self._world - 1 and time.monotonic() < began + _ANSWER and not self._closed:
+                time.sleep(0.02)
+            answers = {self._rank: waits.place(self._watched), **self._places}
         return {rank: answers.get(rank, _ANSWERS_NOT) for rank in range(self._world)}
 
     # -- the thread --------------------------------------------------------------------------------

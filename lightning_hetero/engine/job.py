@@ -159,29 +159,36 @@ class Job:
             while not (store.check(keys) or enough() or time.monotonic() > until):
                 time.sleep(0.01)
 
-    def others_skip(self, step: int, seconds: float) -> list[int]:
+    def others_skip(self, step: int, seconds: float, limit: float) -> list[int]:
         """Say that this rank skips what its replica does together at a step, and wait until the others say the same.
 
         A rank that does not skip says nothing, since that would cost it a message at every step.
 
         Args:
             step: the batch, counted alike on all ranks.
-            seconds: the longest wait.
+            seconds: after which it is looked, again and again, whether the others wait for this rank.
+            limit: seconds after which this rank waits no longer.
 
         Returns:
-            The ranks that have not said it.
+            The ranks that have not said it, and wait for others: for this one, since they are in no step after it. Or
+            those that are still busy at the limit.
 
         Raises:
             CommunicationError: another rank has failed meanwhile.
         """
-        until = time.monotonic() + seconds
+        began, stuck = time.monotonic(), False
+        look = began + seconds
         silent = [rank for rank in self.view.replica.ranks if rank != self.view.rank]
         with deadline("learn which ranks skip a backward pass"):
             store = self.store("skips")
             store.set(str(self.view.rank), str(step))
             while silent := [rank for rank in silent if not _reached(store, rank, step)]:
-                if time.monotonic() > until:
+                if time.monotonic() > began + limit:
                     break
+                if time.monotonic() > look:
+                    if (waits := set(silent) <= failures.waiting()) and stuck:  # not only in passing
+                        break
+                    look, stuck = time.monotonic() + 1.0, waits
                 if (lost := failures.first(0.0)) is not None:
                     raise CommunicationError(f"rank {self.view.rank} waited for the others of its replica: {lost}.")
                 time.sleep(0.01)

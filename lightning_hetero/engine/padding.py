@@ -1,5 +1,6 @@
 """A rank that has no sample of a batch takes part with a padding batch, of which nothing may count."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -13,6 +14,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hetero.engine.untouched import Kept
+
+_METRICS = (Metric, MetricCollection)
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes: parameters, buffers, hooks, ...
 
 
 @contextmanager
@@ -47,16 +51,19 @@ def no_gradient(optimizer: Optimizer) -> None:
 def same_state(module: nn.Module) -> Iterator[None]:
     """Forward passes in this block leave the state of a module as it was.
 
-    That covers buffers, such as BatchNorm's running statistics, the states of torchmetrics, and tensors that are
-    changed in place. It does not cover other attributes: what counts steps counts this one.
+    That covers buffers, such as BatchNorm's running statistics, the states of torchmetrics, tensors that are changed
+    in place, and lists, dictionaries and sets that attributes hold, such as one of outputs. It does not cover numbers
+    that are attributes, or in a dictionary: what counts steps counts this one, as on the other ranks.
     """
-    kept = Kept()
+    kept = Kept(
+        whole=lambda value: isinstance(value, nn.Module | Optimizer) and not isinstance(value, _METRICS), counters=False
+    )
     for part in module.modules():
         kept.keep(vars(part)["_buffers"])
-        if isinstance(part, Metric | MetricCollection):
+        if isinstance(part, _METRICS):
             kept.keep(part)
-        for value in vars(part).values():
-            if isinstance(value, Tensor):
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor | list | dict | set | deque) and name not in _OF_MODULES:
                 kept.keep(value)
     yield
     kept.restore()  # past autograd: the backward pass that follows must not take it for a change

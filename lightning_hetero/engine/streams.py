@@ -123,7 +123,7 @@ def samples_in(batch: Any) -> float:
     Raises:
         ValueError: there is none, or the tensors differ.
     """
-    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim > 0}
+    sizes = {tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim > 0}
     if len(sizes) != 1:
         differ = f"its tensors have first dimensions {sorted(sizes)}"
         raise ValueError(differ if sizes else f"no tensors are found in it (a {type(batch).__name__})")
@@ -132,8 +132,8 @@ def samples_in(batch: Any) -> float:
 
 def _fingerprint(batch: Any) -> str | None:
     """Tells batches apart; ``None`` where there is nothing to tell them by."""
-    leaves = list(tensors_in(batch))
-    dense = [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_quantized]  # others have no bytes
+    leaves = [leaf for leaf in tensors_in(batch) if not (leaf.is_nested or leaf.is_quantized)]
+    dense = [leaf for leaf in leaves if leaf.layout == torch.strided]  # others have no bytes
     tensors = [leaf.detach().cpu().resolve_conj().contiguous() for leaf in dense if leaf.numel() > 1]
     if not any((tensor != tensor.flatten()[0]).any() for tensor in tensors):
         return None  # none at all, or constant ones

@@ -43,9 +43,15 @@ def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
 
 
 class Kept:
-    """What objects held when they were kept, each once; see :func:`untouched`."""
+    """What objects held when they were kept, each once; see :func:`untouched`.
 
-    def __init__(self) -> None:
+    Args:
+        whole: which objects are kept as they are, without what they hold; default: none.
+        counters: whether numbers in dictionaries, such as those of a ``Counter``, are restored too.
+    """
+
+    def __init__(self, whole: Callable[[Any], bool] = lambda _: False, counters: bool = True) -> None:
+        self._whole, self._counters = whole, counters
         self._seen: dict[int, Any] = {}  # the objects themselves, so that no other gets the id of one
         self._restores: list[Restore] = []
 
@@ -58,6 +64,8 @@ class Kept:
         """Note what an object holds, and what these objects hold."""
         if isinstance(value, str | bytes | int | float | complex | type | None) or id(value) in self._seen:
             return
+        if self._whole(value):
+            return
         self._seen[id(value)] = value
         if (restore := self._restore_of(value)) is not None:
             self._restores.append(restore)
@@ -67,8 +75,10 @@ class Kept:
     def _restore_of(self, value: Any) -> Restore | None:
         if isinstance(value, Tensor):
             return _restore_tensor(value)
+        if isinstance(value, nn.Module | Optimizer):
+            return _restore_dict(vars(value), numbers=True)
         if isinstance(value, dict):
-            return _restore_dict(value)
+            return _restore_dict(value, self._counters)
         if isinstance(value, list):
             return partial(value.__setitem__, slice(None), list(value))
         if isinstance(value, set | deque):
@@ -84,7 +94,7 @@ class Kept:
 
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, nn.Module | Optimizer):
-        yield vars(value)
+        yield from list(vars(value).values())
     elif isinstance(value, dict):
         yield from list(value.values())
     elif isinstance(value, list | tuple | set | deque):
@@ -118,10 +128,12 @@ def _refill(value: Any, items: list[Any]) -> None:
         value.add(item) if isinstance(value, set) else value.append(item)
 
 
-def _restore_dict(value: dict[Any, Any]) -> Restore:
+def _restore_dict(value: dict[Any, Any], numbers: bool) -> Restore:
     items = dict(value)
 
     def restore() -> None:
+        if not numbers:
+            items.update({key: item for key, item in value.items() if isinstance(item, int | float)})
         if list(value) != list(items) or any(value[key] is not item for key, item in items.items()):
             value.clear()
             value.update(items)

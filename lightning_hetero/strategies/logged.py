@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero._lightning import logged_metric
+from lightning_hetero._lightning import logged_metric, step_value_kept
 from lightning_hetero.comm.devices import widest
 from lightning_hetero.engine.collectives import Collectives
 
@@ -49,8 +49,8 @@ def counting(
 def count_batch(collectives: Collectives, samples: Callable[[], float], results: Any | None) -> None:
     """From now on, what is logged about the running batch counts by this rank's samples, in its step and in its hooks.
 
-    Nothing that is logged while there are none, as on a padding batch, adds to any sum, mean, minimum or maximum. It is
-    logged all the same: with ``sync_dist=True`` the other ranks wait for it.
+    Nothing that is logged while there are none, as on a padding batch, adds to any sum, mean, minimum or maximum, and
+    the value of the step before stays. It is logged all the same: with ``sync_dist=True`` the other ranks wait for it.
 
     Args:
         collectives: what reduces.
@@ -68,9 +68,10 @@ def count_batch(collectives: Collectives, samples: Callable[[], float], results:
         if not (count := samples()):
             if isinstance(value, Tensor):
                 value = _nothing_like(value, kwargs.get("reduce_fx", torch.mean))
-            with collectives.weighing(lambda: 0.0):
+            indexed = kwargs.get("add_dataloader_idx", True)
+            with collectives.weighing(lambda: 0.0), step_value_kept(results, fx, name, indexed):
                 plain(value, *args, batch_size=0, **kwargs)
-            _prepare(results, logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), lambda: 0.0)
+            _prepare(results, logged_metric(results, fx, name, indexed), lambda: 0.0)
             return
         counts, given = (count, None) if batch_size is None else (float(batch_size), name)
         with collectives.weighing(lambda: counts, given):
@@ -88,10 +89,16 @@ def count_as_ever(results: Any | None) -> None:
         vars(results).pop("log", None)
 
 
+def nothing(reduction: str) -> float:
+    """What adds nothing to a mean, sum, maximum or minimum."""
+    return {"max": float("-inf"), "min": float("inf")}.get(reduction, 0.0)
+
+
 def _nothing_like(value: Tensor, reduce_fx: Any) -> Tensor:
     reduction = getattr(reduce_fx, "__name__", str(reduce_fx))
-    nothing = {"max": float("-inf"), "min": float("inf")}.get(reduction.lower(), 0.0)
-    return torch.full_like(value, nothing, dtype=value.dtype if value.is_floating_point() else torch.float32)
+    return torch.full_like(
+        value, nothing(reduction.lower()), dtype=value.dtype if value.is_floating_point() else torch.float32
+    )
 
 
 _SAMPLES = "samples_of_step"  # of a metric of Lightning's: how many its latest value stands for

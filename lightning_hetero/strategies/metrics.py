@@ -27,7 +27,7 @@ from lightning_hetero.comm.collective import collective
 from lightning_hetero.engine.collectives import Collectives
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.default_groups import WEIGHTED_TWICE
-from lightning_hetero.strategies.logged import samples_of_step
+from lightning_hetero.strategies.logged import nothing, samples_of_step
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -107,13 +107,15 @@ class MonitoredMetrics:
 
 def _numbers(one: Unsynced) -> tuple[float, float]:
     """What a rank adds to a value of all ranks: the value, and its weight; of a mean, their product comes first."""
-    value = one.value.item()
+    value, none = one.value.item(), one.of_step and not samples_of_step(one.metric)
+    if none:
+        return nothing(one.reduction), 0.0
     if one.reduction != "mean":
         return value, 1.0
     if one.weight is not None:
         return value, one.weight.item()
     samples = samples_of_step(one.metric)
-    return value * samples if samples else 0.0, samples
+    return value * samples, samples
 
 
 def _together(reduction: str, numbers: Sequence[tuple[float, float]]) -> float:

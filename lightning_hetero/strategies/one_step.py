@@ -1,6 +1,5 @@
 """One training step, from top to bottom, as Lightning asks a strategy for it."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,16 +54,15 @@ def _none_ran_backward(strategy: "HeteroStrategy") -> None:
         DisagreementError: others have, it seems. They wait for this rank's gradients.
     """
     assert strategy.job is not None
-    took, limit = time.monotonic() - strategy.step.began, strategy.options.limit.total_seconds()
-    with strategy.timer.waiting():  # for as long as a rank can be behind that has no more to do than this one
-        silent = strategy.job.others_skip(strategy.share.step, min(limit, max(_PATIENCE, 10 * took)))
+    with strategy.timer.waiting():
+        silent = strategy.job.others_skip(strategy.share.step, _PATIENCE, strategy.options.limit.total_seconds())
     if silent:
         others = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
         raise DisagreementError(
             f"rank {strategy.global_rank} ran no backward pass in `training_step` at {describe(strategy.trainer)}, and "
-            f"{others} of its replica did, or did not get that far: with gradients to average they wait for this rank, "
-            "and would get those of its next batch. With manual optimization all ranks must run the same number of "
-            "backward passes on a batch. Where a rank has nothing to learn from its part, let it run "
+            f"{others} of its replica did: with gradients to average they wait for this rank, and would get those of "
+            "its next batch. With manual optimization all ranks must run the same number of backward passes on a "
+            "batch. Where a rank has nothing to learn from its part, let it run "
             "`self.manual_backward(0.0 * loss)` instead of returning early."
         )
 

@@ -1,6 +1,5 @@
 """A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -56,7 +55,7 @@ class TrainingStep:
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
         self._none = False  # whether the running training_step has returned None
         self._hooks: list[RemovableHandle] = []  # of the fit, on modules
-        self.passes, self.began = 0, 0.0  # backward passes on the latest batch, which arrived at `time.monotonic()`
+        self.passes = 0  # backward passes on the latest batch
 
     def begin_fit(self, module: "pl.LightningModule", uneven: bool) -> None:
         """Training starts.
@@ -78,7 +77,7 @@ class TrainingStep:
             self.batch_ended(trainer)  # if nothing else has ended the last one
             self._share.begin()
             self._counted = self._share.current().samples
-            self.passes, self.began = 0, time.monotonic()
+            self.passes = 0
             self._log_to(_lightning.results_of(trainer))
 
     def _log_to(self, results: Any | None) -> None:
@@ -216,7 +215,7 @@ class TrainingStep:
     def take_over(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._counted = former._samples, former._counted
-        self.passes, self.began, self._hooks = former.passes, former.began, former._hooks
+        self.passes, self._hooks = former.passes, former._hooks
         self._log_to(former._logged)
 
     def close(self) -> None:

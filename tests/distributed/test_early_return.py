@@ -17,13 +17,14 @@ from lightning_hetero.errors import CommunicationError, DisagreementError
 class Returning(Net):
     """Some ranks return early from some batches."""
 
-    def __init__(self, ranks: tuple[int, ...], batches: tuple[int, ...]) -> None:
+    def __init__(self, ranks: tuple[int, ...], batches: tuple[int, ...], late: float = 0.0) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.ranks, self.batches = ranks, batches
+        self.ranks, self.batches, self.late = ranks, batches, late
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if self.global_rank in self.ranks and batch_idx in self.batches:
+            time.sleep(self.late * self.global_rank)
             return
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -31,8 +32,10 @@ class Returning(Net):
         optimizer.step()
 
 
-def _fit(ranks: tuple[int, ...], batches: tuple[int, ...], strategy: Any = HeteroDDPStrategy) -> torch.Tensor:
-    module = Returning(ranks, batches)
+def _fit(
+    ranks: tuple[int, ...], batches: tuple[int, ...], strategy: Any = HeteroDDPStrategy, late: float = 0.0
+) -> torch.Tensor:
+    module = Returning(ranks, batches, late)
     trainer = pl.Trainer(strategy=strategy(timeout=120), devices=2, max_epochs=1, **FAST)
     trainer.fit(module, DataLoader(dataset(48), batch_size=4))
     return parameters(module)
@@ -55,6 +58,11 @@ def test_on_all_ranks_or_in_replicas_of_one_rank_is_none() -> None:
     assert not torch.equal(first, parameters(Net()))
     apart = run(_fit, 2, (1,), (2,), NodeAverageStrategy, nodes=[1, 1])
     assert torch.equal(*apart)
+
+
+@pytest.mark.long
+def test_on_all_ranks_is_none_however_late_one_is() -> None:
+    assert torch.equal(*run(_fit, 2, (0, 1), (2,), late=8.0))
 
 
 @pytest.mark.long

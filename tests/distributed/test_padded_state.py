@@ -33,6 +33,8 @@ class Counting(pl.LightningModule):
         self.wrapped = MinMaxMetric(MeanMetric())
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self.tensor, self.batches = torch.zeros(()), 0
+        self.outputs, self.held = list[torch.Tensor](), {"mean": MeanMetric()}
+        self.shown = list[tuple[float, float]]()
         self.results: dict[str, Any] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -44,11 +46,22 @@ class Counting(pl.LightningModule):
         self.seen = self.seen + len(batch)
         self.tensor += len(batch)
         self.batches += 1
+        self.outputs.append(batch)
+        self.held["mean"].update(batch)
         self.log("logged", self.logged, on_step=True, on_epoch=True)
+        self.log("seven", 7.0)
+        self.log("highest", torch.tensor(-3.0), reduce_fx="max")
         return self.layer(self.norm(batch)).pow(2).mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        values = self.trainer.callback_metrics
+        self.shown.append((values["seven"].item(), values["highest"].item()))
 
     def on_train_epoch_end(self) -> None:
         self.results = {
+            "outputs": len(torch.cat(self.outputs)),
+            "held": self.held["mean"].compute().item(),
+            "shown": set(self.shown),
             "own": [self.seen.item(), self.tensor.item(), self.batches, self.norm.num_batches_tracked.item()],
             "mean": self.mean.compute().item(),
             "values": sorted(self.values.compute().flatten().tolist()),
@@ -78,6 +91,8 @@ def test_stays_as_it_was(string: str) -> None:
         assert result["both"]["BinaryAccuracy"] == pytest.approx(SAMPLES[1] / whole)
         assert result["both"]["BinaryF1Score"] == pytest.approx(2 * SAMPLES[1] / (whole + SAMPLES[1]))
         assert result["updates"] == batches
+        assert (result["outputs"], result["held"]) == (SAMPLES[rank], pytest.approx(SAMPLES[1] / whole))
+        assert result["shown"] == {(7.0, -3.0)}
         assert result["own"][1:3] == [4.0 * batches, SAMPLES[0] // 4]  # what counts steps goes on
         if string == "hetero_node":  # else rank 0's buffers go to all ranks
             assert [result["own"][0], result["own"][3]] == [4 * batches, batches]
