@@ -8,6 +8,7 @@ with two GPUs one on ``cuda:7``. So whatever is sent to other ranks goes through
 import hashlib
 import io
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -153,6 +154,21 @@ def _by_way_of_one(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def _tag(what: str) -> bytes:
     return hashlib.sha256(what.encode()).digest()[:_TAG]
+
+
+def check_sum(summed: float, own: int, group: dist.ProcessGroup | None) -> None:
+    """See that the sum of all ranks' :func:`number_of` is that of one collective (collective over the group if not).
+
+    Raises:
+        DisagreementError: on every rank, if one of them is in another collective.
+    """
+    if summed != own * dist.get_world_size(group):
+        _raise_where_all_are(group)
+
+
+def number_of(what: str, group: dist.ProcessGroup | None) -> int:
+    """A number for a collective, so small that the sum of all ranks' numbers is exact in fp32."""
+    return zlib.crc32(what.encode()) % (1 << max(24 - dist.get_world_size(group).bit_length(), 1))
 
 
 def _raise_where_all_are(group: dist.ProcessGroup | None) -> None:

@@ -14,7 +14,7 @@ from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.comm.collective import collective
 from lightning_hetero.comm.devices import widest
 from lightning_hetero.comm.gather import gather_samples
-from lightning_hetero.comm.objects import CPU
+from lightning_hetero.comm.objects import CPU, check_sum, number_of
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.workload.timer import StepTimer
 
@@ -57,22 +57,27 @@ class Collectives:
         self._warned = False  # that a mean could not be weighted
         self._trial: Trial | None = None  # under way, if one is
         self._name: str | None = None  # of the value that is being logged with a weight of its own
+        self._logged = ""  # the value that is being logged, in words
         self._told: set[str] = set()  # names of values of which nothing was left
         self._before: Callable[[], None] | None = None  # the next collective
 
     @contextmanager
-    def weighing(self, samples: Callable[[], float | None], name: str | None = None) -> Iterator[None]:
+    def weighing(
+        self, samples: Callable[[], float | None], name: str | None = None, logged: str = ""
+    ) -> Iterator[None]:
         """Let means in this block weigh this rank by its samples.
 
         Args:
             samples: their number, ``None`` if it is unknown; asked only if something is reduced.
             name: of the value to which the user has given this number.
+            logged: the value that is logged in this block, in words, the same on all ranks.
         """
-        before, self._samples, self._name = (self._samples, self._name), samples, name
+        before = self._samples, self._name, self._logged
+        self._samples, self._name, self._logged = samples, name, logged
         try:
             yield
         finally:
-            self._samples, self._name = before
+            self._samples, self._name, self._logged = before
 
     @contextmanager
     def preceding(self, call: Callable[[], None]) -> Iterator[None]:
@@ -155,6 +160,7 @@ class Collectives:
 
         Raises:
             UnsupportedError: an unknown ``reduce_op``.
+            DisagreementError: of a mean, on every rank, if one of them logs another value.
         """
         if not isinstance(tensor, Tensor) or self.alone():
             return tensor
@@ -172,13 +178,19 @@ class Collectives:
         if not mean and name is not None:
             op = getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
 
+        what = f"reduce {self._logged or 'a tensor'}"
+
         def reduced() -> Tensor:
-            total = value.clone()
+            number = number_of(what, group)
+            total = torch.cat([value, value.new_tensor([number])]) if mean else value.clone()
             dist.all_reduce(total, op=op, group=group)
-            return total
+            if not mean:
+                return total
+            check_sum(total[-1].item(), number, group)
+            return total[:-1]
 
         with self._timer.waiting():
-            total = collective("reduce a tensor", reduced)
+            total = collective(what, reduced)
         value = self._mean(total) if mean else total
         whole = widest(tensor.device) if mean else value.dtype  # of integers
         return value.reshape(tensor.shape).to(tensor.device, tensor.dtype if tensor.is_floating_point() else whole)

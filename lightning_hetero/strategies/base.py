@@ -83,6 +83,7 @@ class HeteroStrategy(DDPStrategy):
     step: TrainingStep
     parts: joining.Parts
     stop_request: StopRequest | None = None  # of the latest fit
+    evaluated: float | None = 0.0  # samples of this rank in the running evaluation; None if they are unknown
     monitored: MonitoredMetrics | None = None  # of the latest run
 
     #: What a strategy has of its job, or of a fit. A copy has yet to join.

@@ -10,7 +10,7 @@ is to differ between them. This is the table:
 | a DDP communication hook that calls a collective over all ranks | error |
 | an optimizer with a ``process_group``, such as ``ZeroRedundancyOptimizer`` | refused |
 | a part of the model with a ``process_group``, wrapped by itself in DDP or FSDP | refused |
-| a collective over all ranks in ``training_step`` | a warning, once |
+| a collective over all ranks in ``training_step``, or in a hook up to the optimizer's step | a warning, once |
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm import waits
 from lightning_hetero.comm.noticing import is_world, noticing
 from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.workload.timer import StepTimer
@@ -31,7 +32,8 @@ from lightning_hetero.workload.timer import StepTimer
 #: What follows where a loss is normalised over several ranks by the user.
 WEIGHTED_TWICE = (
     "It is then weighted by each rank's samples once more, which is wrong where ranks have different numbers of "
-    "samples. Let `batch_weight(self, batch)` of the LightningModule return 1: the ranks' losses then count alike."
+    "samples. In this case, and only in this, let `batch_weight(self, batch)` of the LightningModule return 1: the "
+    "ranks' losses then count alike."
 )
 _SUMS = ("all_reduce", "reduce")
 #: A layer's group if it is to take its own rank only: its size is -1.
@@ -170,6 +172,13 @@ class Noticed:
         """A block in which a backward pass runs."""
         return noticing(self._notice)
 
+    def hooks(self) -> AbstractContextManager[None]:
+        """A block in which the hooks around a backward pass and an optimizer's step run."""
+        return noticing(self._in_hooks)
+
+    def _in_hooks(self, name: str, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+        return nullcontext() if waits.here()[0] else self._notice(name, group, "a hook of the training step")
+
     def _in_forward(self, name: str, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
         own = not self._timer.is_waiting and torch._C._current_graph_task_id() == -1  # -1: in no backward pass
         if self.weighed and own and name in _SUMS and not (self._several and is_world(group)):
@@ -181,11 +190,11 @@ class Noticed:
         return self._notice(name, group)
 
     @contextmanager
-    def _notice(self, name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    def _notice(self, name: str, group: dist.ProcessGroup | None, place: str = "training_step") -> Iterator[None]:
         if self._several and not self._told and not self._timer.is_waiting and is_world(group):
             self._told = True
             rank_zero_warn(
-                f"training_step calls torch.distributed.{name} over all ranks, while replicas train apart: in each "
+                f"{place} calls torch.distributed.{name} over all ranks, while replicas train apart: in each "
                 "step all wait for the slowest, and for ever if one has fewer steps; a gradient that depends on the "
                 "result mixes replicas. If it is meant for the ranks that average gradients, pass "
                 "`group=self.trainer.strategy.replica_group`."

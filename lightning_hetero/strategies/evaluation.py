@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_hetero._lightning import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
 from lightning_hetero.comm.replica import share
-from lightning_hetero.strategies.logged import counting
+from lightning_hetero.strategies.logged import count_epoch, counting
 from lightning_hetero.strategies.metrics import sync_anywhere
 from lightning_hetero.workload.stream import EvaluatedStream
 
@@ -33,12 +33,21 @@ def evaluation_step(name: str, context: str) -> Callable[..., Any]:
         source = args[0] if args else None
         fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
         samples = fetched or (lambda: _samples(source))
-        counts = counting(self.collectives, samples, results_of(self.trainer), infers=fetched is not None)
-        stream, steps = evaluated_loader(self.trainer, args[2] if len(args) > 2 else 0)
+        results = results_of(self.trainer)
+        counts = counting(self.collectives, samples, results, infers=fetched is not None)
+        loader = args[2] if len(args) > 2 else 0
+        stream, steps = evaluated_loader(self.trainer, loader)
         own = isinstance(stream, EvaluatedStream)
         met = self.collectives.preceding(lambda: stream.before_collective(steps)) if own else nullcontext()
         with getattr(self.precision_plugin, context)(), counts, met:
-            return getattr(self.lightning_module, name)(*args, **kwargs)
+            output = getattr(self.lightning_module, name)(*args, **kwargs)
+        if results is not None:
+            if loader == 0 and (len(args) < 2 or args[1] == 0):
+                self.evaluated = 0.0
+            found = samples()
+            self.evaluated = None if found is None or self.evaluated is None else self.evaluated + found
+            count_epoch(results, self.evaluated)
+        return output
 
     step.__name__ = name
     return step

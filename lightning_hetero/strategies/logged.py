@@ -12,6 +12,7 @@ from lightning_hetero._lightning import logged_metric, step_value_kept
 from lightning_hetero.comm.devices import widest
 from lightning_hetero.engine.collectives import Collectives
 
+_END = "_epoch_end"
 _EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # hooks that are about no batch
 
 
@@ -36,7 +37,7 @@ def counting(
         if batch_size is None and infers and (found := samples()) is not None:
             batch_size = int(found)
         counts = samples if batch_size is None else lambda: float(batch_size)
-        with collectives.weighing(counts, None if given is None else name):
+        with collectives.weighing(counts, None if given is None else name, _words(fx, name)):
             type(results).log(results, fx, name, *args, batch_size=batch_size, **kwargs)  # type: ignore[union-attr]
         _prepare(results, logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), counts)
         if given == 0:
@@ -46,7 +47,9 @@ def counting(
         yield
 
 
-def count_batch(collectives: Collectives, samples: Callable[[], float], results: Any | None) -> None:
+def count_batch(
+    collectives: Collectives, samples: Callable[[], float], epoch: Callable[[], float], results: Any | None
+) -> None:
     """From now on, what is logged about the running batch counts by this rank's samples, in its step and in its hooks.
 
     Nothing that is logged while there are none, as on a padding batch, adds to any sum, mean, minimum or maximum, and
@@ -55,6 +58,7 @@ def count_batch(collectives: Collectives, samples: Callable[[], float], results:
     Args:
         collectives: what reduces.
         samples: this rank's samples of the batch.
+        epoch: those of the epoch, by which a value counts that a hook logs at its end.
         results: the Trainer's collection of logged values, if the step can log.
     """
     if results is None:
@@ -63,18 +67,23 @@ def count_batch(collectives: Collectives, samples: Callable[[], float], results:
     def log(fx: str, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         plain = partial(type(results).log, results, fx, name)
         if fx in _EPOCH:
+            if batch_size is None and fx.endswith(_END):
+                batch_size = int(epoch()) or None
             plain(value, *args, batch_size=batch_size, **kwargs)
             return
         if not (count := samples()):
             if isinstance(value, Tensor):
                 value = _nothing_like(value, kwargs.get("reduce_fx", torch.mean))
             indexed = kwargs.get("add_dataloader_idx", True)
-            with collectives.weighing(lambda: 0.0), step_value_kept(results, fx, name, indexed):
+            with (
+                collectives.weighing(lambda: 0.0, logged=_words(fx, name)),
+                step_value_kept(results, fx, name, indexed),
+            ):
                 plain(value, *args, batch_size=0, **kwargs)
             _prepare(results, logged_metric(results, fx, name, indexed), lambda: 0.0)
             return
         counts, given = (count, None) if batch_size is None else (float(batch_size), name)
-        with collectives.weighing(lambda: counts, given):
+        with collectives.weighing(lambda: counts, given, _words(fx, name)):
             plain(value, *args, batch_size=batch_size, **kwargs)
         _prepare(results, logged_metric(results, fx, name, kwargs.get("add_dataloader_idx", True)), lambda: counts)
         if batch_size == 0:
@@ -83,8 +92,32 @@ def count_batch(collectives: Collectives, samples: Callable[[], float], results:
     results.log = log
 
 
+def _words(fx: str, name: str) -> str:
+    return f"what {fx} logs as {name!r}"
+
+
+def count_epoch(results: Any | None, samples: float | None) -> None:
+    """From now on, a value that a hook logs at the end of an epoch counts by the samples of this rank in the epoch.
+
+    Lightning would count all ranks alike. ``batch_size=`` goes before this.
+
+    Args:
+        results: the Trainer's collection of logged values, if it has one.
+        samples: of this rank in the epoch; ``None`` if they are unknown.
+    """
+    if results is None:
+        return
+
+    def log(fx: str, name: str, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+        if batch_size is None and samples and fx.endswith(_END):
+            batch_size = int(samples)
+        type(results).log(results, fx, name, *args, batch_size=batch_size, **kwargs)
+
+    results.log = log
+
+
 def count_as_ever(results: Any | None) -> None:
-    """End what :func:`count_batch` has begun; idempotent."""
+    """End what :func:`count_batch` or :func:`count_epoch` has begun; idempotent."""
     if results is not None:
         vars(results).pop("log", None)
 
@@ -152,4 +185,4 @@ def _logging_by(results: Any | None, log: Callable[..., None]) -> Iterator[None]
     try:
         yield
     finally:
-        del results.log
+        count_as_ever(results)

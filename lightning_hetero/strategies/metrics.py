@@ -180,7 +180,8 @@ class LoggedMetrics:
 def warn_of_losses_over_all(module: nn.Module) -> list[RemovableHandle]:
     """Warn, once, where a loss seems to be made of a metric that is synchronised over all ranks at each step.
 
-    Such a loss is normalised over all samples already. A value that is only logged carries no gradient.
+    Such a loss is normalised over all samples already. Whether a value that has a gradient goes into the loss, or is
+    only logged, cannot be seen here.
 
     Args:
         module: whose losses are weighted by each rank's samples.

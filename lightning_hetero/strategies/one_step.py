@@ -111,7 +111,8 @@ def optimize(
     def step() -> Any:
         return strategy.step.optimize(strategy.trainer, optimizer, closure, stepping)
 
-    output = strategy.survival.step(step, left_out=lambda: _lightning.leave_out(closure))
+    with strategy.step.hooks():
+        output = strategy.survival.step(step, left_out=lambda: _lightning.leave_out(closure))
     if strategy.trainer.lightning_module.automatic_optimization:
         window_ended(strategy)  # before schedulers and callbacks
     return output

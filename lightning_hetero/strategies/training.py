@@ -1,7 +1,7 @@
 """A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class TrainingStep:
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
         self._logged: Any | None = None  # the Trainer's collection of logged values
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
+        self._epoch, self._of_epoch = -1, 0.0  # the running one, and this rank's samples in it
         self._none = False  # whether the running training_step has returned None
         self._hooks: list[RemovableHandle] = []  # of the fit, on modules
         self.passes = 0  # backward passes on the latest batch
@@ -77,12 +78,15 @@ class TrainingStep:
             self.batch_ended(trainer)  # if nothing else has ended the last one
             self._share.begin()
             self._counted = self._share.current().samples
+            if trainer.current_epoch != self._epoch:
+                self._epoch, self._of_epoch = trainer.current_epoch, 0.0
+            self._of_epoch += self._counted
             self.passes = 0
             self._log_to(_lightning.results_of(trainer))
 
     def _log_to(self, results: Any | None) -> None:
         self._logged = results
-        count_batch(self._collectives, lambda: self._counted, results)
+        count_batch(self._collectives, lambda: self._counted, lambda: self._of_epoch, results)
 
     @contextmanager
     def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
@@ -207,6 +211,10 @@ class TrainingStep:
         else:
             self._share.tell()
 
+    def hooks(self) -> AbstractContextManager[None]:
+        """A block in which the hooks around a backward pass and an optimizer's step run."""
+        return self._noticed.hooks()
+
     def window_ended(self) -> None:
         """An optimizer has stepped (with manual optimization, however often); after :meth:`batch_ended`."""
         self._samples = 0.0
@@ -215,6 +223,7 @@ class TrainingStep:
     def take_over(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._counted = former._samples, former._counted
+        self._epoch, self._of_epoch = former._epoch, former._of_epoch
         self.passes, self._hooks = former.passes, former._hooks
         self._log_to(former._logged)
 

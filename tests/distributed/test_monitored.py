@@ -81,7 +81,7 @@ def _validated(**log: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("log", [{}, {"on_step": True, "on_epoch": True}], ids=["epoch", "both"])
 def test_what_is_monitored_in_validation_is_of_all_samples(log: dict[str, Any]) -> None:
-    truth = {f"val_{name}": getattr(NUMBERS, name)() for name in ("mean", "min", "max", "sum")} | {"after": 0.5}
+    truth = {f"val_{name}": getattr(NUMBERS, name)() for name in ("mean", "min", "max", "sum")} | {"after": 7 / 30}
     for result in run(_validated, 2, **log):
         for name, values in result["seen"].items():
             assert values, name

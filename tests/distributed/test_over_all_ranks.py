@@ -228,22 +228,35 @@ class Calling(Net):
         return loss + 0 * differentiable_all_reduce(loss, group=group)
 
 
-def _called(own: bool, kind: Any = NodeAverageStrategy) -> tuple[list[str], list[float]]:
+class CallingInAHook(Calling):
+    """Averages gradients over all ranks by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return Net.training_step(self, batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+
+
+def _called(own: bool, kind: Any = NodeAverageStrategy, make: Any = Calling) -> tuple[list[str], list[float]]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        module = _trained(lambda: Calling(own), kind)[1]
+        module = _trained(lambda: make(own), kind)[1]
     return [str(one.message) for one in said if "over all ranks" in str(one.message)], module.sums
 
 
 def _calls() -> list[Any]:
-    return [_called(True), _called(False), _called(False, HeteroDDPStrategy)]
+    hooks = [_called(False, kind, CallingInAHook) for kind in (NodeAverageStrategy, HeteroDDPStrategy)]
+    return [_called(True), _called(False), _called(False, HeteroDDPStrategy), *hooks]
 
 
 def test_a_collective_over_all_ranks_in_a_training_step_is_told_once() -> None:
     results = run(_calls, 4, nodes=NODES)
-    for rank, (own, over, one) in enumerate(results):
-        assert own[0] == one[0] == []
-        assert len(over[0]) == (rank == 0)
+    for rank, (own, over, one, hook, one_hook) in enumerate(results):
+        assert own[0] == one[0] == one_hook[0] == []
+        assert len(over[0]) == len(hook[0]) == (rank == 0)
+    assert "a hook of the training step calls torch.distributed.all_reduce" in results[0][3][0][0]
     assert "training_step calls torch.distributed.all_reduce over all ranks" in results[0][1][0][0]
     assert "strategy.replica_group" in results[0][1][0][0]
     assert results[0][0][1] == results[1][0][1] != results[2][0][1] == results[3][0][1]

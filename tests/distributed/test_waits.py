@@ -57,7 +57,7 @@ def _train(strategy: type, do: str, timeout: float, before: Any = None, **option
     [
         ("all_gather", r"rank 0 waits in all_gather \(test_waits.py:\d+\) to gather a tensor"),
         ("all_reduce", r"rank 0 waits in all_reduce \(test_waits.py:\d+\)"),
-        ("log", r"rank 0 waits in log \(test_waits.py:\d+\) to reduce a tensor"),
+        ("log", r"rank 0 waits in log \(test_waits.py:\d+\) to reduce what training_step logs as 'of rank 0'"),
     ],
 )
 def test_all_ranks_say_where_each_of_them_waits(do: str, where: str) -> None:
@@ -68,6 +68,33 @@ def test_all_ranks_say_where_each_of_them_waits(do: str, where: str) -> None:
         assert re.search(where, text), text
         assert re.search(other, text), text
         assert "was it called on one rank only?" in text
+
+
+class LogsMore(Net):
+    """Rank 0 logs a value that the others do not, before one that all log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2 and self.trainer.is_global_zero:
+            self.log("more", 1000.0, sync_dist=True)
+        self.log("all", 7.0, sync_dist=True)
+        return self.loss(batch)
+
+
+def _logs_more() -> None:
+    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance="off", timeout=60), **{**FAST, "max_epochs": 1})
+    trainer.fit(LogsMore(), DataLoader(dataset(64), batch_size=8))
+
+
+def test_a_value_that_one_rank_logs_is_not_averaged_with_another() -> None:
+    for outcome in attempt(_logs_more, 2, timeout=50):
+        assert isinstance(outcome.error, DisagreementError), outcome.trace
+        text = str(outcome.error)
+        assert re.search(r"rank 0 is in log \(test_waits.py:\d+\) to reduce what training_step logs as 'more'", text), (
+            text
+        )
+        assert re.search(r"rank 1 is in log \(test_waits.py:\d+\) to reduce what training_step logs as 'all'", text), (
+            text
+        )
 
 
 def test_ranks_that_meet_in_different_collectives_say_in_which() -> None:
