@@ -270,7 +270,7 @@ class Logging(EvaluatedNet):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        self.log("rank", float(self.global_rank), sync_dist=True)
+        self.log("rank", float(self.global_rank), sync_dist=True, batch_size=1)  # else by the samples of each rank
         self.log("last rank", self.global_rank, sync_dist=True, reduce_fx="max")
 
     def on_validation_epoch_end(self) -> None:
