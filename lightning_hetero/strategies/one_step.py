@@ -109,10 +109,10 @@ def optimize(
     """
 
     def step() -> Any:
-        return strategy.step.optimize(strategy.trainer, optimizer, closure, stepping)
+        with strategy.step.hooks():
+            return strategy.step.optimize(strategy.trainer, optimizer, closure, stepping)
 
-    with strategy.step.hooks():
-        output = strategy.survival.step(step, left_out=lambda: _lightning.leave_out(closure))
+    output = strategy.survival.step(step, left_out=lambda: _lightning.leave_out(closure))
     if strategy.trainer.lightning_module.automatic_optimization:
         window_ended(strategy)  # before schedulers and callbacks
     return output
