@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import GossipAsyncStrategy, HeteroDDPStrategy, NodeAverageStrategy
 
-FIXED, SPEED, GLOBAL_BATCH, LIMIT = 0.005, 400.0, 64, 120.0  # seconds; samples per second of a device; seconds
+FIXED, SPEED, GLOBAL_BATCH = 0.005, 400.0, 64  # seconds; samples per second of a device; samples
 STRATEGIES: dict[str, Any] = {
     "hetero_ddp": HeteroDDPStrategy,
     "hetero_node": lambda **options: NodeAverageStrategy(replica="rank", every_n_steps=4, **options),
@@ -82,7 +82,7 @@ def gain(strategy: str, seconds: float) -> tuple[float, float]:
         folder, processes = Path(name), list[subprocess.Popen]()
 
         def start(number: int, after: str | None) -> None:
-            _wait(lambda: after is None or (folder / after).exists())
+            jobs.wait(lambda: after is None or (folder / after).exists())
             command = [sys.executable, __file__, "rank", strategy, str(seconds), name, str(number)]
             process = subprocess.Popen(
                 command, env={**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}, stdout=subprocess.DEVNULL
@@ -92,7 +92,7 @@ def gain(strategy: str, seconds: float) -> tuple[float, float]:
 
         for number, after in enumerate((None, "job", "2 have trained", None)):
             start(number, after)
-        _wait(lambda: all(process.poll() is not None for process in processes))
+        jobs.wait(lambda: all(process.poll() is not None for process in processes))
         if failed := [number for number, process in enumerate(processes) if process.returncode]:
             raise SystemExit(f"rank(s) {failed} have failed; their errors are above")
         seen = [json.loads((folder / f"rank {number}.json").read_text()) for number in range(4)]
@@ -105,14 +105,6 @@ def _rate(seen: list[tuple[float, int]]) -> float:
     """Samples per second, without the first second."""
     counted = [(at, n) for at, n in seen if at > seen[0][0] + 1]
     return sum(n for _, n in counted[1:]) / (counted[-1][0] - counted[0][0]) if len(counted) > 2 else 0.0
-
-
-def _wait(holds: Any) -> None:
-    until = time.monotonic() + LIMIT
-    while not holds():
-        if time.monotonic() > until:
-            raise SystemExit(f"nothing has happened for {LIMIT:.0f} s")
-        time.sleep(0.05)
 
 
 def main() -> None:

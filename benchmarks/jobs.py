@@ -54,6 +54,15 @@ def launch(ranks: int, *numbers: float | str, timeout: float = 1800) -> Any:
         return json.loads(output.read_text())
 
 
+def wait(holds: Callable[[], Any], limit: float = 600.0) -> None:
+    """Wait until something holds, or end the benchmark after ``limit`` seconds."""
+    until = time.monotonic() + limit
+    while not holds():
+        if time.monotonic() > until:
+            raise SystemExit(f"nothing has happened for {limit:.0f} s")
+        time.sleep(0.05)
+
+
 class Clock(pl.Callback):
     """Wall and CPU seconds of each training batch of this rank, from one batch's start to the next's."""
 

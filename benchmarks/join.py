@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
 
-RANKS, WIDTH, BATCH, LIMIT = 3, 1024, 12, 600.0  # the last in seconds
+RANKS, WIDTH, BATCH = 3, 1024, 12
 STRATEGIES: dict[str, Any] = {
     "hetero_ddp": HeteroDDPStrategy,
     "hetero_diloco": lambda **options: DiLoCoStrategy(replica="rank", tau=4, **options),
@@ -136,24 +136,16 @@ def join(strategy: str, optimizer: str, megabytes: int) -> list[dict[str, float]
 
         for number in range(RANKS):
             start(number)
-        _wait(lambda: all((folder / f"warm {number}").exists() for number in range(RANKS)))
+        jobs.wait(lambda: all((folder / f"warm {number}").exists() for number in range(RANKS)))
         processes[-1].send_signal(signal.SIGKILL)
         processes[-1].wait()
         (folder / "dead").touch()
         start(RANKS - 1)
         living = [process for number, process in enumerate(processes) if number != RANKS - 1]
-        _wait(lambda: all(process.poll() is not None for process in living))
+        jobs.wait(lambda: all(process.poll() is not None for process in living))
         if failed := [process.returncode for process in living if process.returncode]:
             raise SystemExit(f"{strategy}: ranks have failed with {failed}; their errors are above")
         return [json.loads((folder / f"result {number}").read_text()) for number in range(RANKS)]
-
-
-def _wait(holds: Any) -> None:
-    until = time.monotonic() + LIMIT
-    while not holds():
-        if time.monotonic() > until:
-            raise SystemExit(f"nothing has happened for {LIMIT:.0f} s")
-        time.sleep(0.05)
 
 
 def main() -> None:
