@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from lightning_hetero.averaging.averager import Averager, Facts, StepContext
+from lightning_hetero.averaging.averager import Averager, StepContext
+from lightning_hetero.averaging.facts import Facts
 
 
 @dataclass

@@ -54,10 +54,10 @@ def cause(error: BaseException, began: float | None = None) -> str:
     seconds = (_LATE if "imed out" in str(error) else _SOON) if _waits_for_news else 0.0
     if (failure := failures.first(seconds)) is not None:
         return f"{failure}. What has broken here: {error}"
-    places = failures.places(began) if began is not None else ""
+    where = failures.places(began) if began is not None else ""
     return (
         "another rank has failed or was too late (the strategy's `timeout` is the limit). "
-        f"{places or 'Look for the first error among the other ranks.'} Cause: {error}"
+        f"{where or 'Look for the first error among the other ranks.'} Cause: {error}"
     )
 
 

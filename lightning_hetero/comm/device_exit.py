@@ -24,7 +24,7 @@ _holds = False  # whether there has been a group of devices in this process
 _fits = 0  # counts beginnings and ends of fits: odd in a fit
 _leaves_at: float | None = None  # by the monotonic clock
 _says: Callable[[], str | None] | None = None  # why, when it leaves; nothing: it need not
-_failed = False  # whether there was a failure, here or elsewhere: groups are not destroyed any more
+_any_failed = False  # whether there was a failure, here or elsewhere: groups are not destroyed any more
 _status: int | None = None  # of this process, once an error has come to its top
 
 
@@ -35,8 +35,8 @@ def holds_devices() -> None:
         _holds, before = True, sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-            global _failed, _status
-            _failed, _status = True, 130 if issubclass(kind, KeyboardInterrupt) else 1
+            global _any_failed, _status
+            _any_failed, _status = True, 130 if issubclass(kind, KeyboardInterrupt) else 1
             return before(kind, error, trace)
 
         sys.excepthook = hook
@@ -76,8 +76,8 @@ def another_failed(why: Callable[[], object | None]) -> None:
 
 def this_one_failed(error: BaseException) -> None:
     """This rank ends with an error; what it does on its way out may wait for others for ever."""
-    global _failed
-    _failed = True
+    global _any_failed
+    _any_failed = True
     text = "".join(traceback.format_exception(error))
     _leave(
         LAST_WORDS, lambda: f"{text}This process holds process groups of devices (NCCL), and could not end by itself."
@@ -86,7 +86,7 @@ def this_one_failed(error: BaseException) -> None:
 
 def may_destroy() -> bool:
     """Whether process groups of devices can be destroyed: not after a failure."""
-    return not _failed
+    return not _any_failed
 
 
 def leave_at_exit() -> None:
@@ -96,13 +96,13 @@ def leave_at_exit() -> None:
 
 
 def _leave(seconds: float, says: Callable[[], str | None]) -> None:
-    global _leaves_at, _says, _failed
+    global _leaves_at, _says, _any_failed
     if not _holds:
         return
     with _lock:
         if not _fits % 2:
             return
-        _failed = True
+        _any_failed = True
         runs, fit = _leaves_at is not None, _fits
         if not runs or seconds > GRACE:  # an error of this rank's own is the better one
             _leaves_at, _says = time.monotonic() + seconds, says

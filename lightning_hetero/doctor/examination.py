@@ -63,7 +63,7 @@ def examine(
         given = ", ".join(f"{name}={value!r}" for name, value in trainer_options.items())
         raise ConfigurationError(f"there is no such Trainer ({given}): {error}") from error
     if save is not None and trainer.global_rank == 0:  # which will write it; others may have other folders
-        saving.check(save)
+        saving.check_target(save)
     launcher = trainer.strategy.launcher
     assert launcher is not None
     try:
@@ -91,7 +91,7 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
         rows = [*available(topology), *extras(topology.world)]
         report.show(topology, work, speeds, (within, between), rows, advice)
         if save is not None:
-            saving.save(save, speeds, topology.nodes, work.samples, work.size, slowest)
+            saving.save_examination(save, speeds, topology.nodes, work.samples, work.size, slowest)
     gather(None, "who is done")
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.forecast.sources import FORMAT
 
 
-def check(path: Path) -> None:
+def check_target(path: Path) -> None:
     """See that the file can be written, before anything is measured.
 
     Args:
@@ -32,7 +32,7 @@ def check(path: Path) -> None:
     raise ConfigurationError(f"--save {path}: {problem}. Give a file in a folder that exists, such as here.json.")
 
 
-def save(
+def save_examination(
     path: Path, speeds: Sequence[Speed], nodes: Sequence[Sequence[int]], samples: int, size: int, links: Slowest
 ) -> None:
     """Write what was measured, as JSON; a link that no two ranks have is ``null``.

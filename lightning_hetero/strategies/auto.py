@@ -126,12 +126,12 @@ class AutoStrategy(ReplicaStrategy):
                     self._stay("not every rank has measured its speed, or steps differ in size.")
                 return
             near, far = (self._measured(pairs, self._size()) for pairs in links.pairs(self._nodes()))
-            cluster = self._cluster(near, far)
-            assert cluster is not None
+            measured = self._cluster(near, far)
+            assert measured is not None
             step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
             algorithm = self.algorithm
             wish = Wish(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
-            self.choice = choose(cluster, step, wish)
+            self.choice = choose(measured, step, wish)
             if self.choice.prediction is None:
                 self._stay(self.choice.why)
                 return

@@ -136,7 +136,7 @@ class HeteroStrategy(DDPStrategy):
         self.set_world_ranks()
         joining.connect(self)
         if self.job is None:
-            self.build(joining.join(self))
+            self.build(joining.join_job(self))
 
     def build(self, job: Job, regrouping: Regrouping | None = None) -> joining.Parts | None:
         """Make what depends on who takes part, by the job's view (collective); returns what was there before.

@@ -145,7 +145,7 @@ def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
     return {"store": dist.PrefixStore(f"restart {restarts}", store)}
 
 
-def join(strategy: "HeteroStrategy") -> Job:
+def join_job(strategy: "HeteroStrategy") -> Job:
     """Learn who takes part in the job (collective)."""
     strategy.timer.move_to(strategy.root_device)
     entering.resume(strategy)
@@ -242,7 +242,7 @@ class Parts:
 
 
 def make_parts(
-    strategy: "HeteroStrategy", job: Job, former: Parts | None, regrouping: Regrouping | None = None
+    strategy: "HeteroStrategy", job: Job, former: Parts | None, regrouped: Regrouping | None = None
 ) -> Parts:
     """Make what depends on who takes part (collective).
 
@@ -250,14 +250,14 @@ def make_parts(
         strategy: that asks.
         job: with the view.
         former: what was made from an earlier view, which goes on in the new parts.
-        regrouping: in the midst of a fit: which of the former ranks remain, and from which step on they share batches.
+        regrouped: in the midst of a fit: which of the former ranks remain, and from which step on they share batches.
     """
     view, options, timer = job.view, strategy.options, strategy.timer
     # Replicas that differ look when they meet, so that all learn of it at once.
     mode = options.on_nan if view.count == 1 else "ignore"
     planner = options.planner(view.world, view.ids if view.number else None)
-    if former is not None and regrouping is not None:
-        planner = plan_among(former.share.planner, regrouping.kept, planner)
+    if former is not None and regrouped is not None:
+        planner = plan_among(former.share.planner, regrouped.kept, planner)
 
     def begin_pass() -> Position:
         share.begin_pass()
@@ -288,7 +288,7 @@ def make_parts(
     share.settings = lambda: hyperparameters(strategy.optimizers)
     finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
     if former is not None:
-        share.take_over(former.share, regrouping)
+        share.take_over(former.share, regrouped)
     engine = strategy.make_engine(job, share)
     if former is not None:
         engine.take_over(former.engine)

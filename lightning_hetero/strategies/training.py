@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero import _lightning

@@ -216,8 +216,8 @@ class Hosts(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        growth, late = strategy.survival.growth, bool(os.environ.get(LATE))
-        places = [place for place in addresses(strategy, growth._came_later) if isinstance(place, LauncherStore)]
+        elastic, late = strategy.survival.growth, bool(os.environ.get(LATE))
+        places = [place for place in addresses(strategy, elastic._came_later) if isinstance(place, LauncherStore)]
         first = os.environ["RANK"] == "0" and not late
         assert [place._hosted for place in places] == [first]
 

@@ -32,7 +32,7 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_plan_reads_the_cluster_that_the_doctor_advises_on(name: str, tmp_path: Path) -> None:
     nodes, links, by_hand = CLUSTERS[name]
-    saving.save(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
+    saving.save_examination(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
     read = of_file(tmp_path / "here.json")
     assert (read.nodes, read.samples, read.size) == (by_hand, 64, 8e6)
     assert links.within in (read.within, None)
@@ -46,7 +46,7 @@ def test_plan_reads_the_cluster_that_the_doctor_advises_on(name: str, tmp_path: 
 @pytest.mark.parametrize(("name", "absent"), [("one node", "between"), ("4x1", "within"), ("2x2", "")])
 def test_a_link_that_nobody_has_measured_is_null(name: str, absent: str, tmp_path: Path) -> None:
     nodes, links, _ = CLUSTERS[name]
-    saving.save(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
+    saving.save_examination(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
     found = json.loads((tmp_path / "here.json").read_text())
     assert {way for way in ("within", "between") if found[way] is None} == {absent} - {""}
     assert found["format"] == 1
@@ -84,17 +84,17 @@ def test_a_file_without_a_link_that_ranks_use_or_of_a_later_format_is_refused(ch
 def test_where_a_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("here.json", tmp_path / "here.json", written(tmp_path)):
-        saving.check(Path(path))
+        saving.check_target(Path(path))
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigurationError, match=r"--save folder: this is a folder\. Give a file"):
-        saving.check(Path("folder"))
+        saving.check_target(Path("folder"))
     with pytest.raises(ConfigurationError, match=r"--save nodir/h\.json: there is no folder .*/nodir\."):
-        saving.check(Path("nodir/h.json"))
+        saving.check_target(Path("nodir/h.json"))
     with pytest.raises(ConfigurationError, match="there is no folder"):  # a file is none
-        saving.check(Path("here.json/h.json"))
+        saving.check_target(Path("here.json/h.json"))
     monkeypatch.setattr(saving.os, "access", lambda path, mode: False)
     with pytest.raises(ConfigurationError, match="you may not write there"):
-        saving.check(Path("other.json"))
+        saving.check_target(Path("other.json"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "here.json"]
 
 
