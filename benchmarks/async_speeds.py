@@ -2,7 +2,7 @@
 
 Devices are emulated by a delay that uses no core. Samples of all ranks are counted over a window of the fit, over what
 the same ranks do in the same time when each trains alone. Then the loss on test digits after equal samples, beside
-`hetero_diloco`, with all delays a twentieth. (For what the rule itself does, without a clock: `async_causes.py`.)
+`hetero_diloco`, with all delays a twentieth.
 
     python benchmarks/async_speeds.py [--repeats 3] [--seeds 3] [--window 12]
     python benchmarks/async_speeds.py --repeats 0 --seeds 5                  # the losses only

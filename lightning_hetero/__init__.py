@@ -78,7 +78,7 @@ __all__ = [
     "__version__",
     "strategy_for",
 ]
-__version__ = "1.0.0"
+__version__ = "0.1.0.dev0"
 _PARTS = ("strategies", "callbacks", "errors", "workload.shared_stream")
 
 

@@ -20,7 +20,6 @@ from lightning_hetero import EmulatedSpeed
 from lightning_hetero.strategies.replica import ReplicaStrategy
 from lightning_hetero.workload.shares import Cost
 
-SLOW = "slow "  # before a contender's name: the last rank has half of its quota
 SKIP = 12  # steps before the measured ones: connections open, memory is allocated, a rate is found
 
 
@@ -100,14 +99,13 @@ def main() -> None:
     output, model, names = Path(sys.argv[1]), sys.argv[2], sys.argv[7:]
     repeats, steps, batch, delay = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
     rank = int(os.environ["RANK"])
+    network.throttle()
     with contenders.on_cluster():
         everything: list[dict[str, Any]] = []
         for repeat in range(repeats):
             for name in names:
                 dist.barrier()
-                slow = name.startswith(SLOW) and rank == dist.get_world_size() - 1
-                network.throttle(0.5 if slow else 1.0)
-                mine = fit(name.removeprefix(SLOW), model, steps, batch, delay)
+                mine = fit(name, model, steps, batch, delay)
                 ranks: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(ranks, mine)
                 everything.append({"contender": name, "repeat": repeat, "ranks": ranks})

@@ -198,12 +198,12 @@ class Cluster:
         return own / 1e9, int((CGROUPS / "cpuacct" / "cpuacct.usage").read_text()) / 1e9
 
 
-def throttle(part: float = 1.0) -> None:
-    """Take the rank's quota, or a part of it; to be called by the rank, once its imports are done."""
+def throttle() -> None:
+    """Take the rank's quota; to be called by the rank, once its imports are done."""
     group, quota = os.environ["CLUSTER_CGROUP"], int(os.environ["CLUSTER_QUOTA_US"])
     file = os.open(f"{group}/cpu.cfs_quota_us", os.O_WRONLY)  # unbuffered: a refusal must raise here
     try:
-        os.write(file, str(quota if quota < 0 else int(quota * part)).encode())
+        os.write(file, str(quota).encode())
     finally:
         os.close(file)
 

@@ -26,9 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import faults
+from faults import Fit, Result
 from faults_files import Place
-from faults_result import Result
-from faults_watch import Fit
 from jobs import machine
 from systems import add_options, interpreters
 

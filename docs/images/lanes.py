@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from lightning_hetero.callbacks.canvas import CAUSES, NEUTRAL, WAITING, lanes
+from lightning_hetero.callbacks.plots import CAUSES, NEUTRAL, WAITING, lanes
 
 COLOURS = {"compute": CAUSES["compute"], "wait": WAITING, "exchange": CAUSES["exchange"], "hidden": CAUSES["hidden"]}
 LABELS = {

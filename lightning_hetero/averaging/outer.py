@@ -33,7 +33,7 @@ class OuterAverager(StreamingAverager):
     momentum BMUF. Buffers, which have no gradients, take the mean.
 
     Between two outer steps the mean of the replicas is validated, saved and left at the end: it reads better than the
-    center, and than the center after an outer step ahead of its time (``benchmarks/consensus.py``).
+    center, and than the center after an outer step ahead of its time.
 
     Source: DiLoCo, Douillard et al. 2023, algorithm 1; Streaming DiLoCo, Douillard et al. 2025, algorithm 2.
 

@@ -1,9 +1,9 @@
-"""What people look at, and what lets one machine pass for several."""
+"""Callbacks: the monitor, resumable checkpoints, and emulated speeds."""
 
 from lightning_hetero.callbacks.emulation import EmulatedSpeed
-from lightning_hetero.callbacks.inline import Summary
 from lightning_hetero.callbacks.monitor import HeteroMonitor
 from lightning_hetero.callbacks.record import Exchanged, Record
+from lightning_hetero.callbacks.report import Summary
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 __all__ = ["EmulatedSpeed", "Exchanged", "HeteroMonitor", "Record", "ResumableCheckpoint", "Summary"]

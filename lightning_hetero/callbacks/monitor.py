@@ -1,8 +1,8 @@
-"""Shows who computes how much, how fast, who waits, and what exchanges between replicas cost."""
+"""The callback that logs who computes how much, how fast, who waits, and what exchanges cost, and writes the report."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import logged_step
-from lightning_hetero.callbacks.attendance import Attendance
-from lightning_hetero.callbacks.inline import Summary, html
-from lightning_hetero.callbacks.record import Exchanged, Record, StepRecord, View, thin
-from lightning_hetero.callbacks.report import fit_of, folder_of, write
-from lightning_hetero.callbacks.shown import exchange_texts, loss_metrics, metrics, pairing_table, texts
+from lightning_hetero.callbacks.record import Attendance, Exchanged, Record, StepRecord, View, thin
+from lightning_hetero.callbacks.report import Summary, fit_of, folder_of, notebook_html, write
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.links import Traffic
 from lightning_hetero.errors import ConfigurationError, MembershipLostError, UnsupportedError
@@ -29,51 +26,19 @@ if TYPE_CHECKING:
 
 
 class HeteroMonitor(Callback):
-    """Logs how a strategy of this package splits batches and brings replicas together, and what comes of it.
+    """Callback that logs how batches are split and what exchanges cost, and writes a report at the end of a fit.
 
-    When the ranks have exchanged their measurements (``rebalance_every_n_steps``; where there are several replicas,
-    when they meet) the Trainer's loggers get, at first and then as often at most as Lightning's own metrics
-    (``log_every_n_steps``), of each rank ``i``::
+    Loggers get ``hetero/...`` numbers of each rank, of the job, and of exchanges between replicas, as often as
+    Lightning's own metrics (``log_every_n_steps``), when ranks have exchanged their measurements; the progress bar
+    shows the main ones. ``docs/monitoring.md`` lists them. It exchanges nothing itself while ranks train. With
+    accumulation, a step here is one batch. If ranks are lost and the fit goes on, all keep the numbers here that they
+    had at first.
 
-        hetero/share/rank{i}          samples per step
-        hetero/samples_per_s/rank{i}  its own speed while it works
-        hetero/compute_s/rank{i}      seconds per step of its own work
-        hetero/wait_s/rank{i}         seconds per step that it waits for others
-
-    and of the job ``hetero/samples_per_s`` and ``hetero/waiting``, the fraction of all ranks' time spent waiting. The
-    progress bar shows the last two and the shares.
-
-    Where there are several replicas, the loggers also get, as often, after an exchange between them, as seen by rank
-    0::
-
-        hetero/exchanges              so far
-        hetero/bytes_sent             by this replica so far, the network's own headers not counted
-        hetero/hidden_s               seconds so far for which an exchange was under way while it trained
-        hetero/exposed_s              seconds so far for which it waited for an exchange
-        hetero/consensus_distance     RMS distance of the replicas from their mean, where all exchange at once
-        hetero/exchanges_per_s        lately
-        hetero/...                    the algorithm's own numbers: for DASO ``global_every`` (B) and ``wait`` (W); for
-                                      the elastic family ``center_distance`` (RMS over replicas; of rank 0 where they
-                                      come one by one) and ``exchanges_per_s/replica{i}``
-
-    Under gossip ``hetero/missed`` counts exchanges that were not completed in time, ``hetero/met/replica{i}`` those
-    with each other replica, and at the end a table says who has met whom.
-
-    The progress bar shows the algorithm's numbers and words, and the part of the latest exchange's time that was
-    hidden.
-
-    If ranks are lost and the fit goes on (``on_peer_loss="continue"``), loggers get ``hetero/view``, ``hetero/ranks``,
-    ``hetero/replicas``, ``hetero/stall_s`` (for which this rank stood still) and ``hetero/lost_samples``. All ranks
-    keep the numbers here that they had at first.
-
-    It exchanges nothing itself while ranks train. With accumulation, a step here is one batch.
-
-    At the end of a fit rank 0 writes a report, ``report.html``: who was slowest and why, who waited, how batches were
-    split, what exchanges cost; its pictures as PNG (with matplotlib, extra ``plots``); its figures as
-    ``figures.json``. For this the ranks meet once before the first step, to set their clocks, and once after the last,
-    so give the callback to all of them. If rank 0 is lost, the lowest rank that remains writes the report. If an error
-    ends the fit, nobody meets: rank 0 reports what it has seen itself; a rank that the others have left out
-    (:class:`~lightning_hetero.errors.MembershipLostError`) writes nothing.
+    At the end of a fit rank 0 writes ``report.html``: who was slowest and why, who waited, how batches were split, what
+    exchanges cost; its pictures as PNG (with matplotlib, extra ``plots``); its figures as ``figures.json``. For this
+    the ranks meet once before the first step, to set their clocks, and once after the last, so give the callback to all
+    of them. If rank 0 is lost, the lowest rank that remains writes the report. If an error ends the fit, nobody meets:
+    rank 0 reports what it has seen itself; a rank that the others have left out writes nothing.
 
     Args:
         report: folder for the report, relative to the logger's folder of this run, or without a logger to
@@ -142,7 +107,7 @@ class HeteroMonitor(Callback):
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
         losses, entry, told = strategy.survival.losses, strategy.entry, None
         if entry is not None and entry.replica is not None and self._attendance is not None:
-            told = self._attendance.told(losses, time.perf_counter())  # others have just joined
+            told = self._attendance.until(time.perf_counter(), losses)  # others have just joined
         everyone = gather((wanted, told), "the ranks to set their clocks for HeteroMonitor")
         assert strategy.job is not None
         self.summary, start = None, time.perf_counter()  # it is of an earlier fit
@@ -171,7 +136,7 @@ class HeteroMonitor(Callback):
         if isinstance(strategy, ReplicaStrategy):
             self.pairings = strategy.pairings
             if self.pairings:
-                rank_zero_info(pairing_table(self.pairings))
+                rank_zero_info(_pairing_table(self.pairings))
         self._see_losses(trainer, strategy)
         if self._steps is not None:
             view = self._stop_watching(strategy)
@@ -191,7 +156,7 @@ class HeteroMonitor(Callback):
                 self._write(strategy, pl_module, [view], f"{type(exception).__name__}{what and f': {what}'}")
 
     def give_back(self) -> dict[str, Any]:
-        """What the process of a notebook is to know, where ranks are forked or spawned."""
+        """Records for the process of a notebook, where ranks are forked or spawned."""
         return {name: getattr(self, name) for name in ("history", "exchanges", "losses", "pairings", "summary")}
 
     def take_back(self, given: dict[str, Any]) -> None:
@@ -200,20 +165,20 @@ class HeteroMonitor(Callback):
 
     def _repr_html_(self) -> str:
         """Show the latest fit in a notebook."""
-        return html(self.history, self.summary)
+        return notebook_html(self.history, self.summary)
 
     def _stop_watching(self, strategy: HeteroStrategy) -> View | None:
-        """What has been seen; nothing if there was no step."""
+        """All that has been seen; nothing if there was no step."""
         steps, self._steps = self._steps, None
         assert steps is not None
         strategy.share.watchers.remove(steps.add)
         if not steps.beginning:
             return None
-        found = steps.stretches, steps.beginning, steps.end, steps.background
         assert strategy.job is not None
         assert self._attendance is not None
-        me, losses = strategy.job.view.ids[strategy.job.view.rank], self._attendance.since(strategy.survival.losses)
-        return View(me, *found, list(self.exchanges), strategy.share.fitted, tuple(losses))
+        members, losses = strategy.job.view, self._attendance.since(strategy.survival.losses)
+        found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
+        return View(members.ids[members.rank], *found, strategy.share.fitted, tuple(losses))
 
     def _write(
         self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[View], ended: str | None = None
@@ -221,8 +186,7 @@ class HeteroMonitor(Callback):
         assert self._folder is not None
         assert self._attendance is not None
         try:
-            fit = fit_of(strategy, type(module).__name__, views, ended, self._attendance)
-            self.summary = write(self._folder, fit)
+            self.summary = write(self._folder, fit_of(strategy, type(module).__name__, views, ended, self._attendance))
         except Exception as error:  # whatever it is, the training is worth more than its report
             rank_zero_warn(f"HeteroMonitor could not write its report to {self._folder}: {error!r}")
         else:
@@ -231,10 +195,9 @@ class HeteroMonitor(Callback):
     def _see_losses(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
         for loss in strategy.survival.losses[len(self.losses) :]:
             self.losses.append(loss)
-            self._log(trainer, loss_metrics(loss))
-            if trainer.progress_bar_callback is not None:
-                lost = [str(rank) for loss in self.losses for rank in loss.lost]
-                trainer.progress_bar_metrics.update({"lost ranks": " ".join(lost)})  # type: ignore[dict-item]
+            numbers = {"view": loss.view, "ranks": loss.ranks, "replicas": loss.replicas}
+            self._log(trainer, {**numbers, "stall_s": loss.seconds, "lost_samples": loss.samples})
+            _show(trainer, {"lost ranks": " ".join(str(rank) for loss in self.losses for rank in loss.lost)})
 
     def _see_exchanges(self, trainer: "pl.Trainer", strategy: ReplicaStrategy) -> None:
         traffic, before = strategy.traffic, self._before
@@ -242,26 +205,26 @@ class HeteroMonitor(Callback):
             return
         hidden, hidden_before = (max(at.seconds - at.exposed, 0.0) for at in (traffic, before))
         costs = traffic.exchanges, traffic.bytes, hidden, traffic.exposed, traffic.distance
-        record = Exchanged(strategy.share.step, *costs, strategy.status())
-        self.exchanges.append(record)
+        status = strategy.status()
+        self.exchanges.append(Exchanged(strategy.share.step, *costs, status))
         thin(self.exchanges)
-        names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
-        numbers = {name: value for name, value in record.status.items() if not isinstance(value, str)}
-        now = time.perf_counter()
-        spent = hidden - hidden_before, traffic.exposed - before.exposed
+        now, spent = time.perf_counter(), (hidden - hidden_before, traffic.exposed - before.exposed)
         if self._steps is not None and spent[0] > 0:
             self._steps.hidden(now - sum(spent), now - spent[1])  # its wait, if any, came last
         pace = (traffic.exchanges - before.exchanges) / (now - self._at)
         self._before, self._at = replace(traffic), now
-        known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
         if self._due(trainer, "exchanges"):
+            names = "exchanges", "bytes_sent", "hidden_s", "exposed_s", "consensus_distance"
+            numbers = {name: value for name, value in status.items() if not isinstance(value, str)}
+            known = {**dict(zip(names, costs, strict=True)), "exchanges_per_s": pace, **numbers}
             self._log(trainer, {name: value for name, value in known.items() if math.isfinite(value)})
-        if trainer.progress_bar_callback is None:
-            return
-        trainer.progress_bar_metrics.update(exchange_texts(record.status, *spent))  # type: ignore[arg-type]
+        short = {name: value for name, value in status.items() if "/" not in name}  # not of each replica
+        shown = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in short.items()}
+        shown["hidden"] = f"{max(spent[0], 0.0) / sum(spent):.0%}" if sum(spent) > 0 else ""
+        _show(trainer, shown)
 
     def _see_reports(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
-        """The ranks' latest reports, once; they arrive at the same step on every rank."""
+        """Record the ranks' latest reports, once; they arrive at the same step on every rank."""
         share, before = strategy.share, self._seen
         if share.reports is before:
             return
@@ -272,16 +235,19 @@ class HeteroMonitor(Callback):
             return  # nothing yet, or the first times of a GPU are still to come
         samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in share.reports), strict=True)
         planned = share.planner.total > 0  # but not for streams: no plan sizes their batches
-        shares = share.planner.shares(share.step - 1) if planned else map(round, samples)
+        shares = tuple(share.planner.shares(share.step - 1) if planned else map(round, samples))
         assert strategy.job is not None
-        record = Record(share.step, tuple(shares), samples, compute, wait, strategy.job.view.ids)
+        record = Record(share.step, shares, samples, compute, wait, strategy.job.view.ids)
         self.history.append(record)
         thin(self.history)
         if self._due(trainer, "reports"):
-            self._log(trainer, metrics(record))
-        if trainer.progress_bar_callback is not None:
-            # `self.log(..., prog_bar=True)` takes numbers only and costs a hundred times as much; bars show text, too.
-            trainer.progress_bar_metrics.update(texts(record))  # type: ignore[arg-type]
+            columns = {"share": shares, "samples_per_s": record.samples_per_s, "compute_s": compute, "wait_s": wait}
+            numbers = {
+                f"{name}/rank{i}": x for name, row in columns.items() for i, x in zip(record.ranks, row, strict=False)
+            }
+            self._log(trainer, {**numbers, "samples_per_s": record.throughput, "waiting": record.waiting})
+        shown = {"samples/s": f"{record.throughput:.0f}", "waiting": f"{record.waiting:.0%}"}
+        _show(trainer, {**shown, "shares": " ".join(map(str, shares))})
 
     def _due(self, trainer: "pl.Trainer", what: str) -> bool:
         """Whether loggers are to get such a thing again: the first time, then as often as Lightning's own metrics."""
@@ -296,3 +262,20 @@ class HeteroMonitor(Callback):
         for logger in trainer.loggers:
             named = {f"hetero/{name}": float(value) for name, value in metrics.items()}
             logger.log_metrics(named, step=logged_step(trainer))
+
+
+def _show(trainer: "pl.Trainer", texts: dict[str, str]) -> None:
+    """Show texts on the progress bar; ``self.log(..., prog_bar=True)`` takes numbers only and costs far more."""
+    if trainer.progress_bar_callback is not None:
+        trainer.progress_bar_metrics.update(texts)  # type: ignore[arg-type]
+
+
+def _pairing_table(pairings: Sequence[Sequence[int]]) -> str:
+    """Completed exchanges of each replica with each, to be printed."""
+    width = max(len(str(count)) for row in pairings for count in (*row, len(pairings))) + 2
+    head = "replica" + "".join(f"{i:{width}}" for i in range(len(pairings)))
+    rows = [
+        f"{i:7}" + "".join(f"{'-' if i == j else count:>{width}}" for j, count in enumerate(row))
+        for i, row in enumerate(pairings)
+    ]
+    return "\n".join(["Completed exchanges of each replica with each:", head, *rows])

@@ -1,84 +1,118 @@
-"""The pictures of the report: matplotlib, drawn without a display."""
+"""The report's pictures, drawn by matplotlib without a display."""
 
+import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from lightning_hetero.callbacks.canvas import (
-    BETWEEN,
-    CAUSES,
-    NEUTRAL,
-    WAITING,
-    Picture,
-    above,
-    colours,
-    lane,
-    lanes,
-    mark,
-    picture,
-    plane,
-)
-from lightning_hetero.callbacks.exchange_plots import course, exchanges, pairs
-from lightning_hetero.callbacks.lineup import Change
-from lightning_hetero.callbacks.record import Fit, Stretch, View, coarser
-from lightning_hetero.callbacks.totals import Totals, end_of, even_work, totals
+from lightning_hetero.callbacks.record import Change, Exchanged, Fit, Stretch, View, coarser
+from lightning_hetero.callbacks.verdict import Totals, even_scales, totals
 
 FloatArray = NDArray[np.float64]
 
+#: Causes of a step's length. These colours mean nothing else in any picture; colour-blind people can tell them apart.
+CAUSES = {"compute": "#0072B2", "data": "#F0C800", "exchange": "#D81B78", "hidden": "#3FA34D"}
+WAITING = "#D9D9D9"
 PARTS = {
     "data": (CAUSES["data"], "loads data"),
     "compute": (CAUSES["compute"], "computes"),
     "wait": (WAITING, "waits for other ranks"),
     "exchange": (CAUSES["exchange"], "exposed exchange between replicas"),
 }
-HIDDEN = (CAUSES["hidden"], "hidden exchange, in the background")
-#: Most lanes of a time line, and most points of a curve.
-LANES, POINTS = 16, 60
-#: A time line shows about so many steps.
-SHOWN = 16
+#: Time that belongs to no step.
+BETWEEN = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "////", "linewidth": 0.5}
+#: Ranks and replicas, from dark to light and back: earth and violet, so that none looks like a cause.
+RANKS = ("#4B2E83", "#C2A5CF", "#8C510A", "#DFC27D", "#7A0C2E", "#B8906F", "#9970AB", "#3B3B3B")
+#: Moments at which ranks were lost.
+LOST = "#C00000"
+#: The job as a whole, and an algorithm's own numbers.
+NEUTRAL = ("#222222", "#888888")
+#: Most lanes of a time line, most points of a curve, and about as many steps as a time line shows.
+LANES, POINTS, SHOWN = 16, 60, 16
+_CLOCK = "seconds since the ranks started together"
+
+
+class Picture(NamedTuple):
+    """A picture with its words.
+
+    Attributes:
+        name: of its file, without the ending.
+        title: what it shows.
+        caption: how to read it.
+        png: the file.
+    """
+
+    name: str
+    title: str
+    caption: str
+    png: bytes
 
 
 def draw(fit: Fit) -> list[Picture]:
     """All pictures that this fit has something to show in."""
-    return [
-        picture
-        for artist in (_time_lines, _parts, _shares, _speeds, exchanges, course, pairs)
-        if (picture := artist(fit))
-    ]
+    artists = _time_lines, _parts, _shares, _speeds, _exchanges, _course, _pairs
+    return [picture for artist in artists if (picture := artist(fit))]
+
+
+def colours(count: int) -> list[str]:
+    """One colour per rank, none of which is a cause's."""
+    if count <= len(RANKS):
+        return list(RANKS[:count])
+    return [to_hex(colormaps["copper"](i / (count - 1))) for i in range(count)]
+
+
+def lane(axis: Axes, row: float, spans: Sequence[tuple[float, float]], colour: str, height: float = 0.8) -> None:
+    """Draw spans of time, each as (start, length) in seconds, in one row of a time line."""
+    axis.broken_barh(list(spans), (row - height / 2, height), facecolor=colour)
+
+
+def lanes(axis: Axes, labels: Sequence[str]) -> None:
+    """Make a plot a time line with one labelled row per rank."""
+    axis.set_yticks(range(len(labels)), labels)
+    axis.set_ylim(len(labels) - 0.4, -0.6)
+    axis.tick_params("y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def _time_lines(fit: Fit) -> Picture:
-    views = _slowest(fit)
-    figure = Figure(figsize=(12, 1.6 + 0.5 * len(views)), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    windows = _window([v.beginning for v in views], False), _window([v.end for v in views], True)
-    for axis, steps, window, title in zip(
-        axes, ([v.beginning for v in views], [v.end for v in views]), windows, ("the beginning", "the end"), strict=True
-    ):
+    views = [view for view, _ in _slowest(fit)]
+    figure, axes = _plots(2, 1.6 + 0.5 * len(views), sharey=True)
+    for axis, name in zip(axes, ("beginning", "end"), strict=True):
+        steps = [getattr(view, name) for view in views]
+        window = _window(steps, at_the_end=name == "end")
         for row, (view, own) in enumerate(zip(views, steps, strict=True)):
-            for part, spans in _spans(own):
-                lane(axis, row, spans, PARTS[part][0])
-            lane(axis, row + 0.46, [(a, b - a) for a, b in view.background], HIDDEN[0], height=0.1)
+            at = [step.began for step in own]
+            for part in ("exchange", "data", "compute", "wait"):  # an exchange follows the end of a step's lap
+                lengths = [getattr(step, part) for step in own]
+                lane(axis, row, list(zip(at, lengths, strict=True)), PARTS[part][0])
+                at = [start + length for start, length in zip(at, lengths, strict=True)]
+            lane(axis, row + 0.46, [(a, b - a) for a, b in view.background], CAUSES["hidden"], height=0.1)
+        lanes(axis, [f"rank {view.rank}" for view in views])
         axis.set_xlim(*window)
         for change in fit.shown:
-            if window[0] <= change.at and change.at - change.stall <= window[1]:
-                mark(axis, change.at, _lost(change), change.at - change.stall)
-        axis.set_title(title, loc="left", weight="bold")
-        axis.set_xlabel("seconds since the ranks started together")
-    lanes(axes[0], [f"rank {view.rank}" for view in views])
-    axes[1].spines[["top", "right", "left"]].set_visible(False)
-    axes[1].tick_params("y", length=0)
+            if window[0] <= change.at and change.at - change.seconds <= window[1]:
+                _mark(axis, change.at, change, change.at - change.seconds)
+        axis.set_title(f"the {name}", loc="left", weight="bold")
+        axis.set_xlabel(_CLOCK)
     shown = [part for part in PARTS if any(getattr(s, part) > 0 for v in views for s in v.stretches)]
     handles = [Patch(color=PARTS[part][0], label=PARTS[part][1]) for part in shown]
-    handles += [Patch(color=HIDDEN[0], label=HIDDEN[1])] if any(v.background for v in views) else []
+    if any(view.background for view in views):
+        handles.append(Patch(color=CAUSES["hidden"], label="hidden exchange, in the background"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    return picture(
+    return _picture(
         figure,
         "timeline",
         "Who works and who waits",
@@ -89,130 +123,85 @@ def _time_lines(fit: Fit) -> Picture:
     )
 
 
-def _slowest(fit: Fit) -> list[View]:
-    """The slowest ranks, where there are too many, in the order of ranks."""
-    return [view for view, _ in _rows(fit)]
-
-
-def _rows(fit: Fit) -> list[tuple[View, Totals]]:
-    """The slowest ranks with their sums over the settled part; compared as in the verdict."""
+def _slowest(fit: Fit) -> list[tuple[View, Totals]]:
+    """The slowest ranks with their sums over the settled part, compared as in the verdict, in the order of ranks."""
     own = totals(fit)
-    work = even_work(own) or [rank.work for rank in own]
+    work = [scale * r.work / r.steps for scale, r in zip(even_scales(own) or [1.0] * len(own), own, strict=True)]
     slowest = sorted(range(len(own)), key=lambda i: -work[i])[:LANES]
     return [(fit.views[i], own[i]) for i in sorted(slowest, key=lambda i: fit.views[i].rank)]
-
-
-def _lost(change: Change) -> str:
-    if change.joined:
-        return change.who
-    return f"{change.who} lost" if change.lost else "connections lost"
-
-
-def _marks(fit: Fit, more: str = "") -> str:
-    """The part of a caption that explains the marks."""
-    return f" A red line marks where the ranks went on after others were lost, or joined.{more}" if fit.shown else ""
-
-
-def _fewer(fit: Fit) -> str:
-    return f" Of {len(fit.views)} ranks the {LANES} slowest are shown." if len(fit.views) > LANES else ""
 
 
 def _window(ranks: Sequence[Sequence[Stretch]], at_the_end: bool) -> tuple[float, float]:
     """A span of time in which every rank's steps are known, and about ``SHOWN`` of the slowest's lie."""
     covered = [(steps[0].began, steps[-1].began + steps[-1].seconds) for steps in ranks]
     length = SHOWN * max((end - began) / len(steps) for (began, end), steps in zip(covered, ranks, strict=True))
+    begins, ends = zip(*covered, strict=True)
     if at_the_end:
-        last = max(end for _, end in covered)
-        return max(last - length, max(began for began, _ in covered)), last
-    first = min(began for began, _ in covered)
-    return first, min(first + length, min(end for _, end in covered))
-
-
-def _spans(steps: Sequence[Stretch]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """For each part of a step, in the order in which parts are drawn, its (start, length) in all steps."""
-    at = [step.began for step in steps]
-    for part in ("exchange", "data", "compute", "wait"):  # an exchange follows the end of a step's lap
-        lengths = [getattr(step, part) for step in steps]
-        yield part, list(zip(at, lengths, strict=True))
-        at = [start + length for start, length in zip(at, lengths, strict=True)]
+        return max(max(ends) - length, *begins), max(ends)
+    return min(begins), min(min(begins) + length, *ends)
 
 
 def _parts(fit: Fit) -> Picture:
-    rows = _rows(fit)
-    figure = Figure(figsize=(12, 1.3 + 0.36 * len(rows)), layout="constrained")
-    axis = figure.subplots()
-    left = [0.0] * len(rows)
+    rows = _slowest(fit)
+    figure, [axis] = _plots(1, 1.3 + 0.36 * len(rows))
+    left = np.zeros(len(rows))
     for part, (colour, label) in {**PARTS, "between": ("white", "between steps")}.items():
-        widths = [100 * getattr(own, part) / max(own.seconds, 1e-12) for _, own in rows]
+        widths = np.array([100 * getattr(own, part) / max(own.seconds, 1e-12) for _, own in rows])
         style: dict[str, Any] = BETWEEN if part == "between" else {"color": colour}
-        if any(widths):
-            axis.barh(range(len(widths)), widths, left=left, label=label, height=0.8, **style)
-        for row, (start, width) in enumerate(zip(left, widths, strict=True)):
-            if width >= 4:
-                axis.text(
-                    start + width / 2,
-                    row,
-                    f"{width:.0f}%",
-                    ha="center",
-                    va="center",
-                    color="w" if part in ("compute", "exchange") else "k",
-                    bbox={"fc": "w", "ec": "none", "pad": 1} if part == "between" else None,
-                )
-        left = [a + b for a, b in zip(left, widths, strict=True)]
+        if widths.any():
+            bars = axis.barh(range(len(rows)), widths, left=left, label=label, height=0.8, **style)
+            axis.bar_label(
+                bars,
+                [f"{width:.0f}%" if width >= 4 else "" for width in widths],
+                label_type="center",
+                color="w" if part in ("compute", "exchange") else "k",
+            )
+        left += widths
     lanes(axis, [f"rank {view.rank}" for view, _ in rows])
     axis.set_xlim(0, 100)
     axis.set_xlabel("% of the time of the second half of the steps")
     figure.legend(loc="outside lower center", ncols=5, frameon=False)
-    return picture(
+    return _picture(
         figure,
         "parts",
         "What each rank's time goes to",
-        "Blue is useful work. Much grey on all ranks but one: that one holds them up. Much yellow: data come too "
-        "slowly. Much pink: exchanges between replicas, and the wait for others at them, are not hidden. Hatched is "
-        "between steps: if only some ranks have it, they wait at the ends of epochs; if all have it, it is validation "
-        "and the like. Where ranks average gradients, that communication is part of the grey, because in a single step "
-        "it looks like waiting; the verdict estimates it." + _fewer(fit),
+        "Much grey on all ranks but one: that one holds them up. Much yellow: data come too slowly. Much pink: "
+        "exchanges between replicas are not hidden. Hatched is between steps: if only some ranks have it, they wait at "
+        "the ends of epochs; if all have it, it is validation and the like. Averaging gradients is part of the grey; "
+        "the verdict estimates it." + _fewer(fit),
     )
 
 
 def _shares(fit: Fit) -> Picture:
     rows = [coarser(view.stretches, POINTS) for view in fit.views]
-    count = min(len(row) for row in rows)
+    count = min(map(len, rows))
     shares = [[s.samples / s.steps for s in row[:count]] for row in rows]
     steps = [s.first + 1 for s in rows[0][:count]]
-    figure, axis = plane("step", "samples per step")
-    # Twice the last point, so that its step has a width, too.
-    axis.stackplot(
-        [*steps, rows[0][count - 1].first + rows[0][count - 1].steps + 1],
-        [[*row, row[-1]] for row in shares[::-1]],
-        colors=colours(len(shares))[::-1],
-        step="post",
-        edgecolor="white",
-        linewidth=0.6,
-    )
+    end = steps[-1] + rows[0][count - 1].steps
+    figure, [axis] = _plots(1, 3.4, "step", "samples per step")
+    bands = [[*row, row[-1]] for row in shares[::-1]]  # twice the last point, so that its step has a width, too
+    shades = colours(len(shares))[::-1]
+    axis.stackplot([*steps, end], bands, colors=shades, step="post", edgecolor="white", linewidth=0.6)
     full = _last_full_batch(fit.views)
     top = total = sum(full)
     for view, share in zip(fit.views, full, strict=True):
         if share > 0.03 * total:
-            axis.annotate(
-                f"rank {view.rank}: {share:.3g}",
-                (1.01, top - share / 2),
-                va="center",
-                xycoords=axis.get_yaxis_transform(),
-            )
+            where = (1.01, top - share / 2)
+            text = f"rank {view.rank}: {share:.3g}"
+            axis.annotate(text, where, va="center", xycoords=axis.get_yaxis_transform())
         top -= share
     for change in fit.shown:
         after = (s.first for s in fit.views[0].stretches if s.began + s.seconds >= change.at)
-        mark(axis, 1 + next(after, steps[-1]), _lost(change))
-    axis.set_xlim(1, steps[-1] + rows[0][count - 1].steps)
+        _mark(axis, 1 + next(after, steps[-1]), change)
+    axis.set_xlim(1, end)
     axis.set_ylim(0, max(total, *map(sum, zip(*shares, strict=True))))
-    return picture(
+    return _picture(
         figure,
         "shares",
         "How batches are split",
-        "Each band is one rank's part of the batches; the numbers on the right are those of the last full batch. Wide "
-        "bands are fast ranks. Once bands stay level the split has settled; bands that move follow speeds that change. "
-        "Notches are the short last batches of epochs." + _marks(fit, " What the lost ranks took before is not drawn."),
+        "Each band is one rank's part of the batches; the numbers on the right are those of the last full batch. Once "
+        "bands stay level the split has settled. Notches are the short last batches of epochs."
+        + _marks(fit, " What the lost ranks took before is not drawn."),
     )
 
 
@@ -223,32 +212,31 @@ def _last_full_batch(views: Sequence[View]) -> list[float]:
 
 
 def _speeds(fit: Fit) -> Picture:
-    ended = max(map(end_of, fit.views))
-    began = min(view.stretches[0].began for view in fit.views)
+    began, ended = min(view.stretches[0].began for view in fit.views), max(view.ended for view in fit.views)
     steps = sum(stretch.steps for stretch in fit.views[0].stretches)
     edges = np.linspace(began, ended, 1 + max(1, min(POINTS, steps // 4)))  # of spans of a few steps each
     per_rank = [_during(view, edges) for view in fit.views]
     job = np.sum([samples for samples, _ in per_rank], axis=0) / np.diff(edges)
     solo = np.sum([_held(samples, work) for samples, work in per_rank], axis=0)
-    figure, axis = plane("seconds since the ranks started together", "samples/s")
+    figure, [axis] = _plots(1, 3.4, _CLOCK, "samples/s")
     alone = len(fit.views) == 1
     axis.stairs(solo, edges, baseline=job, fill=True, color="#EEEEEE")
-    solo_label = "its speed while it works" if alone else "sum of the ranks' speeds while they work"
-    axis.stairs(solo, edges, baseline=None, color="#888888", ls="--", label=solo_label)
-    who = f"rank {fit.views[0].rank}" if alone else "the whole job"
-    axis.stairs(job, edges, baseline=None, color=NEUTRAL[0], lw=2, label=who)
+    label = "its speed while it works" if alone else "sum of the ranks' speeds while they work"
+    axis.stairs(solo, edges, baseline=None, color=NEUTRAL[1], ls="--", label=label)
+    label = f"rank {fit.views[0].rank}" if alone else "the whole job"
+    axis.stairs(job, edges, baseline=None, color=NEUTRAL[0], lw=2, label=label)
     for change in fit.shown:
-        mark(axis, change.at, _lost(change), change.at - change.stall)
+        _mark(axis, change.at, change, change.at - change.seconds)
     axis.set_xlim(began, ended)
-    axis.set_ylim(0, 1.1 * max(_typical(list(solo)), _typical(list(job)), 1e-12))
-    above(axis)
-    return picture(
+    highest = np.quantile([solo, job], 0.97, axis=1, method="inverted_cdf")  # without outliers
+    axis.set_ylim(0, 1.1 * max(*highest, 1e-12))
+    _legend(axis)
+    return _picture(
         figure,
         "speed",
         "How fast the job is, and how fast it could be",
-        "The solid line is how many samples per second the ranks process together, in wall time. The dashed line is "
-        "what they would process if each worked all the time. The gap is lost to waiting, communication, and what lies "
-        "between steps, such as waiting at the end of an epoch and validation."
+        "The solid line is what the ranks process together, in wall time; the dashed line what they would if each "
+        "worked all the time. The gap is lost to waiting, communication, and what lies between steps."
         + _marks(fit, " Samples of the lost ranks are not counted."),
     )
 
@@ -257,7 +245,7 @@ def _during(view: View, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
     """A rank's samples and seconds of work between each two edges, as if each stretch went on evenly."""
     at, samples, work = [], [0.0], [0.0]
     for stretch, following in zip_longest(view.stretches, view.stretches[1:]):
-        ends = end_of(view) if following is None else following.began
+        ends = view.ended if following is None else following.began
         # Within one step there is no gap; within more, such as validation is spread over them all.
         at += [stretch.began, min(ends, stretch.began + stretch.seconds) if stretch.steps == 1 else ends]
         samples += [samples[-1], samples[-1] + stretch.samples]
@@ -275,6 +263,169 @@ def _held(samples: FloatArray, work: FloatArray) -> FloatArray:
     return np.array(speeds)
 
 
-def _typical(values: Sequence[float]) -> float:
-    """The greatest value, without outliers."""
-    return sorted(values)[math.ceil(0.97 * len(values)) - 1]
+# -- replicas --------------------------------------------------------------------------------------
+
+
+def _leaders(fit: Fit) -> list[View]:
+    """The view of each replica's first rank, as far as known, if it has exchanged."""
+    views = {view.rank: view for view in fit.views}
+    leaders = [views[ranks[0]] for ranks in fit.replicas if ranks[0] in views]
+    return leaders if any(view.exchanges for view in leaders) else []
+
+
+def _curves(axis: Axes, leaders: Sequence[View], value: Callable[[Exchanged], float], start: bool = False) -> None:
+    """A curve for each replica, or one if they are all alike; from 0 on if asked."""
+    rows = [[value(e) for e in view.exchanges] for view in leaders]
+    alike = all(row == rows[0] for row in rows)
+    shades = NEUTRAL[:1] if alike else colours(len(leaders))
+    for i, (view, row, colour) in enumerate(zip(leaders, rows, shades, strict=False)):
+        steps, row = [0] * start + [e.step for e in view.exchanges], [0.0] * start + row
+        label, style = "each replica" if alike else f"replica {i}", "steps-post" if start else "default"
+        axis.plot(steps, row, color=colour, drawstyle=style, lw=1.2, label=label)
+    axis.set_ylim(bottom=0)
+    if len(leaders) <= len(RANKS):
+        _legend(axis)
+
+
+def _exchanges(fit: Fit) -> Picture | None:
+    if not (leaders := _leaders(fit)):
+        return None
+    figure, (left, right) = _plots(2, 3.2, "step", "exchanges so far")
+    _curves(left, leaders, lambda e: e.exchanges, start=True)
+    _curves(right, leaders, lambda e: e.bytes / 1e6, start=True)
+    right.set_ylabel("MB sent over the network so far")
+    return _picture(
+        figure,
+        "exchanges",
+        "Exchanges between replicas",
+        "How often replicas have exchanged parameters, and how much each has sent over the network. Within a host, "
+        "gossip and asynchronous centers use shared memory, which does not count.",
+    )
+
+
+_DISTANCES = {
+    "center_distance": "The distance of replicas from the center: if it grows without end, the center pulls too weakly "
+    "(moving_rate) or too rarely (tau).",
+    "peer_distance": "The distance of two replicas when they exchanged: it should fall or stay level.",
+    "": "The distance of replicas from their mean when they exchanged: it should fall or stay level.",
+}
+_LABELS = {"center_distance": "center", "peer_distance": "latest partner", "": "mean"}
+
+
+def _course(fit: Fit) -> Picture | None:
+    leaders = [view for view in _leaders(fit) if view.exchanges]
+    if not leaders:
+        return None
+    known, daso = leaders[0].latest.status, "global_every" in leaders[0].latest.status
+    distances = [name for name in _LABELS if name in known]
+    if any(math.isfinite(e.distance) for e in leaders[0].exchanges):
+        distances.append("")
+    if not (daso or distances):
+        return None
+    figure, axes = _plots(daso + len(distances), 3.2, "step")
+    caption = ""
+    if daso:
+        _rates(axes[0], leaders[0].exchanges)
+        caption = (
+            "B is the number of steps between global exchanges, and W is how many steps later their result is mixed "
+            "in. The shaded areas are the phases. "
+        )
+    for axis, name in zip(axes[daso:], distances, strict=True):
+        _curves(axis, leaders, lambda e, name=name: float(e.status.get(name, math.nan)) if name else e.distance)  # type: ignore[misc]
+        axis.set_ylabel(f"distance from the {_LABELS[name]}")
+        caption += f"{_DISTANCES[name]} "
+    return _picture(
+        figure, "course", "The algorithm's own numbers", f"{caption}Distances are Euclidean, over all parameters."
+    )
+
+
+def _rates(axis: Axes, exchanges: Sequence[Exchanged]) -> None:
+    """B and W of DASO, over its phases."""
+    steps, phases = [e.step for e in exchanges], [str(e.status["phase"]) for e in exchanges]
+    began = 0
+    for i, phase in enumerate(phases):
+        if i + 1 == len(phases) or phases[i + 1] != phase:
+            if phase != "cycling":
+                axis.axvspan(began, steps[i], color="#EFEFEF", lw=0)
+            narrow, where = steps[i] - began < 0.2 * steps[-1], ((began + steps[i]) / 2, 0.97)
+            style: dict[str, Any] = {"size": "small", "rotation": 90 if narrow else 0}
+            axis.annotate(phase, where, ha="center", va="top", xycoords=axis.get_xaxis_transform(), **style)
+            began = steps[i]
+    for name, label, colour in (("global_every", "B", NEUTRAL[0]), ("wait", "W", NEUTRAL[1])):
+        cycling = [float(e.status[name]) if e.status["phase"] == "cycling" else math.nan for e in exchanges]
+        axis.plot(steps, cycling, color=colour, drawstyle="steps-pre", label=label, lw=2)
+    axis.set_ylim(0, 1.35 * max(float(e.status["global_every"]) for e in exchanges))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_ylabel("steps")
+    _legend(axis)
+
+
+def _pairs(fit: Fit) -> Picture | None:
+    if not fit.pairings:
+        return None
+    figure = Figure(figsize=(6, 4.4), layout="constrained")
+    axis, most = figure.subplots(), max(n for row in fit.pairings for n in row)
+    values = [[math.nan if i == j else n for j, n in enumerate(row)] for i, row in enumerate(fit.pairings)]
+    image = axis.imshow(values, cmap="Blues", vmin=0, vmax=max(1.0, most))
+    for i, row in enumerate(fit.pairings if len(fit.pairings) <= 12 else ()):
+        for j, n in enumerate(row):
+            axis.text(j, i, "" if i == j else str(n), ha="center", va="center", color="w" if n > most / 2 else "k")
+    axis.set_xlabel("with replica")
+    axis.set_ylabel("replica")
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, label="completed exchanges")
+    return _picture(
+        figure,
+        "pairings",
+        "Who has met whom",
+        "Completed exchanges of each replica with each other one. A pale row is a replica that takes part in few "
+        "exchanges: it is slow, or its link is.",
+    )
+
+
+# -- what all have in common -----------------------------------------------------------------------
+
+
+def _plots(count: int, height: float, x: str = "", y: str = "", **options: Any) -> tuple[Figure, Sequence[Axes]]:
+    """A wide figure of so many labelled plots side by side."""
+    figure = Figure(figsize=(12, height), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False, **options)[0]
+    for axis in axes if x else ():
+        axis.set_xlabel(x)
+        axis.set_ylabel(y)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _legend(axis: Axes) -> None:
+    """A legend that covers no curve."""
+    count = len(axis.get_legend_handles_labels()[1])
+    axis.legend(frameon=False, fontsize="small", ncols=max(1, min(4, count)), loc="lower left", bbox_to_anchor=(0, 1))
+
+
+def _mark(axis: Axes, at: float, change: Change, since: float | None = None) -> None:
+    """Mark a change of who takes part by a line with a word; if asked, with the time that led to it."""
+    text = change.who if change.joined else f"{change.who} lost" if change.lost else "connections lost"
+    if since is not None:
+        axis.axvspan(since, at, color=LOST, alpha=0.12, lw=0)
+    axis.axvline(at, color=LOST, lw=1.2, ls=(0, (4, 2)))
+    place: dict[str, Any] = {"xycoords": axis.get_xaxis_transform(), "textcoords": "offset points", "va": "top"}
+    box = {"fc": "w", "ec": "none", "alpha": 0.8, "pad": 1}
+    axis.annotate(text, (at, 1.0), (3, -3), color=LOST, size="small", bbox=box, annotation_clip=True, **place)
+
+
+def _marks(fit: Fit, more: str) -> str:
+    """The part of a caption that explains the marks."""
+    return f" A red line marks where the ranks went on after others were lost, or joined.{more}" if fit.shown else ""
+
+
+def _fewer(fit: Fit) -> str:
+    return f" Of {len(fit.views)} ranks the {LANES} slowest are shown." if len(fit.views) > LANES else ""
+
+
+def _picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return Picture(name, title, caption, file.getvalue())

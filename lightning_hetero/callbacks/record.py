@@ -1,20 +1,19 @@
-"""What the monitor records, in memory that does not grow with the length of a fit."""
+"""The monitor's data: steps and exchanges of each rank, in bounded memory, and who took part."""
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+from lightning_hetero.engine.view import View as Members
 from lightning_hetero.strategies.survival import Loss
 from lightning_hetero.workload.curve import Curve
 from lightning_hetero.workload.shares import Cost, TooSlow
 from lightning_hetero.workload.timer import Lap
 
-if TYPE_CHECKING:
-    from lightning_hetero.callbacks.lineup import Change
-
 
 class Record(NamedTuple):
-    """What the ranks told each other at one exchange; of times and samples, the mean per step since the one before.
+    """Measurements that the ranks told each other at one exchange; times and samples are means per step since the last.
 
     Attributes:
         step: batches done when it was taken in.
@@ -56,7 +55,7 @@ class Record(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What replicas' exchanges have cost this one since the start of the fit, and the algorithm's own numbers.
+    """Cost of a replica's exchanges since the start of the fit, and the algorithm's own numbers.
 
     Attributes:
         step: batches done.
@@ -86,7 +85,7 @@ class Exchanged(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Consecutive steps of one rank, taken together.
+    """Consecutive steps of one rank, added up.
 
     Attributes:
         first: the first of them, counted from 0 since the start of the fit.
@@ -135,33 +134,31 @@ def coarser(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
     return [together(stretches[i : i + size]) for i in range(0, len(stretches), size)]
 
 
+def thin(records: list[Any], most: int = 2048) -> None:
+    """Drop every second of ``most`` records or more, but keep the first and the last."""
+    if len(records) >= most:
+        del records[1:-1:2]
+
+
 class StepRecord:
     """One rank's steps: the first and the latest one by one, all of them in stretches that double as the fit goes on.
-
-    Memory: at most ``STRETCHES + 2 ENDS`` stretches and ``2 ENDS`` spans, about 0.2 MB, however long the fit.
 
     Args:
         start: what the laps' clock shows at the start of the fit.
         first: number of the first step.
-
-    Attributes:
-        beginning: the fit's first steps.
     """
 
-    #: Most stretches kept of a fit.
-    STRETCHES = 512
-    #: Steps kept one by one, at the beginning and at the end.
-    ENDS = 64
+    #: Most stretches kept of a fit, and steps kept one by one at each end of it.
+    STRETCHES, ENDS = 512, 64
 
     def __init__(self, start: float, first: int = 0) -> None:
-        self._start = start
-        self._stretches: list[Stretch] = []
+        self._start, self._count, self._width = start, first, 1
+        self._full: list[Stretch] = []
         self._open: Stretch | None = None
-        self._width = 1
-        self._count = first
         self.beginning: list[Stretch] = []
         self._latest: deque[Stretch] = deque(maxlen=self.ENDS)
-        self._background: tuple[list[tuple[float, float]], deque[tuple[float, float]]] = ([], deque(maxlen=self.ENDS))
+        self._early: list[tuple[float, float]] = []
+        self._late: deque[tuple[float, float]] = deque(maxlen=self.ENDS)
 
     def add(self, lap: Lap) -> None:
         """Record a step."""
@@ -172,42 +169,34 @@ class StepRecord:
         self._latest.append(step)
         self._open = step if self._open is None else together((self._open, step))
         if self._open.steps == self._width:
-            self._stretches.append(self._open)
+            self._full.append(self._open)
             self._open = None
-            if len(self._stretches) == self.STRETCHES:
-                self._stretches, self._width = coarser(self._stretches, self.STRETCHES // 2), 2 * self._width
+            if len(self._full) == self.STRETCHES:
+                self._full, self._width = coarser(self._full, self.STRETCHES // 2), 2 * self._width
 
     def hidden(self, began: float, ended: float) -> None:
         """Record that an exchange was under way in the background; times on the clock of the laps."""
-        first, latest = self._background
-        span = began - self._start, ended - self._start
-        (first if len(first) < self.ENDS else latest).append(span)
+        spans = self._early if len(self._early) < self.ENDS else self._late
+        spans.append((began - self._start, ended - self._start))
 
     @property
     def stretches(self) -> list[Stretch]:
-        """The whole fit."""
-        return self._stretches if self._open is None else [*self._stretches, self._open]
+        """All steps."""
+        return self._full if self._open is None else [*self._full, self._open]
 
     @property
     def end(self) -> list[Stretch]:
-        """Its latest steps."""
+        """The latest steps, one by one."""
         return list(self._latest)
 
     @property
     def background(self) -> list[tuple[float, float]]:
-        """When exchanges were under way while the rank trained, as (began, ended), near the fit's two ends."""
-        first, latest = self._background
-        return [*first, *latest]
-
-
-def thin(records: list[Any], most: int = 2048) -> None:
-    """Once there are ``most`` records, drop every second one, but keep the first and the last."""
-    if len(records) >= most:
-        del records[1:-1:2]
+        """Exchanges in the background, near the fit's two ends."""
+        return [*self._early, *self._late]
 
 
 class View(NamedTuple):
-    """What one rank has seen of a fit; picklable, so that it can be gathered.
+    """All that one rank has seen of a fit; it is gathered on the rank that writes the report.
 
     Attributes:
         rank: which, by the number that it had when it joined the job.
@@ -231,8 +220,105 @@ class View(NamedTuple):
 
     @property
     def latest(self) -> Exchanged:
-        """What its exchanges have cost altogether."""
+        """All that its exchanges have cost."""
         return self.exchanges[-1] if self.exchanges else Exchanged(0, 0, 0, 0.0, 0.0, float("nan"), {})
+
+    @property
+    def ended(self) -> float:
+        """When its last step ended, in seconds since the start."""
+        return max(last.began + last.seconds for last in (*self.stretches[-1:], *self.end[-1:]))
+
+
+@dataclass(frozen=True)
+class Change(Loss):
+    """A change of who takes part, as all ranks know it.
+
+    ``seconds`` is the longest stall. ``at`` counts from when the ranks started together, and is negative if others have
+    joined since then. Ranks have the numbers that they kept until others joined.
+
+    Args:
+        stalls: seconds for which each rank stood still, as far as known.
+        writer: the rank that writes checkpoints and logs from then on.
+    """
+
+    stalls: dict[int, float] = field(default_factory=dict)
+    writer: int = 0
+
+    @property
+    def who(self) -> str:
+        """The lost ranks, or those that have joined, in few words."""
+        ids = self.joined or tuple(self.lost)
+        named = f"rank{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
+        return f"{named} joined" if self.joined else named if ids else "nobody"
+
+    @property
+    def how(self) -> str:
+        """How each lost rank was lost."""
+        told = "; ".join(f"rank {id} {why}" for id, why in sorted(self.lost.items()))
+        return self.who if self.joined else told or "connections broke, and all came again"
+
+
+class Attendance:
+    """Who takes part in a fit, as one rank knows it. Its clock and the ranks' numbers start anew when others join.
+
+    Args:
+        view: of the ranks that start together.
+        start: what ``time.perf_counter()`` shows then.
+        told: by each of them, if others have joined: the changes before (:meth:`until`); None of those that join.
+
+    Attributes:
+        replicas: the ranks of each, at the start.
+        places: host and device of each rank.
+    """
+
+    def __init__(self, view: Members, start: float, told: Sequence[list[Change] | None] = ()) -> None:
+        self.replicas = tuple(tuple(view.ids[rank] for rank in ranks) for ranks in view.ranks)
+        places = {id: (at.host, at.device) for id, at in zip(view.ids, view.places, strict=True)}
+        # A rank that an earlier fit has lost keeps its place in the list.
+        self.places = [places.get(id, ("", "")) for id in range(max(places) + 1)]
+        self._view, self._rank, self._start = view.number, view.ids[view.rank], start
+        known = [changes for changes in told if changes is not None]
+        self._earlier: list[Change] = []
+        for change in known[0] if known else ():
+            same = [one.stalls for changes in known for one in changes if one.view == change.view]
+            self._earlier.append(_stood(change, {rank: seconds for own in same for rank, seconds in own.items()}))
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks at the start."""
+        return sorted(rank for ranks in self.replicas for rank in ranks)
+
+    def since(self, losses: Sequence[Loss]) -> list[Loss]:
+        """Those since the start; times in seconds since then."""
+        return [replace(loss, at=loss.at - self._start) for loss in losses if loss.at >= self._start]
+
+    def changes(self, losses: Sequence[Loss], views: Sequence[View] = ()) -> list[Change]:
+        """All changes, in order; those before the start have negative times.
+
+        Args:
+            losses: of the fit, as this rank has seen them.
+            views: of all ranks, which tell how long each stood still.
+        """
+        stalls: dict[int, dict[int, float]] = {}
+        own = self.since(losses)
+        for rank, seen in ((self._rank, own), *((view.rank, view.losses) for view in views)):
+            for loss in seen:
+                stalls.setdefault(loss.view, {})[rank] = loss.seconds
+        living, found = set(self.ranks), [*self._earlier]
+        for loss in own:
+            if loss.view > self._view:  # else the ranks at the start are what has come of it
+                living -= set(loss.lost)
+            found.append(_stood(Change(**vars(loss), writer=min(living)), stalls[loss.view]))
+        return found
+
+    def until(self, now: float, losses: Sequence[Loss]) -> list[Change]:
+        """All changes as this rank knows them, in seconds before ``now`` by ``time.perf_counter()``."""
+        return [replace(change, at=change.at + self._start - now) for change in self.changes(losses)]
+
+
+def _stood(change: Change, stalls: dict[int, float]) -> Change:
+    """The change, with how long each rank stood still."""
+    return replace(change, stalls=dict(sorted(stalls.items())), seconds=max(stalls.values()))
 
 
 class Fit(NamedTuple):
@@ -259,7 +345,7 @@ class Fit(NamedTuple):
     facts: dict[str, str]
     pairings: list[list[int]] | None
     ended: str | None
-    changes: "Sequence[Change]" = ()
+    changes: Sequence[Change] = ()
     slow: TooSlow | None = None
 
     @property
@@ -268,6 +354,6 @@ class Fit(NamedTuple):
         return self.changes[-1].ranks if self.changes else sum(map(len, self.replicas))
 
     @property
-    def shown(self) -> "list[Change]":
+    def shown(self) -> list[Change]:
         """The changes since the time lines begin."""
         return [change for change in self.changes if change.at >= 0]

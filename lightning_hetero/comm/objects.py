@@ -26,7 +26,7 @@ from lightning_hetero.errors import DisagreementError
 #: For tensors that have been on no device that another rank could have, or need not be on one.
 CPU = torch.device("cpu")
 #: Bytes of a message that travel by way of one rank. PyTorch gathers objects with two tensors around a ring: with eight
-#: ranks that are 14 hops, one after the other, and it takes several times as long (`benchmarks/gathers.py`).
+#: ranks that are 14 hops, one after the other, and it takes several times as long.
 HEAD = 1024
 #: Bytes from which the content of a tensor is no part of what pickle writes; see :class:`Message`.
 LONG = 1 << 16

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_hetero.callbacks.canvas import WAITING, colours, lane, lanes
+from lightning_hetero.callbacks.plots import WAITING, colours, lane, lanes
 from lightning_hetero.demo.result import DEVICES, GLOBAL_BATCH, Result
 
 COLOURS = colours(len(DEVICES))

@@ -18,7 +18,7 @@ from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
-from lightning_hetero.callbacks.stretch import StretchedBackward
+from lightning_hetero.callbacks.emulation import StretchedBackward
 from lightning_hetero.errors import ConfigurationError
 
 

@@ -20,8 +20,7 @@ from virtual_time import virtual_time
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
-from lightning_hetero.callbacks.canvas import CAUSES, NEUTRAL, WAITING, colours
-from lightning_hetero.callbacks.plots import _during, _held, _last_full_batch, draw
+from lightning_hetero.callbacks.plots import CAUSES, NEUTRAL, WAITING, _during, _held, _last_full_batch, colours, draw
 from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View, coarser
 from lightning_hetero.callbacks.report import PICTURES, write
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_hetero.callbacks import emulation, monitor, stretch
+from lightning_hetero.callbacks import emulation, monitor
 from lightning_hetero.workload.timer import StepTimer
 
 
@@ -35,6 +35,6 @@ def virtual_time(*modules: ModuleType) -> Iterator[VirtualTime]:
     clock = VirtualTime()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepTimer.__init__, "__defaults__", (clock.perf_counter,))
-        for module in (emulation, monitor, stretch, *modules):
+        for module in (emulation, monitor, *modules):
             patch.setattr(module, "time", clock)
         yield clock
