@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
 from lightning_hetero.averaging.low_bit import LowBitAverager
 from lightning_hetero.averaging.moments import clear_broken
-from lightning_hetero.checks import one_of
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica
@@ -33,7 +32,6 @@ class CenteredAverager(Averager):
         tau: optimizer steps from one exchange of a replica to the next.
         exclude: names of parameters and buffers that do not take part, such as norms or embeddings; with patterns:
             ``"*norm*"``. Each replica keeps its own; where the center is looked at, their mean stands for them.
-        packed: ``False`` sends a message for each parameter instead of one for all; to see what that costs.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -44,7 +42,6 @@ class CenteredAverager(Averager):
 
     tau: int
     exclude: Sequence[str] = field(default=(), kw_only=True)
-    packed: bool = field(default=True, kw_only=True)
 
     facts = Facts(
         needs_others=False,
@@ -62,7 +59,6 @@ class CenteredAverager(Averager):
             raise ConfigurationError(
                 f"exclude={self.exclude!r}: give a list of names, such as ['embedding.weight', '*norm*']."
             )
-        one_of("packed", self.packed, (True, False))
         self.exclude = tuple(self.exclude)
 
     def check_tau(self) -> None:
@@ -76,7 +72,7 @@ class CenteredAverager(Averager):
 
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
-        replica = Replica(module, settle, self.exclude, self.packed)
+        replica = Replica(module, settle, self.exclude)
         check_patterns(self.exclude, replica.names)
         return replica
 

@@ -74,7 +74,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
         cut = None if self.fragments == 1 else self._cut
-        replica = Replica(module, settle, self.exclude, self.packed, cut=cut)
+        replica = Replica(module, settle, self.exclude, cut=cut)
         check_patterns(self.exclude, replica.names)
         return replica
 

@@ -184,7 +184,7 @@ def of_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) 
         return values
     raise CheckpointError(
         f"The replicas of the checkpoint hold vectors of {saved} values; in this fit they are of {here}. Resume with "
-        "the fragments, exclude and packed of the run that was saved."
+        "the fragments and exclude of the run that was saved."
     )
 
 

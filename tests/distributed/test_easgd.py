@@ -20,7 +20,7 @@ PULL = {"moving_rate": 0.2, "beta": 0.7}
 NESTEROV = {"momentum": 0.8, "nesterov": True}
 SYNC: list[tuple[Any, dict[str, Any]]] = [
     ("easgd", {"tau": 3, **PULL}),
-    ("easgd", {"tau": 2, **PULL, "order": "gauss_seidel", "wire": "fp16", "packed": False}),
+    ("easgd", {"tau": 2, **PULL, "order": "gauss_seidel", "wire": "fp16"}),
     ("overlap", {"tau": 3, **PULL}),
     ("eamsgd", {"tau": 3, **PULL, "model": NESTEROV}),
     ("diloco", {"tau": 3}),
