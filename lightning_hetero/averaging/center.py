@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import ConfigurationError
-
-Order = Literal["jacobi", "gauss_seidel"]
 
 
 @dataclass
@@ -153,14 +151,13 @@ class CenterAverager(LowBitAverager, CenteredAverager):
         x_i <- x_i - a D_i
         c   <- Outer(c, grad = -sum_i w_i D_i)
 
-    and each algorithm is a setting of ``a`` and ``Outer``. Every rank keeps the center, bitwise the same.
+    and each algorithm is a setting of ``a`` and ``Outer``. ``D_i`` is taken before the replica's own step. Every rank
+    keeps the center, bitwise the same.
 
     Attributes:
-        order: when ``D_i`` is taken: before the replica's own step, or after it.
-        overlap: exchange in the background of the step; needs differences from before it.
+        overlap: exchange in the background of the step.
     """
 
-    order: Order
     overlap: ClassVar[bool] = False
 
     @override
@@ -185,12 +182,12 @@ class CenterAverager(LowBitAverager, CenteredAverager):
 
     @override
     def before_step(self, context: StepContext) -> None:
-        if self.order == "jacobi" and self.due(context._replace(step=context.step + 1)):
+        if self.due(context._replace(step=context.step + 1)):
             self._begin(context)
 
     @override
     def meet(self, context: StepContext) -> Outcome | None:
-        if self._exchange is None:
+        if self._exchange is None:  # replicas were lost since the step began
             self._begin(context)
         assert self._exchange is not None
         average, self._exchange = self._exchange(), None
