@@ -133,7 +133,7 @@ class CenteredAverager(Averager):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._moved = state.get("moved", True)
+        self._moved = state["moved"]
         self._distance = state.get("distance", math.nan)
         for own, saved in zip(self.reference, state["reference"], strict=True):
             own.copy_(saved)

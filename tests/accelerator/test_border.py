@@ -221,7 +221,6 @@ def numbers(kind: str) -> None:
     assert drawn(home)[:2] == first[:2]
     random_states.restore(on_device, CPU)  # the other way round
     assert drawn(CPU)[:2] == first[:2]
-    random_states.restore({**on_cpu, "cuda": None}, home)  # as of version 0.1
 
 
 def test_random_states_of_each_kind_of_device(alone):
