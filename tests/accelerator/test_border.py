@@ -21,7 +21,7 @@ from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.comm.objects import packed, portable, unpacked
 from lightning_hetero.engine import optimizer_states, random_states
-from lightning_hetero.engine.trial import Trials
+from lightning_hetero.strategies.capacity import Trials
 from lightning_hetero.strategies.other_replicas import restore_precision
 
 CPU = torch.device("cpu")
