@@ -94,9 +94,6 @@ def test_the_sdist_holds_what_its_tests_and_docs_need(built: Path) -> None:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     for name in ("Makefile", "constraints.txt", "docs/conf.py", "examples/own_averager.py", "tests/test_dist.py"):
         assert name in names
-    data = {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "distributed" / "data").rglob("*.xz")}
-    assert data
-    assert data <= names
     assert not [name for name in names if name.startswith((".", "docs/_build")) or name.endswith(".pyc")]
 
 

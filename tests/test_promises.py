@@ -2,9 +2,7 @@
 
 import ast
 import inspect
-import io
 import json
-import lzma
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -29,11 +27,7 @@ PAGE = ROOT / "docs" / "promises.md"
 TEXT = PAGE.read_text()
 ROWS = list(rows(PAGE))
 STRATEGIES = {row[0].strip("`"): row for row in ROWS if row[0].startswith("`hetero_")}
-KEYS = {
-    row[0].strip("`"): (int(row[1]), row[2])
-    for row in ROWS
-    if re.fullmatch(r"`\w+`", row[0]) and row[1] in {str(number) for number in range(1, FORMAT + 1)}
-}
+KEYS = {row[0].strip("`"): row[1] for row in ROWS if len(row) == 2 and re.fullmatch(r"`\w+`", row[0])}
 
 
 def quoted(text: str) -> list[str]:
@@ -135,14 +129,6 @@ def _constants(tree: ast.Module) -> Any:
             yield from ((ast.unparse(name), value) for name, value in zip(*of_both(node), strict=True))
 
 
-@pytest.mark.parametrize("name", ["ddp", "daso", "diloco"])
-def test_the_keys_of_version_0_1(name: str) -> None:
-    path = ROOT / "tests" / "distributed" / "data" / "version_0_1" / f"{name}.ckpt.xz"
-    saved = torch.load(io.BytesIO(lzma.decompress(path.read_bytes())), weights_only=True)
-    first = {key for key, (since, _) in KEYS.items() if since == 1}
-    assert first == set(saved[KEY])
-
-
 KINDS = {"ddp": lightning_hetero.HeteroDDPStrategy, "diloco": lightning_hetero.DiLoCoStrategy}
 
 
@@ -166,7 +152,7 @@ def test_the_keys_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_format() -> None:
-    assert f"{FORMAT} in this version" in KEYS["format"][1]
+    assert f"{FORMAT} in this version" in KEYS["format"]
 
 
 # -- versions --------------------------------------------------------------------------------------

@@ -29,13 +29,7 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), *blocks, nn.Linear(512, 10))
 
 
-def layers() -> nn.Module:
-    """160 layers of about a thousand parameters each."""
-    blocks = [nn.Sequential(nn.Linear(32, 32, bias=False), nn.LayerNorm(32, bias=False), nn.ReLU()) for _ in range(80)]
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *blocks, nn.Linear(32, 10))
-
-
-MODELS = {"cnn": cnn, "deep": deep, "layers": layers}
+MODELS = {"cnn": cnn, "deep": deep}
 
 
 class Watched(pl.LightningModule):

@@ -4,8 +4,7 @@
     sudo python benchmarks/cluster/ladder.py --rate 1gbit --share 0.5
 
 Four nodes of one rank, an exchange in every step, devices by delay. The delay is chosen so that the original spends a
-given share of its time communicating, from what its exchanges take by themselves. Then the same for messages alone: a
-network of many small layers, one message for all against one for each.
+given share of its time communicating, from what its exchanges take by themselves.
 """
 
 import argparse
@@ -19,9 +18,8 @@ from runner import slowest, spread
 
 ALPHA = "tau=1,moving_rate=auto,balance=off"
 RUNGS = {
-    "original: in turn, a message per layer": f"hetero_easgd_round_robin:{ALPHA},packed=false",
-    "all-reduce": f"hetero_easgd:{ALPHA},packed=false",
-    "packed into one message": f"hetero_easgd:{ALPHA}",
+    "in turn": f"hetero_easgd_round_robin:{ALPHA}",
+    "all-reduce": f"hetero_easgd:{ALPHA}",
     "overlapped with the step": f"hetero_easgd_overlap:{ALPHA}",
     "bf16 on the wire": f"hetero_easgd_overlap:{ALPHA},wire=bf16",
 }
@@ -44,16 +42,12 @@ def main() -> None:
     runs = runner.measure(options, list(RUNGS.values()), "cnn", console)
     console.print(table(runs))
     console.print(bounds(options, runs))
-    console.print("\nMessages alone: 160 layers of a thousand parameters, links of 10 Gbit")
-    small = argparse.Namespace(**{**vars(options), "rate": "10gbit", "delay": 0.0, "steps": 60})
-    names = [RUNGS["all-reduce"], RUNGS["packed into one message"]]
-    console.print(messages(runner.measure(small, names, "layers", console), names))
 
 
 def table(runs: list[dict[str, Any]]) -> Table:
     """A row per rung."""
     result = Table()
-    columns = ("rung", "samples/s over the original", "communicating", "center's accuracy", "MB per step")
+    columns = ("rung", "samples/s over taking turns", "communicating", "center's accuracy", "MB per step")
     for name in columns:
         result.add_column(name, justify="left" if name == "rung" else "right")
     base = slowest(runs, next(iter(RUNGS.values())))
@@ -75,25 +69,16 @@ def bounds(options: argparse.Namespace, runs: list[dict[str, Any]]) -> str:
     size = next(run["ranks"][0]["theory"] for run in runs if "overlap" in run["contender"]) * p / (2 * (p - 1))
     vector, compute = size / rate, options.delay
     rows = {
-        "original": max(2 * (p - 1) * vector, compute + 2 * vector),
-        "all-reduce, packed": compute + 2 * (p - 1) / p * vector,
+        "in turn": max(2 * (p - 1) * vector, compute + 2 * vector),
+        "all-reduce": compute + 2 * (p - 1) / p * vector,
         "overlapped": max(compute, 2 * (p - 1) / p * vector),
         "bf16": max(compute, (p - 1) / p * vector),
     }
-    first = rows["original"]
+    first = rows["in turn"]
     lines = [f"  {name}: {1e3 * seconds:.0f} ms, {first / seconds:.2f}x" for name, seconds in rows.items()]
     return "\n".join(
         [f"By arithmetic, a vector taking {1e3 * vector:.0f} ms and a step {1e3 * compute:.0f} ms:", *lines]
     )
-
-
-def messages(runs: list[dict[str, Any]], names: list[str]) -> str:
-    """How many times as long the exchanges themselves take with a message for each layer."""
-    waits = [
-        [max(rank["exposed"] * rank["ms"] for rank in run["ranks"]) for run in runs if run["contender"] == name]
-        for name in names
-    ]
-    return f"an exchange takes {spread([a / b for a, b in zip(*waits, strict=True)], '.1f')} times as long as packed"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,10 @@ from typing_extensions import override
 from lightning_hetero.averaging.averager import Averager, Facts, Outcome, StepContext
 from lightning_hetero.averaging.low_bit import LowBitAverager
 from lightning_hetero.averaging.moments import clear_broken
-from lightning_hetero.checks import one_of
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.regrowth import Regrowth
 from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import ConfigurationError
-
-Order = Literal["jacobi", "gauss_seidel"]
 
 
 @dataclass
@@ -33,7 +30,6 @@ class CenteredAverager(Averager):
         tau: optimizer steps from one exchange of a replica to the next.
         exclude: names of parameters and buffers that do not take part, such as norms or embeddings; with patterns:
             ``"*norm*"``. Each replica keeps its own; where the center is looked at, their mean stands for them.
-        packed: ``False`` sends a message for each parameter instead of one for all; to see what that costs.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -44,7 +40,6 @@ class CenteredAverager(Averager):
 
     tau: int
     exclude: Sequence[str] = field(default=(), kw_only=True)
-    packed: bool = field(default=True, kw_only=True)
 
     facts = Facts(
         needs_others=False,
@@ -62,7 +57,6 @@ class CenteredAverager(Averager):
             raise ConfigurationError(
                 f"exclude={self.exclude!r}: give a list of names, such as ['embedding.weight', '*norm*']."
             )
-        one_of("packed", self.packed, (True, False))
         self.exclude = tuple(self.exclude)
 
     def check_tau(self) -> None:
@@ -76,7 +70,7 @@ class CenteredAverager(Averager):
 
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
-        replica = Replica(module, settle, self.exclude, self.packed)
+        replica = Replica(module, settle, self.exclude)
         check_patterns(self.exclude, replica.names)
         return replica
 
@@ -139,7 +133,7 @@ class CenteredAverager(Averager):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._moved = state.get("moved", True)
+        self._moved = state["moved"]
         self._distance = state.get("distance", math.nan)
         for own, saved in zip(self.reference, state["reference"], strict=True):
             own.copy_(saved)
@@ -157,14 +151,13 @@ class CenterAverager(LowBitAverager, CenteredAverager):
         x_i <- x_i - a D_i
         c   <- Outer(c, grad = -sum_i w_i D_i)
 
-    and each algorithm is a setting of ``a`` and ``Outer``. Every rank keeps the center, bitwise the same.
+    and each algorithm is a setting of ``a`` and ``Outer``. ``D_i`` is taken before the replica's own step. Every rank
+    keeps the center, bitwise the same.
 
     Attributes:
-        order: when ``D_i`` is taken: before the replica's own step, or after it.
-        overlap: exchange in the background of the step; needs differences from before it.
+        overlap: exchange in the background of the step.
     """
 
-    order: Order
     overlap: ClassVar[bool] = False
 
     @override
@@ -189,12 +182,12 @@ class CenterAverager(LowBitAverager, CenteredAverager):
 
     @override
     def before_step(self, context: StepContext) -> None:
-        if self.order == "jacobi" and self.due(context._replace(step=context.step + 1)):
+        if self.due(context._replace(step=context.step + 1)):
             self._begin(context)
 
     @override
     def meet(self, context: StepContext) -> Outcome | None:
-        if self._exchange is None:
+        if self._exchange is None:  # replicas were lost since the step began
             self._begin(context)
         assert self._exchange is not None
         average, self._exchange = self._exchange(), None

@@ -11,8 +11,8 @@ from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
 from lightning_hetero.averaging.averager import Outcome, StepContext
-from lightning_hetero.averaging.center import CenterAverager, CenteredAverager, Order
-from lightning_hetero.checks import is_number, one_of
+from lightning_hetero.averaging.center import CenterAverager, CenteredAverager
+from lightning_hetero.checks import is_number
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.encodings import check_wire
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
@@ -81,7 +81,8 @@ class Pull:
 class Elastic(CenteredAverager):
     """What all forms of EASGD have in common: replicas are tied to a center by an elastic force.
 
-    With ``D_i = x_i - c``, weights ``w_i`` (the part of the samples that replica ``i`` takes) and p replicas::
+    With ``D_i = x_i - c`` from before the replica's own step, weights ``w_i`` (the part of the samples that replica
+    ``i`` takes) and p replicas::
 
         x_i <- x_i - alpha D_i;  c <- c + beta sum_i w_i D_i
 
@@ -93,8 +94,6 @@ class Elastic(CenteredAverager):
             ``rho`` is given.
         rho: instead: alpha = learning rate * rho, of the first parameter group of the first optimizer, of replica 0.
         beta: how fast the center moves. Default: p alpha.
-        order: ``"jacobi"``: differences from before the replica's own step, as in the paper; ``"gauss_seidel"``: from
-            after it.
         wire: number format of what travels: ``"fp32"``, ``"bf16"`` or ``"fp16"``, and where all replicas exchange at
             once ``"int8"``, ``"int4"`` or ``"topk:0.02"``; sums are taken in fp32.
 
@@ -109,7 +108,6 @@ class Elastic(CenteredAverager):
     moving_rate: float | Literal["auto"] | None = None
     rho: float | None = None
     beta: float | None = None
-    order: Order = "jacobi"
     wire: str = "fp32"
     pull: Pull = field(init=False, repr=False)
 
@@ -117,7 +115,6 @@ class Elastic(CenteredAverager):
         super().__post_init__()
         self.pull = Pull(self.moving_rate, self.rho, self.beta)
         self.moving_rate = self.pull.moving_rate
-        one_of("order", self.order, ("jacobi", "gauss_seidel"))
         check_wire(self.wire)
 
     @override
@@ -172,20 +169,9 @@ class OverlappedElasticAverager(ElasticAverager):
     """The same numbers as :class:`ElasticAverager`, bit for bit; exchanges pass in the background of steps.
 
     Source: Sync EASGD3, You, Buluc and Demmel 2017.
-
-    Args:
-        order: ``"jacobi"`` only: differences from after the step are not there before it.
     """
 
     overlap = True
-
-    def __post_init__(self) -> None:
-        if self.order != "jacobi":
-            raise ConfigurationError(
-                f"order={self.order!r}: hetero_easgd_overlap exchanges differences from before the step while it runs; "
-                "use order='jacobi', or hetero_easgd."
-            )
-        super().__post_init__()
 
 
 @dataclass

@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
-import numpy as np
-
 from lightning_hetero.errors import ConfigurationError
 
 #: Of each member, by place in the list, the places that it sends to in a round.
@@ -80,17 +78,6 @@ def sends(rule: Rule, members: Sequence[int], round_number: int, seed: int) -> d
     """
     places = rule(len(members), round_number, seed)
     return {member: tuple(members[j] for j in to) for member, to in zip(members, places, strict=True)}
-
-
-def matrix(rule: Rule, n: int, round_number: int, seed: int) -> np.ndarray:
-    """The mixing matrix of a round: everyone keeps as large a part as it sends to each. Float64, ``n`` by ``n``.
-
-    Column ``j`` says where the values of ``j`` go; its sum is 1.
-    """
-    result = np.zeros((n, n))
-    for j, to in enumerate(rule(n, round_number, seed)):
-        result[[j, *to], j] = 1 / (len(to) + 1)
-    return result
 
 
 def rule_of(topology: str, known: dict[str, Rule], form: str) -> Rule:

@@ -74,14 +74,14 @@ class PushPullAverager(VisitingAverager, Elastic):
 
     @override
     def before_step(self, context: StepContext) -> None:
-        if self.order == "jacobi" and self._exchanges(context.step + 1):
+        if self._exchanges(context.step + 1):
             self._go(context.samples_per_replica)
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
         if not self._exchanges(context.step):
             return None
-        if self._exchange is None:  # with "gauss_seidel", and where the center was lost since the step began
+        if self._exchange is None:  # the center was lost since the step began
             self._go(context.samples_per_replica)
         assert self._exchange is not None
         seen, self._exchange = self._exchange(), None

@@ -172,6 +172,6 @@ class PushSumAverager(PushAverager):
         super().load_state_dict(state)
         for x, saved in zip(self._x, state["x"], strict=True):
             x.copy_(saved)
-        self._weight, self._alone = state["weight"], state.get("alone", False)  # version 0.1 did not keep it
+        self._weight, self._alone = state["weight"], state["alone"]
         if self._transport is not None:
             self._transport.put([Push(*push) for push in state["arrived"]])

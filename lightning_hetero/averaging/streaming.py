@@ -74,7 +74,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     @override
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
         cut = None if self.fragments == 1 else self._cut
-        replica = Replica(module, settle, self.exclude, self.packed, cut=cut)
+        replica = Replica(module, settle, self.exclude, cut=cut)
         check_patterns(self.exclude, replica.names)
         return replica
 
@@ -229,10 +229,8 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._since = state["since"]
-        if "rhythm" in state:
-            self._rhythm.load_state_dict(state["rhythm"])
-        saved = state.get("pending", [])
-        self._sent = {each["fragment"]: Pending(each["step"], Average(**each["average"])) for each in saved}
+        self._rhythm.load_state_dict(state["rhythm"])
+        self._sent = {each["fragment"]: Pending(each["step"], Average(**each["average"])) for each in state["pending"]}
 
     # -- replicas that are lost --------------------------------------------------------------------
 

@@ -101,22 +101,21 @@ def hash_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def raise_on_all(problem: HeteroError | None, what: str, group: dist.ProcessGroup | None = None) -> None:
+def raise_on_all(problem: HeteroError | None, what: str) -> None:
     """Raise an error on every rank if any rank has a problem (collective).
 
     Args:
         problem: of this rank, if it has one.
         what: describes what the ranks were about to do, in the error of the other ranks.
-        group: the ranks. Default: all.
 
     Raises:
         HeteroError: this rank's own problem.
         DisagreementError: the problem of another rank, with its number.
         CommunicationError: another rank did not take part in time.
     """
-    problems = gather(None if problem is None else str(problem), what, group)
+    problems = gather(None if problem is None else str(problem), what)
     wrong = [rank for rank, text in enumerate(problems) if text is not None]
     if wrong:
         first = wrong[0]
         error = problem or DisagreementError(f"rank {first} cannot take part ({what}): {problems[first]}")
-        raise error.of_all(wrong) if group is None else error
+        raise error.of_all(wrong)

@@ -7,7 +7,6 @@ from copy import copy
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ class Replica:
             values are read.
         excluded: names, or patterns of names such as ``"*.norm.*"``, of values that get vectors of their own, after the
             others.
-        packed: ``False``: one vector for each parameter and buffer, instead of one for all of a dtype.
         buffers: names of the buffers that are exchanged. Default: the floating ones that are finite now.
         cut: cuts the included values into fragments, with vectors of their own: given the model and the sizes of
             parameters by name, it returns a function that gives the fragment of a name.
@@ -45,14 +43,13 @@ class Replica:
         module: nn.Module,
         settle: Callable[[], None] | None = None,
         excluded: Sequence[str] = (),
-        packed: bool = True,
         buffers: Collection[str] | None = None,
         *,
         cut: Cut | None = None,
     ) -> None:
         self._settle = settle
         self._trainable = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
-        self._module, self._excluded, self._packed, self._cut = module, excluded, packed, cut
+        self._module, self._excluded, self._cut = module, excluded, cut
         parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
         if buffers is None:
             buffers = {name for name, b in module.named_buffers() if b.is_floating_point() and b.isfinite().all()}
@@ -62,12 +59,11 @@ class Replica:
         left = {id(v) for v in parameters + taken if any(fnmatchcase(self._names[id(v)], name) for name in excluded)}
         sizes = {self._names[id(p)]: p.numel() for p in parameters if id(p) not in left}
         fragment_of = cut(module, sizes) if cut else lambda name: 0
-        groups: tuple[dict[Any, list[Tensor]], ...] = {}, {}  # included, excluded
-        for i, value in enumerate(parameters + taken):
+        groups: tuple[dict[tuple[int, torch.dtype], list[Tensor]], ...] = {}, {}  # included, excluded
+        for value in parameters + taken:
             is_excluded = id(value) in left
-            kind = value.dtype if packed or is_excluded else i
             fragment = 0 if is_excluded else fragment_of(self._names[id(value)])
-            groups[is_excluded].setdefault((fragment, kind), []).append(value)
+            groups[is_excluded].setdefault((fragment, value.dtype), []).append(value)
         vectors = sorted(groups[False], key=itemgetter(0))
         self.included = len(vectors)
         self._fragments = [fragment for fragment, _ in vectors]
@@ -152,8 +148,7 @@ class Replica:
 
     def anew(self) -> "Replica":
         """The same model's replica with the parameters that are trainable now."""
-        settings = self._settle, self._excluded, self._packed, self._exchanged
-        return type(self)(self._module, *settings, cut=self._cut)
+        return type(self)(self._module, self._settle, self._excluded, self._exchanged, cut=self._cut)
 
     def kept(self) -> dict[str, Tensor]:
         """Copies of the buffers that are not exchanged, such as counters and masks, by name."""

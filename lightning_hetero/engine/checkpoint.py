@@ -1,8 +1,7 @@
 """What this package adds to a checkpoint. Any strategy can load the checkpoint without it.
 
-Format 2: the checkpoint itself holds the consensus, the plan, and what is small of each rank. Where replicas differ,
-each one's own state is in a shard (:mod:`~lightning_hetero.engine.shards`). Format 1, of version 0.1, is one file with
-the states of all replicas.
+The checkpoint itself holds the consensus, the plan, and what is small of each rank. Where replicas differ, each one's
+own state is in a shard (:mod:`~lightning_hetero.engine.shards`).
 """
 
 import errno
@@ -22,9 +21,8 @@ from lightning_hetero.errors import CheckpointError
 from lightning_hetero.workload.shares import cost_of, row_of
 
 KEY = "lightning_hetero"
-FORMAT = 2
+FORMAT = 1
 COMMON = "lightning_hetero_common"  #: In memory only, when others join: what the averager holds alike on all replicas.
-_REPLICAS_1 = "lightning_hetero_replicas"  # in format 1
 
 
 @contextmanager
@@ -47,48 +45,23 @@ def readable(path: Any) -> Iterator[None]:
 
 
 def part_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What this package has added, in the layout of format 2; empty if nothing, or if this version cannot read it."""
-    part = checkpoint.get(KEY, {})
-    if part.get("format", 1) > FORMAT:
-        return {}
-    if (saved := checkpoint.get(_REPLICAS_1)) is None:
-        return part
-    ranks = saved["ranks"]
-    replicas = {
-        "strategy": saved["strategy"],
-        "ids": list(range(len(saved["replicas"]))),
-        "losses": [rank["losses"] for rank in ranks],
-        "states": [_renamed(state) for state in saved["replicas"]],
-    }
-    random = [rank["random"] for rank in ranks if "random" in rank]
-    return {**({"random": random} if random else {}), **part, "replicas": replicas}
+    """What this package has added; empty if nothing, or if this version cannot read it."""
+    return {} if _unreadable(checkpoint) else checkpoint.get(KEY, {})
 
 
-def _renamed(state: dict[str, Any]) -> dict[str, Any]:
-    """A replica's state in format 1, with what has another name since."""
-    algorithm = state["algorithm"]
-    pending = algorithm.get("pending")  # DASO's exchange under way
-    if pending is None or "notes" not in pending["average"]:
-        return state
-    average = {**pending["average"], "difference": []}
-    average["payloads"] = average.pop("notes")
-    return {**state, "algorithm": {**algorithm, "pending": {**pending, "average": average}}}
-
-
-def _too_new(checkpoint: Mapping[str, Any]) -> str | None:
-    """Why this version cannot read what a later one has added; ``None`` if it can."""
-    number = checkpoint.get(KEY, {}).get("format", 1)
-    if number <= FORMAT:
+def _unreadable(checkpoint: Mapping[str, Any]) -> str | None:
+    """Why this version cannot read what another one has added; ``None`` if it can."""
+    if KEY not in checkpoint or (number := checkpoint[KEY].get("format")) == FORMAT:
         return None
     return (
-        f"The checkpoint was written by a later version of lightning_hetero: its format is {number}, this version "
-        f"reads up to {FORMAT}."
+        f"The checkpoint was written by another version of lightning_hetero: its format is {number}, this version "
+        f"reads {FORMAT}."
     )
 
 
-def warn_if_too_new(checkpoint: Mapping[str, Any]) -> None:
-    """Say that this version leaves out what a later one has added."""
-    if (problem := _too_new(checkpoint)) is not None:
+def warn_if_unreadable(checkpoint: Mapping[str, Any]) -> None:
+    """Say that this version leaves out what another one has added."""
+    if (problem := _unreadable(checkpoint)) is not None:
         rank_zero_warn(f"{problem} Only what Lightning itself has saved is restored.")
 
 
@@ -138,12 +111,10 @@ class Identity(NamedTuple):
     Attributes:
         strategy: name of the strategy's class, for people.
         algorithm: tells which states fit. It stays when a subclass of a strategy gets another name.
-        bases: names of the strategy's class and of those that it extends, for format 1, which knows nothing else.
     """
 
     strategy: str
     algorithm: str
-    bases: Sequence[str] = ()
 
 
 def add_replicas(
@@ -184,7 +155,7 @@ def of_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) 
         return values
     raise CheckpointError(
         f"The replicas of the checkpoint hold vectors of {saved} values; in this fit they are of {here}. Resume with "
-        "the fragments, exclude and packed of the run that was saved."
+        "the fragments and exclude of the run that was saved."
     )
 
 
@@ -202,11 +173,11 @@ def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | 
     """In words, why the states of a checkpoint's replicas do not fit; ``None`` if they do."""
     saved = part_of(checkpoint).get("replicas")
     if saved is None:
-        return _too_new(checkpoint) or (
+        return _unreadable(checkpoint) or (
             "The checkpoint holds no state of replicas: it was saved by a strategy without them, after the end of a "
             "fit, or while a rank had failed."
         )
-    if not _same_algorithm(saved, who):
+    if saved["algorithm"] != who.algorithm:
         return f"The checkpoint was saved by {saved['strategy']}, this is {who.strategy}."
     ids, ranks = saved["ids"], len(saved["losses"])
     if len(ids) != view.count or ranks != view.world:
@@ -226,13 +197,9 @@ def nearest_first(checkpoint: Mapping[str, Any], who: Identity, view: View) -> l
         Their ids; none if what was saved does not fit this strategy.
     """
     saved = part_of(checkpoint).get("replicas", {})
-    if "save" not in saved or not _same_algorithm(saved, who):
+    if not saved or saved["algorithm"] != who.algorithm:
         return []
     return sorted(saved["ids"], key=lambda other: (abs(other - view.replica.id), other))
-
-
-def _same_algorithm(saved: Mapping[str, Any], who: Identity) -> bool:
-    return saved["algorithm"] == who.algorithm if "algorithm" in saved else saved["strategy"] in who.bases
 
 
 def warn_of_replicas(checkpoint: Mapping[str, Any], strategy: str) -> None:

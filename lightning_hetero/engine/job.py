@@ -144,15 +144,14 @@ class Job:
         """The group of all ranks for their reports; ``None`` for one rank (collective over all ranks)."""
         return self.groups.get("reports", range(self.view.world))
 
-    def await_all(self, what: str, enough: Callable[[], bool], seconds: float = 5.0) -> None:
-        """Wait until all ranks have come to the same point, where connections may be broken already.
+    def await_all(self, what: str, enough: Callable[[], bool]) -> None:
+        """Wait until all ranks have come to the same point, at most 5 s; connections may be broken already.
 
         Args:
             what: names the point.
             enough: ends the wait.
-            seconds: the longest one.
         """
-        until, keys = time.monotonic() + seconds, [str(rank) for rank in range(self.view.world)]
+        until, keys = time.monotonic() + 5.0, [str(rank) for rank in range(self.view.world)]
         with suppress(dist.DistError):
             store = self.store(what)
             store.set(keys[self.view.rank], "")

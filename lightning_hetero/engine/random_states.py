@@ -65,7 +65,7 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
     """
     torch.set_rng_state(states["torch"])
     source = _source(device)
-    if source is not None and states.get(device.type) is not None:
+    if source is not None and device.type in states:
         source.set_rng_state(states[device.type])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

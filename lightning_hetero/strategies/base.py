@@ -31,7 +31,6 @@ from lightning_hetero.engine.step import Workshare
 from lightning_hetero.strategies import entering, joining, one_step, saving
 from lightning_hetero.strategies.default_groups import LentGroups
 from lightning_hetero.strategies.evaluation import evaluation_step, values_shared
-from lightning_hetero.strategies.former_names import former_topology
 from lightning_hetero.strategies.going_on import GoingOn
 from lightning_hetero.strategies.guards import check_beyond, check_setup, running, served
 from lightning_hetero.strategies.metrics import MonitoredMetrics
@@ -108,8 +107,6 @@ class HeteroStrategy(DDPStrategy):
     def cluster(self) -> Topology | None:
         """Which ranks live on which node, once this process has joined."""
         return None if self.job is None else self.job.view.topology
-
-    topology = former_topology()
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:

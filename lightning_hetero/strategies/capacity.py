@@ -1,29 +1,43 @@
-"""`max_batch_size="auto"`: each rank finds once how many samples fit into its memory, and tells the others."""
+"""`max_batch_size="auto"`: each rank finds once how many samples fit into its memory, and tells the others.
 
+A trial is a training step without the optimizer, of samples with which the first global batch begins. It does not fit
+if memory runs out, as on a CUDA device, or if it takes more than ``max_batch_memory``, without which other devices
+cannot tell. Nothing of a trial stays.
+"""
+
+import gc
+import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import _lightning
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.solitude import alone
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
 from lightning_hetero.engine.collectives import Trial
-from lightning_hetero.engine.trial import Trials
+from lightning_hetero.engine.untouched import untouched
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError, UnsupportedError
-from lightning_hetero.strategies.options import Options
+from lightning_hetero.strategies.options import Options, memory_per_rank
 from lightning_hetero.strategies.replica_ddp import wrap_anew
-from lightning_hetero.strategies.trial_batches import TrialBatches
-from lightning_hetero.workload.capacity import largest, memory_per_rank, usable
-from lightning_hetero.workload.planner import Planner
+from lightning_hetero.workload.order import FixedBatches
+from lightning_hetero.workload.sampler import ShareSampler
+from lightning_hetero.workload.shared_stream import SharedStreamLoader
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,18 +45,9 @@ if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
 
 _NAME = "capacity"
-
-
-class Finding(NamedTuple):
-    """What a rank has found, or why it could not.
-
-    Attributes:
-        fitting: samples of the largest batch that fits.
-        problem: the error of a trial, in words.
-    """
-
-    fitting: int = 0
-    problem: str | None = None
+_USED = 0.9  # of the samples that fit, the part that a rank takes: memory gets fragmented, others can be longer
+_OUT_OF_MEMORY = (getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError, MemoryError)
+_SAYS_SO = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
 @dataclass
@@ -58,12 +63,11 @@ class Capacity:
     options: Options
     found: list[int] | None = None
     basis: list[Any] = field(default_factory=list)
-    _module: "weakref.ref[Any] | None" = None  # for which it was found
-    _restored: bool = False  # from a checkpoint
+    _module: "weakref.ref[Any] | None" = None  # for which it was found; unknown in a checkpoint
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which serve other models."""
-        return {**vars(self), "_module": None}
+        return {**vars(self), "found": None, "_module": None}
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Keep what was found in a checkpoint; builtins only."""
@@ -74,7 +78,7 @@ class Capacity:
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what a checkpoint knows."""
         if (kept := part_of(checkpoint).get(_NAME)) is not None:
-            self.found, self.basis, self._restored = kept["found"], kept["basis"], True
+            self.found, self.basis, self._module = kept["found"], kept["basis"], None
 
     def begin(self, strategy: "HeteroStrategy") -> None:
         """Training is about to start: limit the ranks to what fits, and search for it if it is unknown (collective).
@@ -85,17 +89,18 @@ class Capacity:
         """
         if self.options.max_batch_size != "auto":
             return
-        trainer, share = strategy.trainer, strategy.share
-        loaders = _lightning.combined_loader(trainer)
+        share, module = strategy.share, strategy.trainer.lightning_module
+        loaders = _lightning.combined_loader(strategy.trainer)
         assert loaders is not None
-        with strategy.timer.waiting(), untouched_order():
-            batches = TrialBatches(loaders)
-        own = [_name_of(strategy.root_device), self._memory(strategy)]
+        batches = Batches(loaders)
+        own = [_name_of(strategy.root_device), _memory(strategy)]
         basis = [*gather(own, "devices and their memory"), batches.total]
-        if not self._known(basis, trainer.lightning_module):
-            self.found, self.basis = self._search(strategy, batches, [own[1] for own in basis[:-1]]), basis
-            self._module, self._restored = weakref.ref(trainer.lightning_module), False
+        if not self._known(basis, module):
+            with strategy.timer.waiting(), torch.random.fork_rng(devices=[]):
+                batches.draw()
+            self.found, self.basis = _search(strategy, batches, [memory for _, memory in basis[:-1]]), basis
             wrap_anew(strategy)  # DDP has counted the backward passes
+        self._module = weakref.ref(module)
         assert self.found is not None
         if sum(self.found) < batches.total:
             raise ShareError(
@@ -105,72 +110,39 @@ class Capacity:
             )
         asked = None if share.planner.auto else share.planner.shares(share.step)
         if share.planner.limit(self.found):
-            _tell_if_moved(asked, share.planner, share.step)
+            if asked is not None and (shares := share.planner.shares(share.step)) != asked:
+                rank_zero_warn(
+                    f"max_batch_size='auto': the shares that you have asked for, {asked} of a batch, do not fit into "
+                    f"the memory of all ranks. They are {shares} now. Use a smaller global batch to keep the shares."
+                )
             _draw_anew(strategy)
         strategy.timer.restart()
-
-    def _memory(self, strategy: "HeteroStrategy") -> int | None:
-        assert strategy.job is not None
-        view = strategy.job.view
-        return memory_per_rank("max_batch_memory", self.options.max_batch_memory, view.world)[view.rank]
 
     def _known(self, basis: list[Any], module: Any) -> bool:
         """Whether what was found holds here; the same on all ranks."""
         if self.found is None:
             return False
-        if self.basis == basis and (self._restored or (self._module and self._module() is module)):
-            self._module = weakref.ref(module)
+        if self.basis == basis and (self._module is None or self._module() is module):
             return True
-        if self._restored:
+        if self._module is None:
             rank_zero_info(
                 "max_batch_size='auto': the checkpoint's limits were found for other ranks, devices, memory or "
                 "batches. Searching again."
             )
         return False
 
-    def _search(self, strategy: "HeteroStrategy", batches: TrialBatches, memory: list[int | None]) -> list[int]:
-        least = max(strategy.share.planner.least, 1)
-        error: Exception | None = None
-        try:
-            own = Finding(_fitting(strategy, batches, memory[strategy.global_rank], least))
-        except Exception as failure:
-            error, own = failure, Finding(problem=f"{type(failure).__name__}: {str(failure).rstrip('.')}")
-        findings = [Finding(*row) for row in gather(tuple(own), "the batch sizes that fit")]
-        for rank, finding in enumerate(findings):
-            if finding.problem is not None:
-                raise UnsupportedError(
-                    f"max_batch_size='auto': rank {rank} could not try a batch: {finding.problem}. A trial runs "
-                    "training_step and the backward pass on one rank alone, without hooks. Correct the error, or give "
-                    "max_batch_size as numbers."
-                ) from error
-        if small := [rank for rank, finding in enumerate(findings) if finding.fitting == 0]:
-            raise ShareError(
-                f"max_batch_size='auto': not even a batch of {least} fits into the memory of rank(s) {small}. (Given "
-                f"as max_batch_memory: {memory} bytes.) Take a smaller model, leave these ranks out, or raise "
-                "max_batch_memory if the devices have more."
-            )
-        fitting = [finding.fitting for finding in findings]
-        found = [usable(n, least, batches.total) for n in fitting]
-        rank_zero_info(
-            f"max_batch_size='auto': of a global batch of {batches.total} samples {fitting} fit on the ranks; they "
-            f"take at most {found}."
-        )
-        return found
-
 
 def problem(strategy: "HeteroStrategy", trainer: "pl.Trainer") -> HeteroError | None:
     """Why this rank cannot search for its largest batch, if it cannot."""
-    options, device = strategy.options, strategy.root_device
-    assert strategy.job is not None
-    view = strategy.job.view
+    device = strategy.root_device
     try:
-        memory = memory_per_rank("max_batch_memory", options.max_batch_memory, view.world)[view.rank]
+        memory = _memory(strategy)
     except HeteroError as error:
         return error
     if memory is None and device.type != "cuda":
         return ConfigurationError(
-            f"max_batch_size='auto' on {device.type} (rank {view.rank}) needs a limit: a device that is no CUDA device "
-            "does not say when its memory is full, so the machine would swap, or end the job. Give "
+            f"max_batch_size='auto' on {device.type} (rank {strategy.global_rank}) needs a limit: a device that is no "
+            "CUDA device does not say when its memory is full, so the machine would swap, or end the job. Give "
             "max_batch_memory, such as '8GiB', or a list with one amount per rank."
         )
     if not trainer.lightning_module.automatic_optimization:
@@ -181,21 +153,114 @@ def problem(strategy: "HeteroStrategy", trainer: "pl.Trainer") -> HeteroError | 
     return None
 
 
-def _fitting(strategy: "HeteroStrategy", batches: TrialBatches, memory: int | None, least: int) -> int:
-    """Samples of the largest batch that fits on this rank."""
-    module, device = strategy.trainer.lightning_module, strategy.root_device
-    trials = Trials(module, strategy.optimizers, device, memory)
-    unit = batches.unit
-    with _silent(strategy.trainer), trials.begun():
-        units = largest(
-            lambda units: trials.fits(partial(_step, strategy, batches, units * unit)),
-            -(-least // unit),
-            batches.total // unit,
+def _memory(strategy: "HeteroStrategy") -> int | None:
+    """Bytes that a step may take on this rank, if they are limited."""
+    assert strategy.job is not None
+    view = strategy.job.view
+    return memory_per_rank(strategy.options.max_batch_memory, view.world)[view.rank]
+
+
+def _name_of(device: torch.device) -> str:
+    """Tells devices of different memory apart."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory} bytes"
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def _search(strategy: "HeteroStrategy", batches: "Batches", memory: list[int | None]) -> list[int]:
+    """The most samples of each rank (collective)."""
+    least = max(strategy.share.planner.least, 1)
+    error: Exception | None = None
+    own: tuple[int, str | None]  # samples of the largest batch that fits, or the error of a trial
+    try:
+        own = _fitting(strategy, batches, memory[strategy.global_rank], least), None
+    except Exception as failure:
+        error, own = failure, (0, f"{type(failure).__name__}: {str(failure).rstrip('.')}")
+    everyone = gather(own, "the batch sizes that fit")
+    for rank, (_, failed) in enumerate(everyone):
+        if failed is not None:
+            raise UnsupportedError(
+                f"max_batch_size='auto': rank {rank} could not try a batch: {failed}. A trial runs training_step and "
+                "the backward pass on one rank alone, without hooks. Correct the error, or give max_batch_size as "
+                "numbers."
+            ) from error
+    fitting = [samples for samples, _ in everyone]
+    if small := [rank for rank, samples in enumerate(fitting) if samples == 0]:
+        raise ShareError(
+            f"max_batch_size='auto': not even a batch of {least} fits into the memory of rank(s) {small}. (Given as "
+            f"max_batch_memory: {memory} bytes.) Take a smaller model, leave these ranks out, or raise "
+            "max_batch_memory if the devices have more."
         )
+    found = [usable(samples, least, batches.total) for samples in fitting]
+    rank_zero_info(
+        f"max_batch_size='auto': of a global batch of {batches.total} samples {fitting} fit on the ranks; they take at "
+        f"most {found}."
+    )
+    return found
+
+
+def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """The largest batch that fits, by doubling until one does not, then by bisecting.
+
+    Args:
+        fits: tries a number of samples.
+        least: samples to begin with.
+        most: samples beyond which nothing is tried.
+
+    Returns:
+        Between ``least`` and ``most``; 0 if not even ``least`` fit.
+    """
+    good, bad, wanted = 0, most + 1, min(least, most)
+    while bad - good > 1:
+        if fits(wanted):
+            good = wanted
+        else:
+            bad = wanted
+            if bad <= least:
+                return 0
+        wanted = min(2 * good, most) if bad > most else (good + bad) // 2
+    return good
+
+
+def usable(fitting: int, least: int, most: int) -> int:
+    """Samples that a rank may take, of those that fit.
+
+    Args:
+        fitting: samples that fit.
+        least: what a rank takes at least.
+        most: the whole batch. Where it fits, there is nothing to be careful about.
+    """
+    return most if fitting >= most else max(least, int(_USED * fitting))
+
+
+def _fitting(strategy: "HeteroStrategy", batches: "Batches", memory: int | None, least: int) -> int:
+    """Samples of the largest batch that fits on this rank; nothing is logged meanwhile."""
+    trainer, unit = strategy.trainer, batches.unit
+    module, loggers = trainer.lightning_module, trainer.loggers
+    trials = Trials(module, strategy.optimizers, strategy.root_device, memory)
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        with trials.begun():
+            vars(module).update(log=_log_nothing, log_dict=_log_nothing)  # they go again with all that trials change
+            units = largest(
+                lambda units: trials.fits(partial(_step, strategy, batches, units * unit)),
+                -(-least // unit),
+                batches.total // unit,
+            )
+    finally:
+        trainer.loggers = loggers
     return units * unit
 
 
-def _step(strategy: "HeteroStrategy", batches: TrialBatches, samples: int) -> None:
+def _log_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _step(strategy: "HeteroStrategy", batches: "Batches", samples: int) -> None:
     """The forward and backward pass of a batch, as a step of the fit runs them, but without the other ranks."""
     trainer, module, precision = strategy.trainer, strategy.trainer.lightning_module, strategy.precision_plugin
     batch = _lightning.before_transfer(module, precision.convert_input(batches.of(samples)))
@@ -207,53 +272,6 @@ def _step(strategy: "HeteroStrategy", batches: TrialBatches, samples: int) -> No
     if isinstance(loss, Tensor):
         with strategy.collectives.trying(trial):
             module.backward(loss)
-
-
-@contextmanager
-def _silent(trainer: "pl.Trainer") -> Iterator[None]:
-    """Nothing is logged in this block."""
-    module, loggers = trainer.lightning_module, trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    before: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
-    for name in ("log", "log_dict"):
-        vars(module)[name] = _log_nothing
-    try:
-        yield
-    finally:
-        trainer.loggers = loggers
-        del vars(module)["log"], vars(module)["log_dict"]
-        vars(module).update(before)
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-@contextmanager
-def untouched_order() -> Iterator[None]:
-    """Looking at the order of the samples in this block draws no random numbers that training would."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-def _name_of(device: torch.device) -> str:
-    """Tells devices of different memory apart."""
-    if device.type != "cuda":
-        return device.type
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name}, {properties.total_memory} bytes"
-
-
-def _tell_if_moved(asked: list[int] | None, planner: Planner, step: int) -> None:
-    """Say so if shares that the user has fixed do not fit."""
-    if asked is not None and (shares := planner.shares(step)) != asked:
-        rank_zero_warn(
-            f"max_batch_size='auto': the shares that you have asked for, {asked} of a batch, do not fit into the "
-            f"memory of all ranks. They are {shares} now. Use a smaller global batch to keep the shares."
-        )
 
 
 def _draw_anew(strategy: "HeteroStrategy") -> None:
@@ -272,3 +290,222 @@ def _draw_anew(strategy: "HeteroStrategy") -> None:
             if getattr(reader, "persistent_workers", False):  # they have drawn random numbers for their batches
                 object.__setattr__(reader, "_iterator", None)
         _lightning.fetch_anew(strategy.trainer)
+
+
+# -- trials ----------------------------------------------------------------------------------------
+
+
+class Trials:
+    """Tries batches, each with a forward and a backward pass.
+
+    Gradients and the optimizers' state are there meanwhile, as from the second training step on: the forward pass of a
+    step begins while the gradients of the step before still exist.
+
+    Args:
+        module: to be trained.
+        optimizers: that are to train it.
+        device: of the module.
+        limit: bytes that a step may take on the device; ``None``: what the device has.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, limit: int | None
+    ) -> None:
+        self._module, self._optimizers, self._device, self._limit = module, optimizers, device, limit
+        self._ready = False
+        # Counts the memory of the device, if it has any of its own.
+        self._memory: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Try batches in this block. After it, all is as it was before."""
+        try:
+            with untouched(self._module, *self._optimizers, device=self._device), alone(), torch.enable_grad():
+                self._ready = not self._runs_out(self._fill)
+                yield
+        finally:
+            self._free()
+
+    def fits(self, step: Callable[[], None]) -> bool:
+        """Whether a step fits: a forward and a backward pass."""
+        if not self._ready:
+            return False
+        footprint = None
+        if hasattr(self._memory, "reset_peak_memory_stats"):
+            self._memory.reset_peak_memory_stats(self._device)
+            ran_out = self._runs_out(step)
+        else:
+            footprint = Footprint(self._resident())
+            with footprint:
+                ran_out = self._runs_out(step)
+        if ran_out:
+            self._free()
+            return False
+        peak = self._memory.max_memory_allocated(self._device) if footprint is None else footprint.peak
+        return self._limit is None or peak <= self._limit
+
+    def _fill(self) -> None:
+        """Make the gradients, and let the optimizers make their state."""
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        for optimizer in self._optimizers:
+            if not optimizer.state:
+                for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                    vars(optimizer).get(hooks, {}).clear()
+                optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+
+    def _resident(self) -> Iterator[Tensor]:
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            yield tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield tensor.grad
+        for optimizer in self._optimizers:
+            yield from (leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor))
+
+    def _runs_out(self, action: Callable[[], None]) -> bool:
+        """Whether an action runs out of memory; other errors are raised."""
+        try:
+            action()
+            if self._memory is not None:
+                self._memory.synchronize()
+        except Exception as error:
+            if isinstance(error, _OUT_OF_MEMORY) or any(words in str(error) for words in _SAYS_SO):
+                return True  # the error, which holds what the step had made, ends here
+            raise
+        return False
+
+    def _free(self) -> None:
+        gc.collect()
+        if self._memory is not None:
+            self._memory.empty_cache()
+
+
+class Footprint(TorchDispatchMode):
+    """Counts the bytes of all tensors that live while operations run in this context: the same number in every run.
+
+    What an operation needs for itself is not seen, nor what the allocator does not give back.
+
+    Args:
+        resident: tensors that live already.
+
+    Attributes:
+        peak: the most bytes so far.
+    """
+
+    def __init__(self, resident: Iterable[Any]) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._live = self.peak = 0
+        self._add(resident)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._add(tree_leaves((args, kwargs)))  # a batch may have been made elsewhere
+        result = func(*args, **(kwargs or {}))
+        self._add(tree_leaves(result))
+        return result
+
+    def _add(self, leaves: Iterable[Any]) -> None:
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # others have no storage
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata not in self._storages:
+                gone = partial(self._gone, storage._cdata, storage.nbytes())
+                self._storages[storage._cdata] = weakref.ref(storage, gone)
+                self._live += storage.nbytes()
+        self.peak = max(self.peak, self._live)
+
+    def _gone(self, key: int, size: int, _: Any) -> None:
+        del self._storages[key]
+        self._live -= size
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+class Batches:
+    """Batches of any size, without taking a sample from the fit.
+
+    They are of the samples with which the first global batch begins. The loaders' own ``collate_fn`` makes them, in a
+    worker process if the loaders have workers.
+
+    Args:
+        loaders: of the fit, with the samplers of the strategy.
+
+    Attributes:
+        total: samples in a global batch, of all loaders together.
+        unit: samples by which batches grow; more than 1 where several loaders keep their proportions.
+
+    Raises:
+        UnsupportedError: the data do not allow it.
+    """
+
+    def __init__(self, loaders: CombinedLoader) -> None:
+        self._loaders, self._structure = tree_flatten(loaders.iterables)
+        self._sizes = [_size_of(loader) for loader in self._loaders]  # of global batches
+        self.total = sum(self._sizes)
+        self.unit = self.total // math.gcd(*self._sizes)
+
+    def draw(self) -> None:
+        """Find out which samples come first (made by all ranks together)."""
+        samplers = [getattr(loader, "batch_sampler", None) for loader in self._loaders]
+        self._first = [next(s.batches.draw(0)) if isinstance(s, ShareSampler) else None for s in samplers]
+
+    def of(self, samples: int) -> Any:
+        """A batch of so many samples, a multiple of the unit."""
+        sizes = (samples * size // self.total for size in self._sizes)
+        return tree_unflatten(list(map(_load, self._loaders, self._first, sizes)), self._structure)
+
+    def sizes(self, samples: int) -> dict[int, int]:
+        """The sizes of such a batch and of its parts, each with that of the global batch or part."""
+        return {**{samples * size // self.total: size for size in self._sizes}, samples: self.total}
+
+
+class _Head(IterableDataset):
+    """The first samples of a stream that can be read again, and again if it has too few.
+
+    Args:
+        stream: of the user's.
+        samples: how many to yield.
+    """
+
+    def __init__(self, stream: Iterable[Any], samples: int) -> None:
+        self._stream, self._samples = stream, samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(cycle(self._stream), self._samples)
+
+
+def _size_of(loader: Any) -> int:
+    """Samples of a loader's global batch."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(loader, SharedStreamLoader):
+        return sampler.batch_size  # type: ignore[union-attr]
+    if isinstance(sampler, ShareSampler) and isinstance(sampler.batches, FixedBatches):
+        return sampler.batches.batch_size
+    raise UnsupportedError(
+        "max_batch_size='auto' tries batches of several sizes before training starts. It needs a map-style dataset "
+        "with a batch_size, or a SharedStream: samples of other streams cannot be read twice, and a batch sampler of "
+        "yours says itself how large batches are. Give max_batch_size as numbers."
+    )
+
+
+def _load(loader: Any, first: Sequence[Any] | None, samples: int) -> Any:
+    """A loader's part of a batch.
+
+    Args:
+        loader: of the fit.
+        first: indices of the samples; ``None``: it reads a stream.
+        samples: how many.
+    """
+    like, given = loader, dict[str, Any]()
+    if first is None:
+        like = loader.like
+        given |= {"dataset": _Head(loader.stream.dataset, samples), "batch_size": samples}
+    else:
+        given |= {"dataset": loader.dataset, "batch_sampler": [list(islice(cycle(first), samples))]}
+    if like.num_workers:
+        given |= {name: getattr(like, name) for name in ("worker_init_fn", "timeout", "multiprocessing_context")}
+    workers, generator = min(1, like.num_workers), torch.Generator()
+    return next(iter(DataLoader(**given, collate_fn=like.collate_fn, num_workers=workers, generator=generator)))

@@ -15,7 +15,7 @@ class EASGDRoundRobinStrategy(ReplicaStrategy):
     """The original EASGD: replicas exchange with the center strictly in their order, over and over.
 
     It is the baseline that the others beat. A thread of the first replica keeps the center; an exchange is one message
-    each way, or one for each parameter with ``packed=False``, as in the original.
+    each way.
 
     Source: "Original EASGD", You, Buluc and Demmel 2017, algorithm 1.
 

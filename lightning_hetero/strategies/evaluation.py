@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_hetero._lightning import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
 from lightning_hetero.comm.replica import share
-from lightning_hetero.strategies.logged import count_epoch, counting
+from lightning_hetero.strategies.logged import count
 from lightning_hetero.strategies.metrics import sync_anywhere
 from lightning_hetero.workload.stream import EvaluatedStream
 
@@ -34,19 +34,19 @@ def evaluation_step(name: str, context: str) -> Callable[..., Any]:
         fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
         samples = fetched or (lambda: _samples(source))
         results = results_of(self.trainer)
-        counts = counting(self.collectives, samples, results, infers=fetched is not None)
+        count(results, self.collectives, samples, lambda: self.evaluated)
         loader = args[2] if len(args) > 2 else 0
         stream, steps = evaluated_loader(self.trainer, loader)
         own = isinstance(stream, EvaluatedStream)
         met = self.collectives.preceding(lambda: stream.before_collective(steps)) if own else nullcontext()
-        with getattr(self.precision_plugin, context)(), counts, met:
+        with getattr(self.precision_plugin, context)(), self.collectives.weighing(samples), met:
             output = getattr(self.lightning_module, name)(*args, **kwargs)
         if results is not None:
             if loader == 0 and (len(args) < 2 or args[1] == 0):
                 self.evaluated = 0.0
             found = samples()
             self.evaluated = None if found is None or self.evaluated is None else self.evaluated + found
-            count_epoch(results, self.evaluated)
+            count(results, self.collectives, lambda: found, lambda: self.evaluated)  # the batch may go
         return output
 
     step.__name__ = name

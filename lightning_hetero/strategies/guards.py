@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
@@ -172,12 +171,11 @@ def precision_problem(ranks: Sequence[tuple[str, str]], replicas: Sequence[Seque
     return None
 
 
-def check_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def check_model(module: torch.nn.Module) -> None:
     """See that all ranks hold parameters and buffers of the same names, shapes and dtypes (collective).
 
     Args:
         module: this rank's.
-        group: the ranks; default: all.
 
     Raises:
         DisagreementError: names the parameter, and what each rank has.
@@ -189,7 +187,7 @@ def check_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None)
     }
     described |= {f"buffer {name}": _describe(b) for name, b in module.named_buffers() if not is_lazy(b)}
     described["order"] = ", ".join(described)  # DDP reduces in this order
-    check_equal("the model's parameters", described, group)
+    check_equal("the model's parameters", described)
 
 
 def _describe(tensor: torch.Tensor) -> str:

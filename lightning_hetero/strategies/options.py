@@ -1,6 +1,7 @@
 """The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
@@ -16,7 +17,6 @@ from lightning_hetero.comm.sharing import Within
 from lightning_hetero.engine.finite import OnNaN
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.docstrings import documented
-from lightning_hetero.workload.capacity import memory_per_rank
 from lightning_hetero.workload.planner import Planner
 
 S = TypeVar("S", bound=type)
@@ -203,7 +203,7 @@ class Options:
                 f"max_batch_memory={self.max_batch_memory!r} is for max_batch_size='auto', but max_batch_size="
                 f"{self.max_batch_size!r}. Set that, or leave the memory out."
             )
-        memory_per_rank("max_batch_memory", self.max_batch_memory)
+        memory_per_rank(self.max_batch_memory)
 
     @property
     def limit(self) -> timedelta:
@@ -246,6 +246,40 @@ class Options:
 
         high = None if self.max_batch_size == "auto" else self.max_batch_size
         return Planner(world, of(self.balance), of(self.min_batch_size), of(high))
+
+
+def memory_per_rank(value: Any, world: int | None = None) -> list[int | None]:
+    """The bytes that a training step may take on each rank, of ``max_batch_memory``.
+
+    Args:
+        value: an amount for all ranks, ``None``, or a list of these: bytes, or a number with a unit such as ``"8GiB"``
+            (1024 ** 3 bytes) or ``"500 MB"`` (1000 ** 2).
+        world: number of ranks; ``None`` if nobody knows yet.
+
+    Raises:
+        ConfigurationError: an amount cannot be read, or there is not one per rank.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [_bytes_of(value)] * (world or 1)
+    if world is not None and len(value) != world:
+        raise ConfigurationError(
+            f"max_batch_memory={list(value)} gives {len(value)} limits for {world} ranks: one, or one each."
+        )
+    return [_bytes_of(one) for one in value]
+
+
+def _bytes_of(value: Any) -> int | None:
+    if value is None:
+        return None
+    amount: float = value if type(value) is int else 0
+    if isinstance(value, str) and (parts := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.I)):
+        number, unit, binary = parts.groups()
+        amount = float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+    if amount < 1:
+        raise ConfigurationError(
+            f"max_batch_memory={value!r}: give a number of bytes, or a text such as '8GiB' or '500MB', above 0."
+        )
+    return int(amount)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -247,8 +247,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     def _identity(self) -> Identity:
         """What this strategy goes by in checkpoints."""
-        bases = [base.__name__ for base in type(self).__mro__]
-        return Identity(type(self).__name__, self.saved_as or type(self.averager).__name__, bases)
+        return Identity(type(self).__name__, self.saved_as or type(self.averager).__name__)
 
     @override
     @saving.whole

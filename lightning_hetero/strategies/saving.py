@@ -23,7 +23,7 @@ from lightning_hetero.engine.checkpoint import (
     restore_plan,
     save_of,
     unusable,
-    warn_if_too_new,
+    warn_if_unreadable,
 )
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
@@ -149,7 +149,7 @@ class RankState:
             checkpoint: that was read.
             strategy: that goes on.
         """
-        warn_if_too_new(checkpoint)
+        warn_if_unreadable(checkpoint)
         restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.entry is not None)
         self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
@@ -199,9 +199,7 @@ class Source:
         """
         saved = part_of(checkpoint).get("replicas", {})
         problem, error, state = unusable(checkpoint, who, view), None, None
-        if problem is None and "states" in saved:  # format 1
-            state = saved["states"][view.index]
-        elif problem is None and self.load is not None:
+        if problem is None and self.load is not None:
             try:
                 state = shards.read(self.load, self.path, view.replica.id, saved["save"])
             except Exception as broken:

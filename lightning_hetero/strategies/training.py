@@ -20,7 +20,7 @@ from lightning_hetero.engine.single import Engine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies.default_groups import Noticed
-from lightning_hetero.strategies.logged import count_as_ever, count_batch
+from lightning_hetero.strategies.logged import count, count_as_ever
 from lightning_hetero.strategies.metrics import warn_of_losses_over_all
 from lightning_hetero.strategies.position import describe
 
@@ -86,7 +86,7 @@ class TrainingStep:
 
     def _log_to(self, results: Any | None) -> None:
         self._logged = results
-        count_batch(self._collectives, lambda: self._counted, lambda: self._of_epoch, results)
+        count(results, self._collectives, lambda: self._counted, lambda: self._of_epoch)
 
     @contextmanager
     def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:

@@ -59,15 +59,15 @@ class Curve(NamedTuple):
         return all(map(math.isfinite, numbers)) and self.per_sample > 0 and upwards
 
 
-def curve_below(points: Sequence[tuple[float, float]], most: int = MOST_BENDS) -> Curve:
+def curve_below(points: Sequence[tuple[float, float]]) -> Curve:
     """The greatest convex curve that is nowhere above the given points and never decreases.
 
     Between points it is straight, and beyond the last one it goes on as before it. It does so before the first one,
     too, unless no samples would take less than no time; then the guess is a fixed cost of a fifth of the first time.
+    Of more than ``MOST_BENDS`` bends those that matter least are left out; the curve rises there.
 
     Args:
         points: pairs of samples and seconds, at least two, sorted by samples without repetition.
-        most: bends to keep at most. The points that matter least are left out first; the curve rises there.
     """
     times, hull = [math.inf], list[tuple[float, float]]()
     for _, seconds in reversed(points):
@@ -77,7 +77,7 @@ def curve_below(points: Sequence[tuple[float, float]], most: int = MOST_BENDS) -
             hull.pop()
         hull.append((samples, seconds))
     # Without its inner points a convex curve is convex. One bend is for the guess.
-    while len(hull) > most + 1:
+    while len(hull) > MOST_BENDS + 1:
         del hull[min(range(1, len(hull) - 1), key=lambda i: _above(hull[i - 1 : i + 2]))]
     least = LEAST_SLOPE * hull[-1][1] / hull[-1][0]
     slopes = [max(_slope(*pair), least) for pair in pairwise(hull)]

@@ -21,7 +21,7 @@ from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.comm.objects import packed, portable, unpacked
 from lightning_hetero.engine import optimizer_states, random_states
-from lightning_hetero.engine.trial import Trials
+from lightning_hetero.strategies.capacity import Trials
 from lightning_hetero.strategies.other_replicas import restore_precision
 
 CPU = torch.device("cpu")
@@ -221,7 +221,6 @@ def numbers(kind: str) -> None:
     assert drawn(home)[:2] == first[:2]
     random_states.restore(on_device, CPU)  # the other way round
     assert drawn(CPU)[:2] == first[:2]
-    random_states.restore({**on_cpu, "cuda": None}, home)  # as of version 0.1
 
 
 def test_random_states_of_each_kind_of_device(alone):

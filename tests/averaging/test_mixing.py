@@ -19,7 +19,6 @@ from lightning_hetero.averaging.mixing import (
     Sends,
     exponential,
     hypercube,
-    matrix,
     one_peer_exponential,
     random_matching,
     ring,
@@ -32,6 +31,17 @@ from lightning_hetero.errors import ConfigurationError
 SIZES = [1, 2, 3, 5, 7, 17]
 ALL = {**{f"pairs-{name}": rule for name, rule in MATCHINGS.items()}, **DIRECTED}
 BOTH_WAYS = [*(f"pairs-{name}" for name in MATCHINGS), "ring", "random", "hypercube"]
+
+
+def matrix(rule: Rule, n: int, round_number: int, seed: int) -> np.ndarray:
+    """The mixing matrix of a round: everyone keeps as large a part as it sends to each.
+
+    Column ``j`` says where the values of ``j`` go; its sum is 1.
+    """
+    result = np.zeros((n, n))
+    for j, to in enumerate(rule(n, round_number, seed)):
+        result[[j, *to], j] = 1 / (len(to) + 1)
+    return result
 
 
 def product(rule: Rule, n: int, rounds: int, seed: int = 0, first: int = 0) -> np.ndarray:

@@ -21,7 +21,7 @@ from lightning_hetero.errors import CommunicationError, NotFiniteError
 PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 2}
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("easgd", PULL),
-    ("easgd", {**PULL, "order": "gauss_seidel", "wire": "bf16"}),
+    ("easgd", {**PULL, "wire": "bf16"}),
     ("overlap", PULL),
     ("eamsgd", PULL),
     ("diloco", {"tau": 2}),

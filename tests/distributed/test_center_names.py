@@ -77,7 +77,7 @@ def test_strategy_strings(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", NAMES.values())
 def test_classes_from_a_typed_configuration(kind: str) -> None:
     options: dict[str, Any] = {"tau": 7, "exclude": ["*bias"], "replica": "node", "balance": "off", "timeout": 9.0}
-    options |= {"outer_lr": 0.5} if kind == "diloco" else {"moving_rate": "auto", "beta": 0.8, "order": "jacobi"}
+    options |= {"outer_lr": 0.5} if kind == "diloco" else {"moving_rate": "auto", "beta": 0.8}
     parser = ArgumentParser()
     parser.add_argument("--strategy", type=Strategy)
     path = f"lightning_hetero.{STRATEGIES[kind].__name__}"

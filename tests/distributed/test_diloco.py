@@ -55,7 +55,7 @@ def test_against_a_loop_by_hand() -> None:
         (NESTEROV, 5, {}),  # the default
         (partial(SGD, lr=0.5, momentum=0.8, nesterov=True), 3, {"outer_lr": 0.5, "outer_momentum": 0.8}),
         (ADAMW, 7, {"outer": ADAMW}),  # four steps come after the last outer step
-        (BALL, 4, {"outer": BALL, "packed": False}),  # BMUF
+        (BALL, 4, {"outer": BALL}),  # BMUF
     ]
     results = run(lines, 2, *[("diloco", {"tau": t, "model": model, **o}) for _, t, o in settings], nodes=[1, 1])
     for rank in results:

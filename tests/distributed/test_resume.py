@@ -213,7 +213,7 @@ PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 4}
 BOTH = (11, 16)  # within an epoch, between two exchanges; at the end of an epoch
 CENTER = [
     Row(STRATEGIES["easgd"], PULL, BOTH, saved=three_apart),
-    Row(STRATEGIES["easgd"], {**PULL, "exclude": ["*bias"], "order": "gauss_seidel"}, saved=three_apart),
+    Row(STRATEGIES["easgd"], {**PULL, "exclude": ["*bias"]}, saved=three_apart),
     Row(STRATEGIES["overlap"], {**PULL, "wire": "bf16"}, BOTH, saved=three_apart),
     Row(STRATEGIES["overlap"], {**PULL, "wire": "int4"}),
     Row(STRATEGIES["diloco"], {"tau": 3, "wire": "topk:0.1"}),

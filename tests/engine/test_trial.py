@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_hetero.engine.footprint import Footprint
-from lightning_hetero.engine.trial import Trials
 from lightning_hetero.engine.untouched import untouched
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.workload.capacity import bytes_of, largest, memory_per_rank, usable
+from lightning_hetero.strategies.capacity import Footprint, Trials, largest, usable
+from lightning_hetero.strategies.options import memory_per_rank
 
 CPU = torch.device("cpu")
 BIG = 20_000  # float64 numbers of a parameter
@@ -99,14 +98,14 @@ def test_the_margin():
 def test_amounts_of_memory():
     written = [5, "5", "2kB", "2 KiB", "1.5GiB", "500MB", "1tib", None]
     read = [5, 5, 2000, 2048, 3 * 2**29, 500_000_000, 2**40, None]
-    assert [bytes_of("m", value) for value in written] == read
-    assert memory_per_rank("m", ["1kB", None, 7], 3) == [1000, None, 7]
-    assert memory_per_rank("m", "1kB", 2) == [1000, 1000]
+    assert memory_per_rank(written) == read
+    assert memory_per_rank(["1kB", None, 7], 3) == [1000, None, 7]
+    assert memory_per_rank("1kB", 2) == [1000, 1000]
     for value in ("much", "", 0, -1, 1.5, True, "0B", "8 XB", [3, "?"]):
         with pytest.raises(ConfigurationError, match="8GiB"):
-            memory_per_rank("m", value)
+            memory_per_rank(value)
     with pytest.raises(ConfigurationError, match="2 limits for 3 ranks"):
-        memory_per_rank("m", [1, 2], 3)
+        memory_per_rank([1, 2], 3)
 
 
 class Changing(nn.Module):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.engine.trial import Trials
-from lightning_hetero.workload.capacity import largest
+from lightning_hetero.strategies.capacity import Trials, largest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MIB = 2**20

@@ -25,11 +25,6 @@ def test_the_topology_of_gossip_is_its_option() -> None:
     assert GossipStrategy(topology="ring").cluster is None  # no job yet
 
 
-def test_the_former_name_of_the_cluster_still_works() -> None:
-    with pytest.warns(FutureWarning, match=r"strategy\.topology is called strategy\.cluster now"):
-        assert HeteroDDPStrategy().topology is None
-
-
 @pytest.mark.parametrize("file", ["there/job", Path("there/job")])
 def test_a_join_file_may_be_a_path(file: str | Path) -> None:
     assert HeteroDDPStrategy(on_peer_loss="continue", join_file=file).options.join_file == str(Path("there/job"))

@@ -48,17 +48,16 @@ class Bundle:
         return list(values.split([p.numel() for p in self.parameters]))
 
 
-def bundles_of(named: Iterable[tuple[str, nn.Parameter]], full: int = FULL) -> list[Bundle]:
+def bundles_of(named: Iterable[tuple[str, nn.Parameter]]) -> list[Bundle]:
     """Put trainable parameters into bundles, from the model's end, of which the gradients come first.
 
     Args:
         named: the model's parameters with their names, in its order.
-        full: values after which a bundle is full.
     """
     bundles, open_ = [], list[tuple[str, nn.Parameter]]()
     for name, p in reversed([pair for pair in named if pair[1].requires_grad]):
         open_.append((name, p))
-        if sum(p.numel() for _, p in open_) >= full:
+        if sum(p.numel() for _, p in open_) >= FULL:
             bundles.append(open_)
             open_ = []
     return [Bundle(*zip(*pairs, strict=True)) for pairs in (*bundles, open_) if pairs]

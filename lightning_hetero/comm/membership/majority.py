@@ -29,10 +29,6 @@ class Roster(NamedTuple):
         """Ids of all members, ascending."""
         return tuple(sorted(member for unit in self.units for member in unit))
 
-    def unit_of(self, member: int) -> tuple[int, ...]:
-        """The unit of a member; empty if it does not take part."""
-        return next((unit for unit in self.units if member in unit), ())
-
     @classmethod
     def read(cls, value: Any) -> "Roster":
         """The roster that was written as JSON."""
