@@ -161,10 +161,10 @@ def add_replicas(
     """
     everyone = gather(losses.state_dict(), "the ranks' losses to save")
     if view.rank == 0:
-        part = checkpoint.setdefault(KEY, {"format": FORMAT})
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
-        part["replicas"] = {**names, "trainable": list(trainable), "losses": everyone}
+        replicas = {**names, "trainable": list(trainable), "losses": everyone}
+        checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
 
 
 def of_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:

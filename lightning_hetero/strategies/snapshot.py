@@ -47,7 +47,7 @@ class Snapshot:
             tensor = tensor.detach()
             if tensor.layout != torch.strided:
                 return tensor.to("cpu", copy=True)
-            key = *identity(tensor), 0 if tensor.is_inference() else tensor._version
+            key = *identity(tensor), _version(tensor)
             if key not in self._copies or not tensor.numel():
                 stays = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in storages
                 self._copies[key] = tensor, tensor if stays else self._room(tensor).copy_(tensor)
@@ -72,6 +72,11 @@ class Snapshot:
         spare = self._spare.get((like.shape, like.dtype))
         self._used.append(spare.pop() if spare else torch.empty_like(like, device="cpu"))
         return self._used[-1]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor has been written to; unknown of those that are made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
