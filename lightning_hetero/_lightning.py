@@ -415,11 +415,6 @@ def hpc_path(trainer: "pl.Trainer") -> str:
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
-def note(trainer: "pl.Trainer") -> dict[str, Any]:
-    """What ``trainer.save_checkpoint`` would save now."""
-    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-
-
 def resume_by(trainer: "pl.Trainer", choose: Callable[[Any, bool], Any]) -> None:
     """Let a function choose what to go on from, given what the Trainer would take, and whether the user named it."""
     connector = trainer._checkpoint_connector

@@ -1,26 +1,31 @@
 """Checkpoints to start again from, with the same command."""
 
 import itertools
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero._lightning import accumulates, resume_by
-from lightning_hetero.callbacks.beside import Beside
-from lightning_hetero.callbacks.kept import Kept
+from lightning_hetero.callbacks.checkpoint_folder import RetentionPolicy, clean, newest_first, newest_whole, path_of
 from lightning_hetero.checks import at_least_one, is_number, plain
+from lightning_hetero.engine.agreed_batch import AgreedBatch, Ask
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
-from lightning_hetero.strategies.apart import Apart
+from lightning_hetero.strategies.background_consensus import BackgroundConsensus
+from lightning_hetero.strategies.background_writer import BackgroundWriter
 from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.newest import clean, newest_first, newest_whole, path_of
+from lightning_hetero.strategies.replica import ReplicaStrategy
 from lightning_hetero.strategies.resumable import Resumable
 from lightning_hetero.strategies.saving import loses_the_end
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+_NOTICE = 1.0  # seconds within which all ranks have normally answered, also on a busy machine
 
 
 class ResumableCheckpoint(Resumable):
@@ -83,11 +88,11 @@ class ResumableCheckpoint(Resumable):
         self.dirpath, self.every_n_steps, self.every_n_seconds = str(dirpath), every_n_steps, every_n_seconds
         self.keep, self.background = keep, background
         self._ended = {"complete": False, "stopped": False}  # how the fit that is gone on with has ended
-        self._beside: Beside | None = None  # of the running fit; another one when ranks are lost
+        self._session: CheckpointSession | None = None  # of the running fit; another one when ranks are lost
         self._owed: BaseException | None = None  # what could not be written, until the next save tells it
         self._fit = 0  # a number that all ranks give the running fit
-        self._kept = Kept(keep)
-        self._latest: tuple[Beside, str] | None = None  # by which a checkpoint was begun last, and its path
+        self._kept = RetentionPolicy(keep)
+        self._latest: tuple[CheckpointSession, str] | None = None  # by which a checkpoint was begun last, and its path
         self._at = 0  # the step at which it has last looked whether to save
         self._counted = False  # whether it is to save, by steps
         self._since: float | None = None  # when it last saved by time, or the fit has begun
@@ -95,7 +100,7 @@ class ResumableCheckpoint(Resumable):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without what belongs to the running fit."""
-        return {**self.__dict__, "_beside": None, "_owed": None, "_latest": None}
+        return {**self.__dict__, "_session": None, "_owed": None, "_latest": None}
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -114,7 +119,7 @@ class ResumableCheckpoint(Resumable):
         self._ended = {"complete": False, "stopped": False}
         joins = getattr(trainer.strategy, "entry", None) is not None  # a job that runs, and has its checkpoints
         if not joins:
-            self._kept, self._owed, self._since = Kept(self.keep), None, None
+            self._kept, self._owed, self._since = RetentionPolicy(self.keep), None, None
         if stage == TrainerFn.FITTING and not joins and not getattr(trainer, "fast_dev_run", False):
             strategy = trainer.strategy
             resume_by(trainer, lambda path, named: path if named else self._newest(strategy, path))
@@ -128,7 +133,7 @@ class ResumableCheckpoint(Resumable):
         if path is not None:
             first = paths.index(path)  # those before it are not whole, and go first
             oldest_first = (*paths[:first], *reversed(paths[first:]))
-            self._kept = Kept(self.keep, (other for other in oldest_first if other != given))
+            self._kept = RetentionPolicy(self.keep, (other for other in oldest_first if other != given))
         if strategy.local_rank == 0:
             clean(self.dirpath, paths)
         return path
@@ -148,7 +153,7 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
-        if self._ended["complete"] and self._beside is None:
+        if self._ended["complete"] and self._session is None:
             rank_zero_info(
                 f"The run in {self.dirpath} is complete, so nothing was left to train. To train on, raise max_epochs "
                 "or max_steps, or give one of its checkpoints as ckpt_path. To begin anew, give another folder."
@@ -171,18 +176,19 @@ class ResumableCheckpoint(Resumable):
     def _open(self, strategy: HeteroStrategy) -> None:
         """Begin to save for the ranks that there are now."""
         self._close()
-        self._beside = Beside(strategy, self._fit, self.background, self.every_n_seconds, self._owed, self._since)
+        how = self.background, self.every_n_seconds, self._owed, self._since
+        self._session = CheckpointSession(strategy, self._fit, *how)
         self._owed = None
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        if self._beside is None:
+        if self._session is None:
             return
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
-        if strategy.job is not self._beside.job:  # ranks were lost
+        if strategy.job is not self._session.job:  # ranks were lost
             self._open(strategy)
-        timed = self._beside.due(trainer.fit_loop.epoch_loop.total_batch_idx)
+        timed = self._session.due(trainer.fit_loop.epoch_loop.total_batch_idx)
         if accumulates(trainer):
             return
         before, self._at = self._at, trainer.global_step
@@ -190,86 +196,55 @@ class ResumableCheckpoint(Resumable):
             self._counted |= self._at // self.every_n_steps > before // self.every_n_steps
         if not (timed or self._counted) or loses_the_end(trainer):  # then after the next batch
             return
-        self._save(trainer, self._beside)
+        self._save(trainer, self._session)
         self._counted = False
         if timed:
-            self._beside.done()
+            self._session.done()
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
-        if self._beside is not None:
-            if strategy.job is not self._beside.job:
+        if self._session is not None:
+            if strategy.job is not self._session.job:
                 self._open(strategy)
             self.complete()
             self._ended = {"complete": True, "stopped": bool(trainer.should_stop)}
-            self._save(trainer, self._beside)
+            self._save(trainer, self._session)
             self.complete()
-            self._beside.files.agree()
+            self._session.writer.agree()
 
-    def _save(self, trainer: "pl.Trainer", beside: Beside) -> None:
-        """Save now, unless the save before is not done yet (collective; in the background no rank waits for another).
+    def _save(self, trainer: "pl.Trainer", session: "CheckpointSession") -> None:
+        """Save now, unless the save before is not done yet (collective).
 
         Raises:
             CheckpointError: on every rank, if one could not write.
         """
-        strategy, files, step = trainer.strategy, beside.files, trainer.global_step
+        strategy, writer, step = trainer.strategy, session.writer, trainer.global_step
         assert isinstance(strategy, HeteroStrategy)
-        moment: Literal["", "-complete"] = "-complete" if self._ended["complete"] else ""
-        path = path_of(self.dirpath, step, moment)
-        if beside.apart is not None and not moment:
-            self._left_out(beside.apart.save(trainer, path, lambda: self._is_complete(strategy, path)))
-            return
-        if files.agree():
+        if writer.agree():
             return self._left_out(step)
-        if self._latest is not None and self._latest[0] is beside:  # else ranks were lost, or have joined, since then
+        if self._latest is not None and self._latest[0] is session:  # else ranks were lost, or have joined, since then
             self._kept.complete(self._latest[1])
-        older, self._latest = self._kept.begin(path), (beside, path)
-        plain, strategy.checkpoint_io = strategy.checkpoint_io, files
+        path = path_of(self.dirpath, step, "-complete" if self._ended["complete"] else "")
+        older, self._latest = self._kept.begin(path), (session, path)
+        plain, strategy.checkpoint_io = strategy.checkpoint_io, writer
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             strategy.checkpoint_io = plain
-        files.launch(lambda: self._kept.remove(strategy, older))
+        writer.launch(lambda: self._kept.remove(strategy, older))
         if not self.background:
-            files.complete()
-            files.agree()
+            writer.complete()
+            writer.agree()
 
-    def _is_complete(self, strategy: HeteroStrategy, path: str) -> None:
-        self._kept.remove(strategy, self._kept.begin(path))
-        self._kept.complete(path)
-
-    def _left_out(self, step: int | None) -> None:
-        if step is not None and not self._told:
+    def _left_out(self, step: int) -> None:
+        if not self._told:
             self._told = True
             rank_zero_warn(
                 f"No checkpoint was saved at step {step}: the one before is still being written. This will not be said "
                 "again. Save less often, or to a faster disk."
             )
-
-    # -- what is noted is copied until it may change -------------------------------------------------
-
-    @property
-    def _apart(self) -> Apart | None:
-        return None if self._beside is None else self._beside.apart
-
-    @override
-    def on_before_optimizer_step(self, trainer: "pl.Trainer", *_: Any) -> None:
-        if self._apart is not None:
-            self._apart.finish_copies_for_step(trainer)
-
-    @override
-    def on_validation_start(self, *_: Any) -> None:
-        if self._apart is not None:
-            self._apart.finish_copies()
-
-    on_train_epoch_end = on_validation_start  # type: ignore[assignment]
-
-    @override
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self._apart is not None and self._apart.steps_begin_with_exchange:
-            self._apart.finish_copies()
 
     @override
     def path_to_stop_at(self, trainer: "pl.Trainer") -> str:
@@ -277,23 +252,97 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def complete(self) -> None:
-        if self._beside is not None:
-            self._beside.files.complete()
+        if self._session is not None:
+            self._session.writer.complete()
 
     # -- the end -----------------------------------------------------------------------------------
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: Any, exception: BaseException) -> None:
-        if self._apart is not None:
-            self._apart.stop()
         self._close()
 
     def _close(self) -> None:
         """End what runs beside the training, on this rank."""
-        if self._beside is not None:
-            self._owed, self._since = self._beside.close(), self._beside.since
-            self._beside = None
+        if self._session is not None:
+            self._owed, self._since = self._session.close(), self._session.since
+            self._session = None
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
         self._close()
+
+
+class CheckpointSession:
+    """What saves the checkpoints of a fit, and knows when it is time, until the ranks of the job are others.
+
+    Args:
+        strategy: in a fit.
+        fit: a number that all ranks give the fit.
+        background: whether files are written while training goes on.
+        seconds: from one checkpoint to the next; ``None``: it does not go by time.
+        owed: why something could not be written for the ranks that there were before, for the next save to tell.
+        since: when the latest checkpoint by time was made, or training has begun, by ``time.monotonic()``; ``None``:
+            now.
+
+    Attributes:
+        since: when the latest checkpoint by time was made, or training has begun.
+        job: of these ranks.
+        writer: writes.
+    """
+
+    def __init__(
+        self,
+        strategy: HeteroStrategy,
+        fit: int,
+        background: bool,
+        seconds: float | None,
+        owed: BaseException | None = None,
+        since: float | None = None,
+    ) -> None:
+        assert strategy.job is not None
+        self.job = strategy.job
+        store, limit = self.job.store(f"checkpoints of fit {fit}"), strategy.options.limit.total_seconds()
+        consensus = None
+        if background and isinstance(strategy, ReplicaStrategy) and BackgroundConsensus.possible(strategy):
+            consensus = BackgroundConsensus(strategy)
+        self.writer = BackgroundWriter(strategy.checkpoint_io, store, limit, consensus, owed)
+        self._seconds, self.since = seconds, time.monotonic() if since is None else since
+        self._agreed: AgreedBatch | None = None
+        if seconds is not None:
+            survival, batch = strategy.survival, strategy.trainer.fit_loop.epoch_loop.total_batch_idx
+            self._agreed = AgreedBatch(
+                dist.PrefixStore("batch", store),
+                self._asks,
+                limit,
+                batch,
+                # Ranks in lockstep wait for a lost one anyway.
+                patience=(lambda: 0.0) if strategy.engine.lockstep else (lambda: survival.patience),
+                changing=None if survival.growth is None else (lambda: survival.changing),
+            )
+
+    def _asks(self) -> Ask | None:
+        """The first rank's clock counts, since clocks differ."""
+        due = self._seconds is not None and time.monotonic() >= self.since + self._seconds
+        return Ask("to save at", _NOTICE) if due and self.job.view.rank == 0 else None
+
+    def due(self, batch: int) -> bool:
+        """Whether it is time, after a batch that all ranks count alike; it stays so until :meth:`done`."""
+        return self._agreed is not None and self._agreed.batch_ended(batch)
+
+    def done(self) -> None:
+        """What was due is saved, or left out."""
+        self.since = time.monotonic()
+        if self._agreed is not None:
+            self._agreed.again()
+
+    def close(self) -> BaseException | None:
+        """End what runs, on this rank.
+
+        Returns:
+            Why it could not write something of its own that nobody has heard of yet.
+        """
+        if self._agreed is not None:
+            self._agreed.close()
+            self._agreed = None
+        self.writer.complete()
+        return self.writer.owed()

@@ -167,17 +167,18 @@ class Replica:
         values = (value for group in self._groups for value in group)
         return next((self._names[id(value)] for value in values if not value.isfinite().all()), None)
 
-    def pack(self, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def pack(self, out: Sequence[Tensor] | None = None, flat: Callable[..., Tensor] | None = None) -> list[Tensor]:
         """A copy of the values: one vector per dtype, on the model's device.
 
         Args:
             out: where to write them: vectors that an earlier call has returned, or the first of these. Default: new
                 memory.
+            flat: makes a vector of tensors, such as :func:`flatten`, the default.
         """
         if self._settle is not None:
             self._settle()
         if out is None:
-            return [flatten(group) for group in self._groups]
+            return [(flat or flatten)(group) for group in self._groups]
         return [flatten(group, old) for group, old in zip(self._groups, out, strict=False)]
 
     @torch.no_grad()

@@ -132,15 +132,10 @@ def add_replicas(
     """
     everyone = gather(losses.state_dict(), "the ranks' losses to save")
     if view.rank == 0:
-        part = checkpoint.setdefault(KEY, {"format": FORMAT})
-        part["replicas"] = described(who, view, save, trainable) | {"losses": everyone}
-
-
-def described(who: Identity, view: View, save: str, trainable: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint says of the replicas, but for the ranks' losses."""
-    ids = [member.id for member in view.replicas]
-    names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
-    return {**names, "trainable": list(trainable)}
+        ids = [member.id for member in view.replicas]
+        names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
+        replicas = {**names, "trainable": list(trainable), "losses": everyone}
+        checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
 
 
 def of_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:

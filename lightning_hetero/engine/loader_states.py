@@ -6,19 +6,11 @@ from typing import Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.workload.stream import Stream
 
 _NAME, _ENDED = "loaders", "ended"
-
-
-def gather_into(checkpoint: dict[str, Any], share: Workshare) -> None:
-    """Add the states of all ranks' loaders to rank 0's checkpoint (collective)."""
-    everyone = gather(current(share), "where dataloaders stand, to save it")
-    if dist.get_rank() == 0:
-        put(checkpoint, everyone, share.ended)
 
 
 def current(share: Workshare) -> list[Any]:

@@ -9,26 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement import gather
 from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
 
 _NAME = "random"
 
 
-def gather_into(checkpoint: dict[str, Any], device: torch.device) -> None:
-    """Add the states of all ranks to rank 0's checkpoint, next to the plan (collective).
-
-    Args:
-        checkpoint: to add to.
-        device: on which this rank computes.
-    """
-    everyone = gather(current(device), "random states to save")
-    if dist.get_rank() == 0:
-        put(checkpoint, everyone)
-
-
 def put(checkpoint: dict[str, Any], everyone: list[dict[str, Any]]) -> None:
-    """Add the states of all ranks to a checkpoint."""
+    """Add the states of all ranks to a checkpoint, next to the plan."""
     checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
 
 

@@ -274,17 +274,19 @@ class ReplicaEngine:
         """Whether the model holds the consensus."""
         return self._own is not None
 
-    def own_values(self) -> list[Tensor]:
-        """This replica's own values, whatever the model holds."""
+    def own_values(self, flat: Callable[..., Tensor] | None = None) -> list[Tensor]:
+        """This replica's own values, whatever the model holds; for ``flat`` see :meth:`Replica.pack`."""
         assert self.averager is not None
-        return self.averager.replica.pack() if self._own is None else self._own
+        return self.averager.replica.pack(flat=flat) if self._own is None else self._own
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def state_dict(self, optimizers: Sequence[Optimizer], precision: dict[str, Any]) -> dict[str, Any] | None:
+    def state_dict(
+        self, optimizers: Sequence[Optimizer], precision: dict[str, Any], flat: Callable[..., Tensor] | None = None
+    ) -> dict[str, Any] | None:
         """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only."""
         rest = beside_values(self, optimizers, precision)
-        values = self.own_values()  # on all ranks: those of a replica make their buffers alike first
+        values = self.own_values(flat)  # on all ranks: those of a replica make their buffers alike first
         return {"values": [value.cpu() for value in values], **rest} if self.view.leads else None
 
     def common_state(self) -> dict[str, Any]:

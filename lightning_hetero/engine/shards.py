@@ -16,16 +16,11 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_hetero.comm.agreement import gather, of_rank
-from lightning_hetero.comm.objects import portable
-from lightning_hetero.engine.checkpoint import FORMAT
 from lightning_hetero.errors import CheckpointError
 
 
 class Files(Protocol):
-    """Writes and removes files, as Lightning's ``CheckpointIO`` does."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a file."""
+    """Removes files, as Lightning's ``CheckpointIO`` does."""
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file."""
@@ -73,7 +68,7 @@ class Shards:
         self._gone: list[Gone] = []  # what rank 0 has removed since it has last told the others
 
     @contextmanager
-    def saving(self, files: Files, path: Any, leads: bool, background: bool, save: str | None = None) -> Iterator[str]:
+    def saving(self, files: Files, path: Any, leads: bool, background: bool) -> Iterator[str]:
         """Save in the block, which succeeds or fails on all ranks alike (collective).
 
         Args:
@@ -82,12 +77,11 @@ class Shards:
             leads: whether this rank writes a shard.
             background: whether files may be written later than they are given. Then the checkpoint that is there may
                 still be that of the save before, so that one's shards stay.
-            save: its name, if ranks have agreed on one: then it is not collective.
 
         Yields:
             The name of the save.
         """
-        save = save or self.clean(files, leads)
+        save = self.clean(files, leads)
         self._saves.setdefault(str(path), set()).add(save)
         try:
             yield save
@@ -145,18 +139,6 @@ class Shards:
         if leads:
             keeps = (lambda other: other == present) if gone.saves is None else (lambda other: other not in own)
             _prune(files, gone.path, keeps, own)
-
-
-def write(files: Files, path: str, state: dict[str, Any], storage_options: Any | None) -> None:
-    """Write a shard.
-
-    Args:
-        files: writes it.
-        path: of :func:`shard_of`.
-        state: the replica's own; tensors and builtins only.
-        storage_options: for ``files``.
-    """
-    files.save_checkpoint(portable({"format": FORMAT, "state": state}), path, storage_options=storage_options)
 
 
 def read(load: Callable[[str], dict[str, Any]], path: Any, replica: int, save: str) -> dict[str, Any] | None:

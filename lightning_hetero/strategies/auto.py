@@ -51,7 +51,6 @@ class AutoStrategy(ReplicaStrategy):
         trainer = Trainer(strategy=AutoStrategy(gain=0.3, deterministic=True), accelerator="cpu", devices=2)
     """
 
-    adds_to_checkpoints = True  # the choice
     algorithm: UndecidedAverager
     chosen: ReplicaStrategy | None = None  #: What goes on; ``None``: ``hetero_ddp``.
     choice: Choice | None = None  #: The latest one, with its arithmetic; ``None``: nothing has been chosen yet.

@@ -290,7 +290,6 @@ class HeteroStrategy(DDPStrategy):
 
     #: Names the algorithm in checkpoints; subclasses share it, unless they set their own. Empty: the averager's class.
     saved_as: ClassVar[str] = ""
-    adds_to_checkpoints = False  #: Whether what :meth:`save_checkpoint` adds must be added at the step that is saved.
 
     @DDPStrategy.checkpoint_io.getter  # type: ignore[attr-defined]
     def checkpoint_io(self) -> CheckpointIO:

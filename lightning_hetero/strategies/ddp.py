@@ -53,11 +53,6 @@ class HeteroDDPStrategy(HeteroStrategy):
         """How gradients travel."""
         return self._gradients.wire
 
-    @property
-    @override
-    def adds_to_checkpoints(self) -> bool:  # type: ignore[override]
-        return self._gradients.remembers
-
     @override
     def algorithm_options(self) -> dict[str, Any]:
         return {**super().algorithm_options(), "wire": self.wire}

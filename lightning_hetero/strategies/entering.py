@@ -23,7 +23,7 @@ from lightning_hetero.errors import CommunicationError, JoinRefusedError, Unsupp
 from lightning_hetero.launch.job_address import AddressFile, JobAddress, LauncherStore
 from lightning_hetero.strategies import regrouping
 from lightning_hetero.strategies.join_card import card
-from lightning_hetero.strategies.memory_files import MemoryFiles
+from lightning_hetero.strategies.snapshot import MemoryFiles
 from lightning_hetero.strategies.survival import Loss
 
 if TYPE_CHECKING:

@@ -92,11 +92,6 @@ class WiredGradients:
         if former is not None and former.used:
             self._running.say_dropped("the ranks or the trainable parameters have changed")
 
-    @property
-    def remembers(self) -> bool:
-        """Whether messages leave something out, which later ones make good."""
-        return self._running is not None
-
     def forget(self) -> None:
         """A fit has ended."""
         self._running = None

@@ -26,8 +26,8 @@ from lightning_hetero.launch.job_address import AddressFile, JobAddress
 from lightning_hetero.strategies import asking_again, regrouping, saving
 from lightning_hetero.strategies.entering import PATH, Entry, addresses, enter
 from lightning_hetero.strategies.join_card import card, fits, misfit
-from lightning_hetero.strategies.memory_files import MemoryFiles
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
+from lightning_hetero.strategies.snapshot import MemoryFiles
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy

@@ -20,12 +20,13 @@ from lightning_hetero.comm.links import ReplicaLinks, Traffic
 from lightning_hetero.comm.replica import share_values
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.engine import shards
-from lightning_hetero.engine.checkpoint import COMMON, Identity, add_replicas, trainable_of, unusable
+from lightning_hetero.engine.checkpoint import COMMON, FORMAT, Identity, add_replicas, trainable_of, unusable
 from lightning_hetero.engine.job import Job
 from lightning_hetero.engine.replicas import ReplicaEngine
 from lightning_hetero.engine.step import Workshare
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies import plans, saving
+from lightning_hetero.strategies.background_writer import BackgroundWriter
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.length import run_of
 from lightning_hetero.strategies.metrics import LoggedMetrics
@@ -77,7 +78,6 @@ class ReplicaStrategy(HeteroStrategy):
     engine: ReplicaEngine
     of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source", "weight_averages")
     weight_averages = WeightAverages()
-    noting = False  # what is saved is noted without a word between ranks; the consensus comes later
     _source = saving.Source()  # the checkpoint from which the fit goes on
     averager_class: ClassVar[type[Averager] | None] = None  # of which the options are
     algorithm: Averager | None = None  # with the options that were given; each fit has a new one like it
@@ -234,8 +234,11 @@ class ReplicaStrategy(HeteroStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
         training = self.job is not None and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
-        if not training or self.noting or self.engine.holds or self.collectives.alone():
+        if not training or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
+        io = self.checkpoint_io
+        if isinstance(io, BackgroundWriter) and io.finds_consensus:
+            return io.consensus_later(super().lightning_module_state_dict())
         if saving.others_join(self):
             values = collective("find where all begin", lambda: self.engine.common_start())  # after a loss another one
         else:
@@ -243,7 +246,9 @@ class ReplicaStrategy(HeteroStrategy):
         assert self.averager is not None
         with self.averager.replica.holding(values):
             state = super(HeteroStrategy, self).lightning_module_state_dict()
-            return saving.copied_for_join(self, state, values) if saving.others_join(self) else deepcopy(dict(state))
+            if saving.others_join(self):
+                return saving.copied_for_join(self, state, values)
+            return dict(state) if isinstance(io, BackgroundWriter) else deepcopy(dict(state))
 
     def _identity(self) -> Identity:
         """What this strategy goes by in checkpoints."""
@@ -263,16 +268,18 @@ class ReplicaStrategy(HeteroStrategy):
             self.weight_averages.save(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        own = self.survival.again(lambda: self.engine.state_dict(self.optimizers, precision))
+        io = self.checkpoint_io
+        flat = io.snapshot.vector if isinstance(io, BackgroundWriter) else None
+        own = self.survival.again(lambda: self.engine.state_dict(self.optimizers, precision, flat))
         view = self.engine.view
-        background = isinstance(self.checkpoint_io, WrappingCheckpointIO)
-        with self._shards.saving(self.checkpoint_io, filepath, view.leads, background) as save:
+        with self._shards.saving(io, filepath, view.leads, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
             add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.averager.replica.trainable)
             with saving.told_to_all(alone=False):
                 if own is not None:
                     shard = shards.shard_of(filepath, view.replica.id, save)
-                    shards.write(self.checkpoint_io, shard, own, storage_options)
+                    state = saving.on_cpu(io, {"format": FORMAT, "state": own})
+                    io.save_checkpoint(state, shard, storage_options=storage_options)
             super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
 
     @override

@@ -27,13 +27,14 @@ from lightning_hetero.engine.checkpoint import (
 )
 from lightning_hetero.engine.view import View
 from lightning_hetero.errors import CheckpointError
+from lightning_hetero.strategies.background_writer import BackgroundWriter
 from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
-from lightning_hetero.strategies.memory_files import MemoryFiles
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import begin_next_epoch, fetch_anew_between_epochs, fetch_anew_if_moved
 from lightning_hetero.strategies.preemption import path_to_save, requeue, say_where
 from lightning_hetero.strategies.resumable import keepers
+from lightning_hetero.strategies.snapshot import MemoryFiles
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -130,10 +131,13 @@ class RankState:
         if strategy.job is not None:
             self.add_common(checkpoint, strategy)
             if not alone:
-                random_states.gather_into(checkpoint, strategy.root_device)
-                loader_states.gather_into(checkpoint, strategy.share)
+                own = random_states.current(strategy.root_device), loader_states.current(strategy.share)
+                everyone = gather(own, "random states, and where dataloaders stand, to save them")
+                if strategy.is_global_zero:
+                    random_states.put(checkpoint, [random for random, _ in everyone])
+                    loader_states.put(checkpoint, [loaders for _, loaders in everyone], strategy.share.ended)
         with told_to_all(alone):
-            yield portable(checkpoint) if strategy.is_global_zero else checkpoint
+            yield on_cpu(strategy.checkpoint_io, checkpoint) if strategy.is_global_zero else checkpoint
         strategy.timer.restart()  # it is no part of a step's time
 
     def add_common(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> None:
@@ -245,6 +249,11 @@ def loses_the_end(trainer: "pl.Trainer") -> bool:
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # of this epoch, so far
     return epoch_ends(trainer) and batches > trainer.accumulate_grad_batches
+
+
+def on_cpu(io: CheckpointIO, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint for any plugin, with all tensors on the CPU; ours copies them there itself."""
+    return checkpoint if isinstance(io, BackgroundWriter) else portable(checkpoint)
 
 
 def others_join(strategy: "HeteroStrategy") -> bool:

@@ -1,7 +1,7 @@
-"""Writes checkpoints beside the training, from copies."""
+"""Writes checkpoints on a thread, from a snapshot that is taken at the step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,14 +16,15 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.background import Background, come_last
 from lightning_hetero.comm.deadline import of_communication
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.strategies.copies import Copies
+from lightning_hetero.strategies.background_consensus import BackgroundConsensus
+from lightning_hetero.strategies.snapshot import Snapshot
 
 #: What is to be written: a checkpoint, its path, and the user's storage options.
 Files = list[tuple[dict[str, Any], Any, Any]]
 
 
-class BackgroundFiles(WrappingCheckpointIO):
-    """Takes copies of what it is to write, and writes them on a thread, the checkpoint itself last.
+class BackgroundWriter(WrappingCheckpointIO):
+    """Takes a snapshot of what it is to write, and writes it on a thread, the checkpoint itself last.
 
     Lightning's ``AsyncCheckpointIO`` does not suit: before 2.6 it takes no copy, so that training changes what is
     being written; it queues without a limit; and rank 0 may have written the checkpoint before the others have
@@ -33,28 +34,49 @@ class BackgroundFiles(WrappingCheckpointIO):
         files: writes them.
         store: of the job, with keys of its own.
         limit: longest wait for another rank, seconds.
+        consensus: finds the consensus on the thread; ``None``: it is found at the step, where there are replicas.
         owed: why this rank could not write something earlier, if that has yet to be told.
+
+    Attributes:
+        snapshot: of what is to be written.
+        seconds: that the latest save has taken.
     """
 
-    def __init__(self, files: CheckpointIO, store: dist.Store, limit: float, owed: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        files: CheckpointIO,
+        store: dist.Store,
+        limit: float,
+        consensus: BackgroundConsensus | None = None,
+        owed: BaseException | None = None,
+    ) -> None:
         # One thread is enough.
         super().__init__(files.checkpoint_io if isinstance(files, AsyncCheckpointIO) else files)
-        self._store, self._limit = store, limit
-        self._copies = Copies()
+        self.snapshot, self._consensus = Snapshot(), consensus
+        self._store, self._limit, self._owed = store, limit, owed
         self._world = dist.group.WORLD
         self._jobs: Files = []  # what is to be written
+        self._find: Callable[[Mapping[str, Any]], None] | None = None  # finds the consensus that they lack
         self._number = 0  # of saves, the same on every rank
-        self._owed = owed
         self._alone = False  # whether the latest save has ended because another rank is lost
         self._running: Background[None] | None = None
-        self.seconds = 0.0  # that the latest save has taken
+        self.seconds = 0.0
+
+    @property
+    def finds_consensus(self) -> bool:
+        """Whether the thread finds the consensus of the replicas."""
+        return self._consensus is not None and self._consensus.serves
+
+    def consensus_later(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A module's state to save, with room for the consensus that the thread will find."""
+        assert self._consensus is not None
+        state, self._find = self._consensus.later(state, self.snapshot)
+        return state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         self.complete()
-        if not self._jobs:
-            self._copies.rewind()
-        self._jobs.append((self._copies.of(checkpoint), path, storage_options))
+        self._jobs.append((self.snapshot.of(checkpoint), path, storage_options))
 
     def launch(self, then: Callable[[], Any]) -> None:
         """Begin to write what has been given since the last time; on all ranks.
@@ -63,18 +85,10 @@ class BackgroundFiles(WrappingCheckpointIO):
             then: called on rank 0 once all of it is written, on all ranks.
         """
         jobs, self._jobs, self._number = self._jobs, [], self._number + 1
-        self.begin(str(self._number), lambda: jobs, then)
-
-    def begin(self, save: str, prepare: Callable[[], Files | None], then: Callable[[], Any]) -> None:
-        """Begin to write what a function gives; on all ranks.
-
-        Args:
-            save: names the save, the same on all ranks.
-            prepare: gives it, on the thread that writes; ``None``: nothing, on any rank.
-            then: called on rank 0 once all of it is written, on all ranks.
-        """
+        find, self._find, save = self._find, None, str(self._number)
+        self.snapshot.rewind()
         self._alone = False
-        self._running = Background(lambda: self._write(prepare, save, then))
+        self._running = Background(lambda: self._write(jobs, find, save, then))
 
     @property
     def busy(self) -> bool:
@@ -82,11 +96,11 @@ class BackgroundFiles(WrappingCheckpointIO):
         return self._running is not None and self._running.running
 
     def complete(self) -> None:
-        """Wait until this rank has written all that it was given; its error stays for :meth:`problem`."""
+        """Wait until this rank has written all that it was given; its error stays for :meth:`agree`."""
         if self._running is not None:
             self._running.wait()
 
-    def problem(self) -> BaseException | None:
+    def _problem(self) -> BaseException | None:
         """Why this rank could not write, if it could not."""
         if self._owed is not None:
             return self._owed
@@ -94,7 +108,7 @@ class BackgroundFiles(WrappingCheckpointIO):
 
     def owed(self) -> BaseException | None:
         """The same, for those that remain when a rank is lost: a save that ends because of the loss is no problem."""
-        if (problem := self.problem()) is None or problem is self._owed:
+        if (problem := self._problem()) is None or problem is self._owed:
             return problem
         return None if self._alone or of_communication(problem) else problem
 
@@ -107,7 +121,7 @@ class BackgroundFiles(WrappingCheckpointIO):
         problem = self.owed()
         everyone = gather((self.busy, None if problem is None else str(problem)), "whether checkpoints are written")
         if self._world is dist.group.WORLD:  # nobody has been lost, so that is not the reason
-            problem = self.problem()
+            problem = self._problem()
         if problem is not None:
             raise problem
         for rank, (_, text) in enumerate(everyone):
@@ -115,25 +129,25 @@ class BackgroundFiles(WrappingCheckpointIO):
                 raise CheckpointError(f"rank {rank} could not save: {text}")
         return any(busy for busy, _ in everyone)
 
-    def _write(self, prepare: Callable[[], Files | None], save: str, then: Callable[[], Any]) -> None:
-        began, first = time.perf_counter(), dist.get_rank() == 0
+    def _write(
+        self, jobs: Files, find: Callable[[Mapping[str, Any]], None] | None, save: str, then: Callable[[], Any]
+    ) -> None:
+        began, rank = time.perf_counter(), dist.get_rank()
         assert self.checkpoint_io is not None
         try:
-            jobs = prepare()
+            if find is not None and jobs:  # the first one is the replica's shard
+                find(jobs[0][0]["state"])
             come_last()
-            for checkpoint, path, options in (jobs or ())[: len(jobs or ()) - first]:
-                self.checkpoint_io.save_checkpoint(checkpoint, path, options)
+            for job in jobs[:-1] if rank == 0 else jobs:
+                self.checkpoint_io.save_checkpoint(*job)
         except BaseException as error:
             with suppress(dist.DistError):  # what has happened here comes first
-                self._store.set(f"{save}/{dist.get_rank()}", str(error) or type(error).__name__)
+                self._store.set(f"{save}/{rank}", str(error) or type(error).__name__)
             raise
-        self._store.set(f"{save}/{dist.get_rank()}", "written")
-        if jobs is None:
-            return
-        if first:
+        self._store.set(f"{save}/{rank}", "written")
+        if rank == 0:
             self._wait_for_others(save)
-            checkpoint, path, options = jobs[-1]
-            self.checkpoint_io.save_checkpoint(checkpoint, path, options)
+            self.checkpoint_io.save_checkpoint(*jobs[-1])
             then()
         self.seconds = time.perf_counter() - began
 

@@ -1,9 +1,8 @@
-"""In the background a checkpoint is noted at its step, copied until the next one changes it, and written meanwhile."""
+"""In the background a checkpoint is copied at its step, and completed and written while training goes on."""
 
 import os
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy, DiLoCoStrategy, EASGDStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks import ResumableCheckpoint
-from lightning_hetero.strategies import copies
-from lightning_hetero.strategies.apart import Apart
+from lightning_hetero.strategies.background_consensus import BackgroundConsensus
+from lightning_hetero.strategies.background_writer import BackgroundWriter
 from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 
 DDP, DILOCO, EASGD = (
@@ -37,7 +36,7 @@ class Waits(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         keeps = trainer.checkpoint_callbacks[0]
-        while trainer.global_step % EVERY == EVERY - 1 and keeps._beside.files.busy:
+        while trainer.global_step % EVERY == EVERY - 1 and keeps._session.writer.busy:
             time.sleep(0.01)
 
 
@@ -62,18 +61,15 @@ class Clamped(Dropping):
             parameter.data.clamp_(-0.2, 0.2)
 
 
-def _only_before_the_step(self: copies.Copies) -> None:
-    while self._left:
-        time.sleep(0.001)
-    time.sleep(0.01)
-    self.finish()
+def _writes_late() -> None:
+    """Let threads begin when the next steps have changed everything."""
+    write = BackgroundWriter._write
 
+    def late(*arguments: Any) -> None:
+        time.sleep(0.1)
+        write(*arguments)
 
-def _some_at_once(self: copies.Copies) -> None:
-    for _ in range(5):
-        with self._copying:
-            self._take(self._left)
-    _only_before_the_step(self)
+    BackgroundWriter._write = late  # type: ignore[method-assign]
 
 
 def fit(folder: str, kind: Any, module: Any, *callbacks: pl.Callback, **options: Any) -> Tensor:
@@ -88,21 +84,20 @@ def fit(folder: str, kind: Any, module: Any, *callbacks: pl.Callback, **options:
     return parameters(model)
 
 
-def _both(folder: str, kind: Any, module: Any, work: Callable | None) -> Tensor:
-    waits = fit(f"{folder}/waits", kind, module, background=False)
-    if work is not None:
-        copies.PIECE, copies.Copies.work = 7, work
-    noted: list[bool] = []
-    save = Apart.save
+def _both(folder: str, kind: Any, module: Any, *callbacks: pl.Callback) -> tuple[Tensor, int]:
+    """Save at the step, and in the background; returns how often the consensus was found on a thread."""
+    waits = fit(f"{folder}/waits", kind, module, *callbacks, background=False)
+    _writes_late()
+    found: list[bool] = []
+    find = BackgroundConsensus._find
 
     def counted(*arguments: Any) -> Any:
-        noted.append(True)
-        return save(*arguments)
+        found.append(True)
+        return find(*arguments)
 
-    Apart.save = counted
-    assert torch.equal(waits, fit(f"{folder}/apart", kind, module))
-    assert len(noted) == STEPS // EVERY  # this is what has been tested
-    return waits
+    BackgroundConsensus._find = counted  # type: ignore[method-assign]
+    assert torch.equal(waits, fit(f"{folder}/background", kind, module, *callbacks))
+    return waits, len(found)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -135,41 +130,61 @@ def test_what_gradients_have_left_out_is_in_the_files_too(tmp_path: Path) -> Non
         assert _same(waits["lightning_hetero"]["gradients"], other["lightning_hetero"]["gradients"])
 
 
-@pytest.mark.parametrize("work", [None, _only_before_the_step, _some_at_once], ids=["thread", "step", "both"])
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(KINDS[name], id=name, marks=[pytest.mark.long] * (name not in ("ddp", "diloco"))) for name in KINDS],
-)
-def test_files_are_those_of_a_fit_that_waits(tmp_path: Path, kind: Any, work: Any) -> None:
-    run(_both, 2, str(tmp_path), kind, Buffered, work, nodes=[1, 1])
+def _are_the_same(folder: Path) -> None:
     for step in range(EVERY, STEPS, EVERY):
-        waits, apart = (_load(tmp_path / how / f"step={step}.ckpt") for how in ("waits", "apart"))
+        waits, other = (_load(folder / how / f"step={step}.ckpt") for how in ("waits", "background"))
         for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "callbacks"):
-            assert _same(waits[key], apart[key]), key
-        ours = [one["lightning_hetero"] for one in (waits, apart)]
+            assert _same(waits[key], other[key]), key
+        ours = [one["lightning_hetero"] for one in (waits, other)]
         assert ours[0].keys() == ours[1].keys()
         assert _same(ours[0]["random"], ours[1]["random"])
         replicas = [one.get("replicas", {}) for one in ours]
         assert _same(*({**one, "save": ""} for one in replicas))
         for id in replicas[0].get("ids", []):
             shards = [
-                _load(tmp_path / how / f"step={step}.ckpt.shards" / f"replica-{id}-{one['save']}.pt")
-                for how, one in zip(("waits", "apart"), replicas, strict=True)
+                _load(folder / how / f"step={step}.ckpt.shards" / f"replica-{id}-{one['save']}.pt")
+                for how, one in zip(("waits", "background"), replicas, strict=True)
             ]
             assert _same(*shards), (step, id)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(KINDS[name], id=name, marks=[pytest.mark.long] * (name not in ("ddp", "diloco"))) for name in KINDS],
+)
+def test_files_are_those_of_a_fit_that_waits(tmp_path: Path, kind: Any) -> None:
+    saves = 0 if kind is DDP else STEPS // EVERY + 1  # the last one is of the complete run
+    for _, found in run(_both, 2, str(tmp_path), kind, Buffered, nodes=[1, 1]):
+        assert found == saves
+    _are_the_same(tmp_path)
+
+
+class Looks(pl.Callback):
+    """Looks at the weights that are saved."""
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["sum"] = sum(float(value.double().sum()) for value in checkpoint["state_dict"].values())
+
+
+def test_who_looks_at_the_weights_sees_the_consensus(tmp_path: Path) -> None:
+    for _, found in run(_both, 2, str(tmp_path), DILOCO, Buffered, Looks(), nodes=[1, 1]):
+        assert found == 0
+    _are_the_same(tmp_path)
+    first = _load(tmp_path / "background" / f"step={EVERY}.ckpt")
+    assert first["sum"] == sum(float(value.double().sum()) for value in first["state_dict"].values())
+
+
 @pytest.mark.parametrize("kind", [DDP, DILOCO], ids=["ddp", "diloco"])
 def test_what_is_written_between_two_steps_is_not_in_it(tmp_path: Path, kind: Any) -> None:
-    run(_both, 2, str(tmp_path), kind, Clamped, _only_before_the_step, nodes=[1, 1])
+    run(_both, 2, str(tmp_path), kind, Clamped, nodes=[1, 1])
+    _are_the_same(tmp_path)
     for step in range(EVERY, STEPS, EVERY):
-        waits, apart = (_load(tmp_path / how / f"step={step}.ckpt")["state_dict"] for how in ("waits", "apart"))
-        assert _same(waits, apart)
-        assert max(value.abs().max() for value in apart.values()) > 0.2  # the step has moved it since it was clamped
+        weights = _load(tmp_path / "background" / f"step={step}.ckpt")["state_dict"]
+        assert max(value.abs().max() for value in weights.values()) > 0.2  # the step has moved it since it was clamped
 
 
 def _resumed(folder: str, kind: Any) -> Any:
-    copies.PIECE, copies.Copies.work = 7, _some_at_once
+    _writes_late()
     whole = fit(f"{folder}/whole", kind, Dropping)
     path = f"{folder}/whole/step={2 * EVERY}.ckpt"
     return whole, fit(f"{folder}/again", kind, Dropping, ckpt_path=path)
@@ -179,20 +194,6 @@ def _resumed(folder: str, kind: Any) -> Any:
 def test_a_resumed_run_ends_as_if_never_stopped(tmp_path: Path, kind: Any) -> None:
     for whole, again in run(_resumed, 2, str(tmp_path), kind, nodes=[1, 1]):
         assert torch.equal(whole, again)
-
-
-def _unguarded(folder: str, kind: Any) -> None:
-    copies.Copies.work = lambda self: (time.sleep(0.2), self.finish())
-    Apart.finish_copies = Apart.finish_copies_for_step = lambda *_: None
-    fit(folder, kind, Dropping)
-
-
-@pytest.mark.parametrize("kind", [DDP, DILOCO], ids=["ddp", "diloco"])
-def test_without_the_guard_nothing_is_saved(tmp_path: Path, kind: Any) -> None:
-    for outcome in attempt(_unguarded, 2, str(tmp_path), kind, nodes=[1, 1]):
-        assert "CheckpointError" in outcome.trace
-        assert "parameters were written to after the step" in str(outcome.error)
-    assert not list(tmp_path.glob("*.ckpt"))
 
 
 class Broken(AtomicCheckpointIO):

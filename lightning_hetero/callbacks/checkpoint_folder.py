@@ -1,9 +1,9 @@
-"""Finds the newest checkpoint that is whole, the same one on every rank."""
+"""The folder of a run's checkpoints: the newest one that is whole, and those that go when a newer one is complete."""
 
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -59,8 +59,7 @@ def newest_first(folder: str, more: str | None = None) -> list[str]:
         folder: need not exist.
         more: another checkpoint, which takes its place among them.
     """
-    file_system, local = url_to_fs(folder)
-    file_system.invalidate_cache()
+    file_system, local = _fresh(folder)
     found = file_system.ls(local, detail=False) if file_system.exists(local) else []
     paths = [os.path.join(folder, name) for name in map(os.path.basename, found) if _NAME.fullmatch(name)]
     return sorted(paths + ([more] if more else []), key=_written, reverse=True)
@@ -164,3 +163,64 @@ def _written(path: str) -> tuple[float, int]:
     file_system, local = url_to_fs(path)
     steps = re.findall(r"\d+", os.path.basename(path))
     return file_system.modified(local).timestamp(), int(steps[0]) if steps else 0
+
+
+def _exists(path: str) -> bool:
+    file_system, local = _fresh(path)
+    return file_system.exists(local)
+
+
+def _fresh(path: str) -> tuple[Any, str]:
+    """The file system of a path as it is now, and the path in it."""
+    file_system, local = url_to_fs(path)
+    file_system.invalidate_cache()
+    return file_system, local
+
+
+class RetentionPolicy:
+    """The checkpoints of a run that are kept, by the order in which they were begun.
+
+    One that was interrupted, because a rank was lost, is not there; only its shards may be, some of them half written.
+    Whether it is there the first rank sees once a newer one is complete, when nobody writes.
+
+    Args:
+        most: how many to keep.
+        paths: those from which a run that goes on has chosen, the oldest first.
+    """
+
+    def __init__(self, most: int, paths: Iterable[str] = ()) -> None:
+        self._most = most
+        self._known = dict.fromkeys(paths, True)  # by path, whether it is known that the checkpoint has come about
+
+    def begin(self, path: str) -> dict[str, bool]:
+        """A checkpoint is begun.
+
+        Returns:
+            Those before it, the oldest first, and of each whether it is known that it has come about.
+        """
+        self._known.pop(path, None)
+        older, self._known[path] = dict(self._known), False
+        return older
+
+    def complete(self, path: str) -> None:
+        """A checkpoint is complete on all ranks, and the first one has removed what is not kept beside it."""
+        self._known[path] = True
+        known = [path for path, there in self._known.items() if there]
+        if len(known) >= self._most:  # whatever is older is gone
+            paths = list(self._known)
+            self._known = {path: self._known[path] for path in paths[paths.index(known[-self._most]) :]}
+
+    def remove(self, strategy: "HeteroStrategy", older: Mapping[str, bool]) -> None:
+        """A checkpoint is complete on all ranks: remove what is not kept beside it; on the first rank.
+
+        Args:
+            strategy: removes.
+            older: of :meth:`begin`.
+        """
+        there = [path for path, known in older.items() if known or _exists(path)]
+        kept = there[max(0, len(there) - self._most + 1) :]
+        for path in older:
+            if path not in there:
+                strategy._shards.unfinished(strategy.checkpoint_io, path)
+            elif path not in kept:
+                strategy.remove_checkpoint(path)

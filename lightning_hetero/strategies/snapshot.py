@@ -1,19 +1,87 @@
-"""A checkpoint in memory, for ranks that begin again at once."""
+"""Copies in memory of what is saved at a step: to be written on a thread, or for ranks that join to begin from."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.deadline import deadline
 from lightning_hetero.comm.objects import Message
-from lightning_hetero.strategies.copies import Copies
 
 _WEIGHTS = "state_dict"
+
+
+class Snapshot:
+    """Copies of tensors on the CPU, in the memory of the copies before where these had the same form."""
+
+    def __init__(self) -> None:
+        self._used: list[Tensor] = []
+        self._spare: dict[Any, list[Tensor]] = {}  # of the snapshot before, by shape and dtype
+        self._copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # a tensor, which so stays alive, and its copy
+
+    def rewind(self) -> None:
+        """The snapshot is complete; the next one overwrites it."""
+        self._spare = {}
+        for tensor in self._used:
+            self._spare.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+        self._used = []
+        self._copies.clear()
+
+    def of(self, collection: Any, owned: Iterable[Tensor] = ()) -> Any:
+        """A collection with copies of its tensors; what is one tensor, in others since :meth:`rewind` too, stays one.
+
+        Args:
+            collection: its tensors may lie on any device. What this object has made itself is not copied again.
+            owned: tensors that nobody else writes to. What lies in their memory is not copied, if it is on the CPU.
+        """
+        here = (tensor for tensor in (*self._used, *owned) if tensor.device.type == "cpu")
+        storages = {tensor.untyped_storage().data_ptr() for tensor in here}
+
+        def copied(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            if tensor.layout != torch.strided:
+                return tensor.to("cpu", copy=True)
+            key = *identity(tensor), _version(tensor)
+            if key not in self._copies or not tensor.numel():
+                stays = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in storages
+                self._copies[key] = tensor, tensor if stays else self._room(tensor).copy_(tensor)
+            return self._copies[key][1]
+
+        return apply_to_collection(collection, Tensor, copied)
+
+    def vector(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One vector of all elements of some tensors of one dtype, on any device."""
+        flat, parts = self.room(tensors)
+        for tensor, part in zip(tensors, parts, strict=True):
+            part.copy_(tensor.detach())
+        return flat
+
+    def room(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """A vector that has yet to be written, with room for tensors of one dtype; and its parts in their shapes."""
+        lengths = [tensor.numel() for tensor in tensors]
+        flat = self._room(torch.empty(sum(lengths), dtype=tensors[0].dtype, device="meta"))
+        return flat, [part.view(tensor.shape) for tensor, part in zip(tensors, flat.split(lengths), strict=True)]
+
+    def _room(self, like: Tensor) -> Tensor:
+        spare = self._spare.get((like.shape, like.dtype))
+        self._used.append(spare.pop() if spare else torch.empty_like(like, device="cpu"))
+        return self._used[-1]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor has been written to; unknown of those that are made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that are the same part of the same memory, as tied weights are."""
+    return tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 class MemoryFiles(CheckpointIO):
@@ -49,8 +117,7 @@ class MemoryFiles(CheckpointIO):
             new: tensors that nobody else writes to. What lies in them is not copied, if they are on the CPU.
         """
         result: Any = copy(state)  # with what it holds besides, such as the versions in a module's state
-        storages = {tensor.untyped_storage().data_ptr() for tensor in new if tensor.device.type == "cpu"}
-        result.update(Copies().of(dict(state), storages))
+        result.update(Snapshot().of(dict(state), new))
         self._weights = {name: result[name] for name in parameters if isinstance(result.get(name), Tensor)}
         return result
 
