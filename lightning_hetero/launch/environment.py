@@ -129,7 +129,7 @@ def check_variables(environment: ClusterEnvironment, num_nodes: int) -> None:
                 f"RANK={os.environ['RANK']} is not below WORLD_SIZE={os.environ['WORLD_SIZE']}. Launch with torchrun, "
                 "which sets both."
             )
-    elif type(inner).global_rank is not LightningEnvironment.global_rank:
+    elif getattr(type(inner), "global_rank", None) is not LightningEnvironment.global_rank:
         return  # it knows its ranks, as that of Ray does
     elif "RANK" in os.environ:
         raise LaunchError(

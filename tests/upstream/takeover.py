@@ -112,17 +112,21 @@ class _Ours:
     def pytest_runtest_teardown(self) -> None:
         from lightning_hetero.comm import failures
 
-        if failures._failures is not None:
-            failures._failures.close()
+        for watch in (failures._failures, failures._waits):
+            if watch is not None:
+                watch.close()
         for thread in threading.enumerate():
-            if thread.name in ("hetero-failures", "rank-observer"):
-                thread.join(30.0)  # the second one ends with the other ranks' processes
+            if thread.name in ("hetero-failures", "hetero-waits", "rank-observer"):
+                thread.join(30.0)  # the last one ends with the other ranks' processes
 
 
 def pytest_configure(config: pytest.Config) -> None:
     _count()
     if os.environ.get("UPSTREAM_SIDE") == "ours":
+        from lightning_hetero.launch import observer
+
         _take_over()
+        observer._starter()  # this thread lasts as long as the process: it begins before the tests
         config.pluginmanager.register(_Ours(), "upstream-ours")
     if os.environ.get("UPSTREAM_EVERYWHERE"):
         _everywhere()
