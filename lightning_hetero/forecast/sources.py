@@ -91,9 +91,8 @@ def of_file(path: Path) -> Cluster:
         if found["format"] > FORMAT:
             raise ValueError(f"format {found['format']}, of a later version; this one reads up to {FORMAT}")
         nodes = tuple(tuple(Cost(*cost) for cost in node) for node in found["nodes"])
-        within = Way(*found["within"]) if any(len(node) > 1 for node in nodes) else MEMORY
-        between = Way(*found["between"]) if len(nodes) > 1 else MEMORY
-        return Cluster(nodes, found["samples"] * sum(map(len, nodes)), found["size"], within, between)
+        ways = _way(found, "within", any(len(node) > 1 for node in nodes)), _way(found, "between", len(nodes) > 1)
+        return Cluster(nodes, found["samples"] * sum(map(len, nodes)), found["size"], *ways)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"{path} is no file that the doctor has saved with its option --save ({type(error).__name__}: {error})."
@@ -149,6 +148,13 @@ def few_enough(ranks: int) -> None:
     """
     if ranks > MOST_RANKS:
         raise ConfigurationError(f"{ranks} ranks are more than {MOST_RANKS}: give fewer --nodes, or a smaller --most.")
+
+
+def _way(found: Mapping[str, Any], name: str, used: bool) -> Way:
+    """A link of the file; memory, if no two ranks have it."""
+    if used and found.get(name) is None:
+        raise KeyError(name)
+    return Way(*found[name]) if used else MEMORY
 
 
 def _check(given: Mapping[str, Any]) -> None:

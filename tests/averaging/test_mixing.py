@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from oracles import matrix
+
 import lightning_hetero
 from lightning_hetero.averaging.mixing import (
     DIRECTED,
@@ -31,17 +34,6 @@ from lightning_hetero.errors import ConfigurationError
 SIZES = [1, 2, 3, 5, 7, 17]
 ALL = {**{f"pairs-{name}": rule for name, rule in MATCHINGS.items()}, **DIRECTED}
 BOTH_WAYS = [*(f"pairs-{name}" for name in MATCHINGS), "ring", "random", "hypercube"]
-
-
-def matrix(rule: Rule, n: int, round_number: int, seed: int) -> np.ndarray:
-    """The mixing matrix of a round: everyone keeps as large a part as it sends to each.
-
-    Column ``j`` says where the values of ``j`` go; its sum is 1.
-    """
-    result = np.zeros((n, n))
-    for j, to in enumerate(rule(n, round_number, seed)):
-        result[[j, *to], j] = 1 / (len(to) + 1)
-    return result
 
 
 def product(rule: Rule, n: int, rounds: int, seed: int = 0, first: int = 0) -> np.ndarray:

@@ -180,3 +180,14 @@ def in_numpy(
         path.append(w.copy())
         rates.append((every, hold))
     return Course(np.array(path), rates, begun)
+
+
+def matrix(rule: Callable[[int, int, int], Any], n: int, round_number: int, seed: int) -> np.ndarray:
+    """The mixing matrix of a round: everyone keeps as large a part as it sends to each.
+
+    Column ``j`` says where the values of ``j`` go; its sum is 1.
+    """
+    result = np.zeros((n, n))
+    for j, to in enumerate(rule(n, round_number, seed)):
+        result[[j, *to], j] = 1 / (len(to) + 1)
+    return result

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from center_tasks import SHARES as BY_WORLD
 from center_tasks import Line, StartAt, fit
 from lightning.pytorch.strategies import StrategyRegistry
-from oracles import START, loader
+from oracles import START, loader, matrix
 from ranks import run
 
 from lightning_hetero import (
@@ -24,7 +24,7 @@ from lightning_hetero import (
     HeteroMonitor,
     NodeAverageStrategy,
 )
-from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, Rule, matrix
+from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, Rule
 
 WORLD, APART = 4, [1, 1, 1, 1]
 STARTS, SHARES, EQUAL = [8.0, 0.0, -4.0, 1.0], [5.0, 1.0, 2.0, 4.0], [3.0, 3.0, 3.0, 3.0]  # shares of 12 samples

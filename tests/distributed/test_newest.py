@@ -22,7 +22,7 @@ from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 
 def _write(folder: Path, name: str, age: float, shards: tuple[int, ...] = (), save: str = "abc") -> Path:
     """A checkpoint as old as this, with these shards of replicas 0 and 1."""
-    part = {"format": 2, "replicas": {"save": save, "ids": [0, 1]}} if shards else {"format": 2}
+    part = {"format": 1, "replicas": {"save": save, "ids": [0, 1]}} if shards else {"format": 1}
     path = folder / name
     torch.save({"global_step": 3, "lightning_hetero": part, "state_dict": {"w": torch.ones(1000)}}, path)
     for replica in shards:

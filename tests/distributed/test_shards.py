@@ -102,7 +102,7 @@ def test_each_host_keeps_and_needs_its_own_replica_only(apart: tuple[Path, list[
     for rank in (0, 1):
         assert sorted(os.listdir(folder / str(rank))) == ["mid.ckpt", "mid.ckpt.shards"]
         assert os.listdir(folder / str(rank) / "mid.ckpt.shards") == [names[rank]]
-    assert shared["lightning_hetero"]["format"] == 2
+    assert shared["lightning_hetero"]["format"] == 1
     assert shared["lightning_hetero"]["replicas"].keys() == {
         "strategy",
         "algorithm",

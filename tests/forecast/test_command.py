@@ -111,7 +111,8 @@ NODE = [[0.01, 0.002], [0.01, 0.004]]
 
 def saved(folder, **changed):
     """A file of two nodes of two ranks, or what a test makes of it."""
-    found = {"nodes": [NODE, NODE], "samples": 32, "size": 4e6, "within": [1e-5, 1e9], "between": [1e-4, 125e6]}
+    links = {"within": [1e-5, 1e9], "between": [1e-4, 125e6]}
+    found = {"format": 1, "nodes": [NODE, NODE], "samples": 32, "size": 4e6, **links}
     file = folder / "doctor.json"
     file.write_text(json.dumps({**found, **changed}))
     return file
@@ -122,7 +123,6 @@ def test_a_measured_cluster_is_read(tmp_path, capsys):
     assert (cluster.samples, cluster.size, cluster.between.bandwidth) == (128, 4e6, 125e6)
     text = printed(["--from", str(saved(tmp_path)), "--most", "2"], capsys)
     assert "2 nodes, 4 ranks; 1 million parameters" in text
-    assert of_file(saved(tmp_path, format=1)) == cluster
 
 
 def test_ranks_without_which_the_job_would_be_faster_are_named(tmp_path, capsys):
