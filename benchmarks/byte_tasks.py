@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from lightning_hetero.comm.encodings.sums import bytes_sent
-from lightning_hetero.comm.gradients.spelling import rank_of
+from lightning_hetero.comm.compression import bytes_sent
+from lightning_hetero.comm.gradients import rank_of
 
 sys.path[:0] = [str(Path(__file__).parent / "cluster"), str(Path(__file__).parents[1] / "examples")]
 

@@ -43,7 +43,7 @@ class Wide(pl.LightningModule):
 
 def fit(strategy: str, kind: str, every: int, megabytes: int) -> tuple[float, list[float]]:
     """Mean seconds per step, and the seconds for which each step that saves is held up; on rank 0."""
-    from lightning_hetero.callbacks import ResumableCheckpoint
+    from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
     held: list[float] = []
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.workload.shares import Cost, bound, makespan, split
+from lightning_hetero.batching.shares import Cost, bound, makespan, split
 
 FIXED, PER_SAMPLE, BATCH, STEPS, SKIP = 0.010, (0.002, 0.002, 0.004, 0.008), 64, 60, 24
 COSTS = [Cost(FIXED, k) for k in PER_SAMPLE]

@@ -30,9 +30,9 @@ from faults_files import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 _NEW_NET, _DIE_WITH_PARENT = 0x40000000, 1
 

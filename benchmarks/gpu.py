@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 LIMIT = 300  # seconds for a job
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import EmulatedSpeed
-from lightning_hetero.strategies import (
+from lightning_hetero.strategies.algorithms import (
     EASGDAsyncStrategy,
     EASGDHogwildStrategy,
     EASGDOverlapStrategy,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.encodings import Encoding, encoding_of
+from lightning_hetero.comm.compression import Encoding, encoding_of
 
 WIRES = ("int8", "int4", "topk:0.02", "topk:0.1")
 

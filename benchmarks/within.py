@@ -51,8 +51,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 def alone(repeats: int) -> dict[str, list[float]]:
     """Seconds that an average of gradients takes."""
-    from lightning_hetero.comm.same_host import share_memory
-    from lightning_hetero.comm.shared_mean import SharedMean
+    from lightning_hetero.comm.shared_memory import SharedMean, share_memory
 
     group: Any = dist.group.WORLD
     shared = SharedMean(*share_memory(group, BYTES, timedelta(seconds=120)))
@@ -70,9 +69,8 @@ def alone(repeats: int) -> dict[str, list[float]]:
 
 def exchanges(repeats: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of what replicas do: an average over them, and a message to the other ranks of a replica."""
-    from lightning_hetero.comm.groups import Groups
-    from lightning_hetero.comm.links import ReplicaLinks
-    from lightning_hetero.comm.sharing import Sharing, Within
+    from lightning_hetero.comm.all_reduce import ReplicaLinks
+    from lightning_hetero.comm.groups import Groups, Sharing, Within
 
     world, limit = dist.get_world_size(), timedelta(seconds=120)
     values, reference = torch.randn(BYTES // 4), torch.zeros(BYTES // 4)

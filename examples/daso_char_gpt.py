@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import DASOStrategy
-from lightning_hetero.callbacks import HeteroMonitor
+from lightning_hetero.callbacks.monitor import HeteroMonitor
 
 INDENT, TAB = 4 * " ", "\t"  # one character rather than four: small models do not count well
 CHARACTERS = "\N{REPLACEMENT CHARACTER}\n\t" + "".join(map(chr, range(32, 127)))  # the first stands for all others

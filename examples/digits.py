@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_hetero  # noqa: F401 - makes the strategy's name known to Lightning
-from lightning_hetero.callbacks import HeteroMonitor
+from lightning_hetero.callbacks.monitor import HeteroMonitor
 
 
 class DigitReader(LightningModule):

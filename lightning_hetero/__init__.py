@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from lightning_hetero.registration import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
+    from lightning_hetero.algorithms.base import Averager, Facts, Outcome, Run, StepContext
+    from lightning_hetero.batching.streams import SharedStream
+    from lightning_hetero.callbacks.emulation import EmulatedSpeed
+    from lightning_hetero.callbacks.monitor import HeteroMonitor
     from lightning_hetero.errors import ConfigurationError, HeteroError
-    from lightning_hetero.strategies import (
-        AutoStrategy,
-        Averager,
+    from lightning_hetero.strategies.algorithms import (
         DASOStrategy,
         DiLoCoAsyncStrategy,
         DiLoCoStrategy,
@@ -28,22 +29,17 @@ if TYPE_CHECKING:
         EASGDOverlapStrategy,
         EASGDRoundRobinStrategy,
         EASGDStrategy,
-        Facts,
         GossipAsyncStrategy,
         GossipPushSumStrategy,
         GossipStrategy,
         HeteroDDPStrategy,
-        HeteroStrategy,
         MEASGDAsyncStrategy,
         NodeAverageStrategy,
         NoLoCoStrategy,
-        Outcome,
-        ReplicaStrategy,
-        Run,
-        StepContext,
-        strategy_for,
     )
-    from lightning_hetero.workload.shared_stream import SharedStream
+    from lightning_hetero.strategies.auto import AutoStrategy
+    from lightning_hetero.strategies.base import HeteroStrategy
+    from lightning_hetero.strategies.replica import ReplicaStrategy, strategy_for
 
 __all__ = [
     "AutoStrategy",
@@ -79,7 +75,7 @@ __all__ = [
     "strategy_for",
 ]
 __version__ = "0.1.0.dev0"
-_PARTS = ("strategies", "callbacks", "errors", "workload.shared_stream")
+_PARTS = ("strategies", "callbacks", "errors", "batching.streams")
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if given and given[0] in _TRAINER:
-            from lightning_hetero.config.lightning_cli import lightning_cli
+            from lightning_hetero.config import lightning_cli
 
             lightning_cli(arguments)
         elif given and given[0].endswith(".py"):
@@ -56,17 +56,17 @@ def _run(options: argparse.Namespace) -> None:
 
         Console().print(strategies_table())
     elif options.command == "doctor":
-        from lightning_hetero.doctor.examination import examine
+        from lightning_hetero.doctor import examine
 
         examine(**{name: value for name, value in vars(options).items() if name != "command"})
     elif options.command == "plan":
-        from lightning_hetero.forecast import command
-        from lightning_hetero.forecast.sources import Wish
+        from lightning_hetero.planning import plan
+        from lightning_hetero.planning.plan import Wish
 
         given = {name: getattr(options, name) for name in Wish._fields if hasattr(options, name)}
-        command.run(options.measured, given, options.every, options.wire, options.most, options.out)
+        plan.run(options.measured, given, options.every, options.wire, options.most, options.out)
     else:
-        from lightning_hetero.demo.compare import demo
+        from lightning_hetero.demo.demo import demo
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
         try:
@@ -141,7 +141,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _rate(text: str) -> float:
-    from lightning_hetero.forecast.rates import bytes_per_second
+    from lightning_hetero.planning.cluster import bytes_per_second
 
     try:
         return bytes_per_second(text)

@@ -15,7 +15,7 @@ import lightning_hetero
 from lightning_hetero import __version__
 from lightning_hetero.cli import main
 from lightning_hetero.launch import script
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 FOLDER = Path(__file__).parents[1] / "examples" / "cli"
 # Knows nothing of this package: neither the names of its strategies nor where to find them.
@@ -113,7 +113,7 @@ def test_safe_path_keeps_all_of_pythonpath(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_the_doctor_refuses_in_a_line(arguments: list[str], words: str, capsys, monkeypatch) -> None:
     for module in ("logging", "warnings"):  # which it quiets for the rest of the process
-        monkeypatch.setattr(f"lightning_hetero.doctor.examination.{module}", Mock())
+        monkeypatch.setattr(f"lightning_hetero.doctor.{module}", Mock())
     with pytest.raises(SystemExit) as raised:
         main(["doctor", "--accelerator", "cpu", *arguments])
     assert raised.value.code not in (0, None)
@@ -238,7 +238,7 @@ def test_the_strategies_are_listed(monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_a_missing_package_is_named(command, monkeypatch) -> None:
-    monkeypatch.setattr("lightning_hetero.config.lightning_cli.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_hetero.config.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"pip install 'lightning-hetero\[cli\]'"):
         main([command, "-c", "config.yaml"])
 

@@ -11,8 +11,7 @@ from leftovers import watched
 from matplotlib.image import imread
 
 from lightning_hetero.cli import main
-from lightning_hetero.demo.compare import run_alone
-from lightning_hetero.demo.result import DEVICES, Result, Step
+from lightning_hetero.demo.demo import DEVICES, Result, Step, run_alone
 
 DEMO = [sys.executable, "-m", "lightning_hetero", "demo"]
 
@@ -96,7 +95,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lightning_hetero.demo.compare.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_hetero.demo.demo.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"matplotlib and sklearn: .* install 'lightning-hetero\[examples\]'"):
         main(["demo", "--out", str(tmp_path)])
 

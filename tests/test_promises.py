@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 import lightning_hetero
 from lightning_hetero import HeteroStrategy, ReplicaStrategy, callbacks, cli, errors
-from lightning_hetero.engine.checkpoint import FORMAT, KEY
+from lightning_hetero.sections import FORMAT, KEY
 from lightning_hetero.strategies.options import Options
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 PAGE = ROOT / "docs" / "promises.md"
 TEXT = PAGE.read_text()

@@ -6,7 +6,7 @@ import pytest
 import trajectories
 from trajectories import CASES, RECORD, run_all
 
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 #: Their numbers depend on which rank comes first; tests of their own compare what is conserved.
 UNORDERED = {

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 RECORD = Path(__file__).with_name("trajectories.json")
 WORLD, NODES, STEPS = 4, [2, 2], 24

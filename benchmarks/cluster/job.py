@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import EmulatedSpeed
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.strategies.replica import ReplicaStrategy
-from lightning_hetero.workload.shares import Cost
 
 SKIP = 12  # steps before the measured ones: connections open, memory is allocated, a rate is found
 

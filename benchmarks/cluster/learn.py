@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.callbacks import EmulatedSpeed
+from lightning_hetero.callbacks.emulation import EmulatedSpeed
 
 EPOCHS, SAMPLES, BATCH, RATE = 15, 8192, 16, 0.1  # samples per rank and step; peak learning rate
 

@@ -25,10 +25,10 @@ from digits import cnn
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hetero.callbacks import EmulatedSpeed
-from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.forecast.predictions import WIRES, predictions
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.shares import Cost
+from lightning_hetero.callbacks.emulation import EmulatedSpeed
+from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.predictions import WIRES, predictions
 
 EVERY, FIXED = 8, 0.012  # steps between rare exchanges; seconds of a step that no sample needs
 PARAMETERS = 2_150_000

@@ -10,7 +10,7 @@ import contenders
 import torch.distributed as dist
 from unequal_job import fit
 
-from lightning_hetero.forecast import links
+from lightning_hetero.planning import cluster
 
 
 def ways() -> dict[str, tuple[float, float] | None]:
@@ -18,7 +18,7 @@ def ways() -> dict[str, tuple[float, float] | None]:
     size = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
     within, between = (
-        min(links.measure(pairs), key=lambda link: link.bandwidth, default=None) for pairs in links.pairs(nodes)
+        min(cluster.measure(pairs), key=lambda link: link.bandwidth, default=None) for pairs in cluster.pairs(nodes)
     )
     return {"within": within and within[1:], "between": between and between[1:]}
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from lanes import Lane
 
-from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.workload.shares import Cost, split
+from lightning_hetero.batching.shares import Cost, split
+from lightning_hetero.planning.cluster import Cluster, Way
 
 NODES = ((0, 1), (2, 3))
 

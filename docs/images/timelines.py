@@ -14,9 +14,8 @@ from pathlib import Path
 from gains import NODES, ddp, gain, of_nodes
 from lanes import BELOW, COLOURS, Lane, draw
 
-from lightning_hetero.averaging.mixing import one_peer_exponential, random_matching, sends
-from lightning_hetero.averaging.rhythm import Rhythm
-from lightning_hetero.averaging.schedule import phase
+from lightning_hetero.algorithms.schedules import Rhythm, phase
+from lightning_hetero.algorithms.topologies import one_peer_exponential, random_matching, sends
 
 
 def ranks_of(count: int = 4) -> list[str]:

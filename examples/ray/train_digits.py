@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hetero import DiLoCoStrategy, EmulatedSpeed, HeteroDDPStrategy, HeteroMonitor
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 
 # `prepare_trainer` wants a RayDDPStrategy, which knows the device of this worker. All else is the first one's.

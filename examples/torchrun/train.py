@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hetero  # noqa: F401 - makes the strategy's name known to Lightning
-from lightning_hetero.callbacks import HeteroMonitor
+from lightning_hetero.callbacks.monitor import HeteroMonitor
 
 
 class Regression(LightningModule):

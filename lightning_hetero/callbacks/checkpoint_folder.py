@@ -13,11 +13,12 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_hetero.checkpoint import shards
+from lightning_hetero.checkpoint.format import readable
+from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.engine import shards
-from lightning_hetero.engine.checkpoint import part_of, readable
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_hetero.sections import part_of
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy

@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.batching.shares import Cost
+from lightning_hetero.batching.timer import after_own_backward
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.workload.shares import Cost
-from lightning_hetero.workload.timer import after_own_backward
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

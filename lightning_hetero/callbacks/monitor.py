@@ -11,15 +11,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_hetero._lightning import logged_step
 from lightning_hetero.callbacks.record import Attendance, Exchanged, Record, StepRecord, View, thin
 from lightning_hetero.callbacks.report import Summary, fit_of, folder_of, notebook_html, write
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.links import Traffic
+from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.errors import ConfigurationError, MembershipLostError, UnsupportedError
+from lightning_hetero.lightning_compat import logged_step
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.recovery_policy import Loss
 from lightning_hetero.strategies.replica import ReplicaStrategy
-from lightning_hetero.strategies.survival import Loss
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lightning_hetero.engine.view import View as Members
-from lightning_hetero.strategies.survival import Loss
-from lightning_hetero.workload.curve import Curve
-from lightning_hetero.workload.shares import Cost, TooSlow
-from lightning_hetero.workload.timer import Lap
+from lightning_hetero.batching.shares import Cost, Curve, TooSlow
+from lightning_hetero.batching.timer import Lap
+from lightning_hetero.comm.view import View as Members
+from lightning_hetero.strategies.recovery_policy import Loss
 
 
 class Record(NamedTuple):

@@ -10,17 +10,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_hetero._lightning import accumulates, resume_by
+from lightning_hetero.batching.agreement import AgreedBatch, Ask
 from lightning_hetero.callbacks.checkpoint_folder import RetentionPolicy, clean, newest_first, newest_whole, path_of
+from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.checks import at_least_one, is_number, plain
-from lightning_hetero.engine.agreed_batch import AgreedBatch, Ask
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.lightning_compat import accumulates, resume_by
 from lightning_hetero.strategies.background_consensus import BackgroundConsensus
-from lightning_hetero.strategies.background_writer import BackgroundWriter
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
-from lightning_hetero.strategies.resumable import Resumable
-from lightning_hetero.strategies.saving import loses_the_end
+from lightning_hetero.strategies.saving import Resumable, loses_the_end
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
+from lightning_hetero.batching.shares import Cost, Curve, TooSlow
 from lightning_hetero.callbacks.record import Change, Fit, Stretch, together
 from lightning_hetero.comm.topology import group_of
-from lightning_hetero.strategies.lost_samples import sentence
-from lightning_hetero.workload.curve import Curve
-from lightning_hetero.workload.shares import Cost, TooSlow
+from lightning_hetero.strategies.recovery_policy import sentence
 
 Cause = Literal["compute", "data", "network"]
 #: All ranks begin the settled part within this fraction of its length of each other.

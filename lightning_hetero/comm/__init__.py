@@ -1,1 +1,1 @@
-"""Communication between ranks: topology, checks of agreement, averages over replicas, parameter centers, gossip."""
+"""Communication between ranks."""

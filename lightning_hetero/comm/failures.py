@@ -1,17 +1,430 @@
-"""Finds out which rank failed first, also when other ranks have already ended."""
+"""Finds out which rank failed first, also when other ranks have already ended.
 
+NCCL does not notice that a rank has died: what waits for it on a GPU waits until the group's timeout, and PyTorch then
+aborts the process without a traceback. Nor can such a group be destroyed: that waits for what is pending in it. So a
+process that holds one, and hears of a failure in a fit, says what has failed, and leaves.
+"""
+
+import hmac
+import json
 import os
+import secrets
+import selectors
+import socket
+import sys
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import device_exit, objects, waits
-from lightning_hetero.comm.failure_watch import Failure, Failures, Kind
-from lightning_hetero.comm.leaving import cut
-from lightning_hetero.comm.wait_watch import WaitWatch
+from lightning_hetero.comm import objects, waits
+from lightning_hetero.comm.threads import close_at_exit, cut, spare
+from lightning_hetero.comm.waits import WaitWatch
+from lightning_hetero.errors import CommunicationError
+
+_LONGEST = 4096  # bytes of a message
+_UNNAMED = 16  # connections at a time, beside those of ranks, that have not said which rank they are
+_HURRY = 10.0  # seconds within which they must say it
+_TEXT = 300  # characters of an error's text that are sent
+#: Of a rank that has said nothing.
+GONE = (
+    "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
+    "your own with unequal sizes or types on the ranks"
+)
+
+#: ``failed``: an error of its own. ``echo``: an error because of another rank. ``gone``: its process has ended.
+Kind = Literal["failed", "echo", "gone"]
+
+
+class Failure(NamedTuple):
+    """What has happened to a rank.
+
+    Attributes:
+        rank: the rank.
+        kind: of failure.
+        run: number of the fit, validation, test or prediction in which it happened.
+        how: completes "rank 2 ...".
+    """
+
+    rank: int
+    kind: Kind
+    run: int
+    how: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.how}"
+
+
+class Failures:
+    """Keeps a connection between rank 0 and every other rank, on which nothing is sent until one fails, or waits long.
+
+    A rank sends its error to rank 0 before it ends. If a rank was killed, its connection ends. Rank 0 forwards all of
+    this to the others, in its order. So every rank knows which failure came first, also if its own connection broke
+    with a rank that ended only because of that failure.
+
+    Args:
+        rank: this process.
+        world: number of ranks.
+        host: on rank 0, the address to listen on.
+        told: called when another rank has told of its failure, or has ended.
+        heard: called with each message of :meth:`tell` from another rank, on a thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        host: str = "",
+        told: Callable[[Failure], None] = lambda failure: None,
+        heard: Callable[[dict], None] = lambda _: None,
+    ) -> None:
+        self._told, self._heard = told, heard
+        self.rank, self.world, self.run = rank, world, 0
+        self._changed = threading.Condition()  # guards all that follows
+        self._known: dict[tuple[int, Kind], Failure] = {}  # in order
+        self._others: dict[socket.socket, int] = {}  # of rank 0: the rank at the other end, -1 until it is known
+        self._closed = False
+        self._listener = socket.create_server((host, 0), backlog=256) if rank == 0 else None
+        self._token = secrets.token_hex(16) if rank == 0 else ""
+        close_at_exit(self)
+
+    @property
+    def where(self) -> tuple[str, int, str]:
+        """Address, port and token for the other ranks; on rank 0."""
+        assert self._listener is not None
+        return *self._listener.getsockname()[:2], self._token
+
+    def listen(self) -> None:
+        """Begin to listen; on rank 0."""
+        threading.Thread(target=self._serve, name="hetero-failures", daemon=True).start()
+
+    def connect(self, where: tuple[str, int, str], seconds: float) -> None:
+        """Connect to rank 0; on another rank.
+
+        Args:
+            where: its address, port and token.
+            seconds: longest wait.
+
+        Raises:
+            OSError: rank 0 cannot be reached.
+        """
+        host, port, token = where
+        connection = socket.create_connection((host, port), seconds)
+        connection.settimeout(None)
+        spare(connection)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.sendall(f"{token} {self.rank}\n".encode())
+        self._others[connection] = 0
+        threading.Thread(target=self._receive, args=(connection,), name="hetero-failures", daemon=True).start()
+
+    # -- what ranks send and ask -------------------------------------------------------------------
+
+    def announce(self, kind: Kind, how: str) -> None:
+        """Let all ranks know what has happened to this one, before it ends.
+
+        Args:
+            kind: of failure.
+            how: completes "rank 2 ...".
+        """
+        failure = Failure(self.rank, kind, self.run, how[:_TEXT])
+        with self._changed:
+            self._record(failure)
+            self._forward(failure)
+
+    def tell(self, **message: object) -> None:
+        """Send a message to all other ranks, or to one.
+
+        Args:
+            **message: can be written as JSON; ``to``: the rank, if to one.
+        """
+        with self._changed:
+            self._pass_on({**message, "by": self.rank})
+
+    def first(self, seconds: float) -> Failure | None:
+        """The failure of another rank that came first; ``None``: none is known.
+
+        Args:
+            seconds: longest wait for one.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._first() is not None, seconds)
+            return self._first()
+
+    def _first(self) -> Failure | None:
+        for failure in self._known.values():
+            echo = self._known.get((failure.rank, "echo"))
+            blameless = failure.kind == "echo" or (echo is not None and echo.run >= self.run)
+            of_now = failure.kind == "gone" or failure.run >= self.run
+            if failure.rank != self.rank and of_now and not blameless:
+                return failure
+        return None
+
+    def _record(self, failure: Failure) -> None:
+        old = self._known.get((failure.rank, failure.kind))
+        if old is None or old.run < failure.run:
+            self._known.pop((failure.rank, failure.kind), None)
+            self._known[failure.rank, failure.kind] = failure
+            self._changed.notify_all()
+            if failure.rank != self.rank:
+                self._told(failure)
+
+    def _forward(self, failure: Failure) -> None:
+        line = _line(failure._asdict())
+        for connection, rank in self._others.items():
+            if rank not in (failure.rank, -1):
+                with suppress(OSError):  # it has ended as well
+                    connection.sendall(line)
+
+    def _pass_on(self, message: dict) -> None:
+        line, to = _line(message), message.get("to")
+        for connection, rank in self._others.items():
+            if rank not in (message["by"], -1) and (self.rank or to in (None, rank)):
+                with suppress(OSError):
+                    connection.sendall(line)
+
+    def _lost(self, rank: int) -> Failure:
+        explained = any((rank, kind) in self._known for kind in ("failed", "echo"))
+        return Failure(rank, "gone", self.run, "has ended" if explained else GONE)
+
+    # -- other ranks than 0 ------------------------------------------------------------------------
+
+    def _receive(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            for message in _messages(connection):
+                with self._changed:
+                    if "by" in message:
+                        self._heard(message)
+                    else:
+                        self._record(Failure(**message))
+        with self._changed:
+            if not self._closed:
+                self._record(self._lost(0))
+
+    # -- rank 0 ------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        assert self._listener is not None
+        self._listener.setblocking(False)
+        buffers: dict[socket.socket, bytes] = {}
+        since: dict[socket.socket, float] = {}  # start of the connections that have not said which rank they are
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+
+            def drop(connection: socket.socket) -> None:
+                selector.unregister(connection)
+                connection.close()
+                since.pop(connection, None)
+                buffers.pop(connection, None)
+                with self._changed:
+                    rank = self._others.pop(connection, -1)
+                    if rank >= 0 and not self._closed:
+                        failure = self._lost(rank)
+                        self._record(failure)
+                        self._forward(failure)
+
+            while not self._closed:
+                ready = [key.fileobj for key, _ in selector.select(_HURRY if since else None)]
+                for late in [c for c, then in since.items() if time.monotonic() - then > _HURRY]:
+                    drop(late)
+                for one in ready:
+                    assert isinstance(one, socket.socket)
+                    if one is self._listener:
+                        with suppress(OSError):
+                            connection, _ = one.accept()
+                            if len(since) >= _UNNAMED + self.world:
+                                drop(min(since, key=since.__getitem__))
+                            spare(connection)
+                            connection.settimeout(1.0)  # for sending; what is read has already come
+                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                            selector.register(connection, selectors.EVENT_READ)
+                            buffers[connection], since[connection] = b"", time.monotonic()
+                    elif one in buffers and not self._read(one, buffers, since):
+                        drop(one)
+            for connection in (self._listener, *buffers):
+                connection.close()
+
+    def _read(
+        self, connection: socket.socket, buffers: dict[socket.socket, bytes], since: dict[socket.socket, float]
+    ) -> bool:
+        """Handle what has come; whether to keep the connection."""
+        try:
+            part = connection.recv(_LONGEST)
+            *lines, rest = (buffers[connection] + part).split(b"\n")
+            if not part or len(rest) > _LONGEST:
+                return False
+            buffers[connection] = rest
+            for line in lines:
+                with self._changed:
+                    if connection not in since:
+                        message = json.loads(line)
+                        if "by" in message:
+                            message["by"] = self._others[connection]
+                            self._pass_on(message)
+                            if message.get("to") in (None, 0):
+                                self._heard(message)
+                            continue
+                        failure = Failure(self._others[connection], message["kind"], message["run"], message["how"])
+                        self._record(failure)
+                        self._forward(failure)
+                        continue
+                    token, _, rank = line.partition(b" ")  # what a stranger sends is not parsed
+                    if not hmac.compare_digest(token, self._token.encode()):
+                        return False
+                    self._others[connection] = int(rank)
+                    del since[connection]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            connections = [*self._others, *([self._listener] if self._listener else [])]
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def after_fork(self) -> None:
+        """Close the connections in a child process, which would keep them open for as long as it lives."""
+        for connection in (*self._others, self._listener):
+            if connection is not None and connection.fileno() >= 0:
+                os.close(connection.detach())  # at once: a file object may still refer to it
+
+
+def _line(message: dict[str, object]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _messages(connection: socket.socket) -> Iterator[dict]:
+    with connection.makefile("rb") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+#: Seconds from the news of another rank's failure until this process leaves. Within them it may get an error by itself.
+GRACE = 10.0
+#: Seconds that a process with an error of its own has for what callbacks save then.
+LAST_WORDS = 60.0
+
+_lock = threading.Lock()
+_holds = False  # whether there has been a group of devices in this process
+_fits = 0  # counts beginnings and ends of fits: odd in a fit
+_leaves_at: float | None = None  # by the monotonic clock
+_says: Callable[[], str | None] | None = None  # why, when it leaves; nothing: it need not
+_any_failed = False  # whether there was a failure, here or elsewhere: groups are not destroyed any more
+_status: int | None = None  # of this process, once an error has come to its top
+
+
+def holds_devices() -> None:
+    """There is a process group of devices in this process now."""
+    global _holds
+    if not _holds:
+        _holds, before = True, sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+            global _any_failed, _status
+            _any_failed, _status = True, 130 if issubclass(kind, KeyboardInterrupt) else 1
+            return before(kind, error, trace)
+
+        sys.excepthook = hook
+
+
+def begin_fit() -> None:
+    """A fit begins, in which this process may have to leave."""
+    global _fits, _leaves_at
+    with _lock:
+        _fits, _leaves_at = _fits + 1 + _fits % 2, None
+
+
+def end_fit() -> None:
+    """A fit has ended, or has been left. Idempotent."""
+    global _fits, _leaves_at
+    with _lock:
+        _fits, _leaves_at = _fits + _fits % 2, None
+
+
+def another_failed(why: Callable[[], object | None]) -> None:
+    """Another rank has failed, or its process has ended.
+
+    Args:
+        why: says in words what has failed, when it is asked; ``None``: nothing that concerns the fit.
+    """
+
+    def says() -> str | None:
+        if (failure := why()) is None:
+            return None
+        return (
+            f"CommunicationError: {failure}. This process holds process groups of devices (NCCL), which cannot be "
+            "left while they wait for a lost rank, so it ends here. Start again from the last checkpoint."
+        )
+
+    _leave(GRACE, says)
+
+
+def this_one_failed(error: BaseException) -> None:
+    """This rank ends with an error; what it does on its way out may wait for others for ever."""
+    global _any_failed
+    _any_failed = True
+    text = "".join(traceback.format_exception(error))
+    _leave(
+        LAST_WORDS, lambda: f"{text}This process holds process groups of devices (NCCL), and could not end by itself."
+    )
+
+
+def may_destroy() -> bool:
+    """Whether process groups of devices can be destroyed: not after a failure."""
+    return not _any_failed
+
+
+def leave_at_exit() -> None:
+    """At the end of a process: leave without the destructors of groups, if an error ends it."""
+    if _holds and _status is not None:
+        _exit(_status)
+
+
+def _leave(seconds: float, says: Callable[[], str | None]) -> None:
+    global _leaves_at, _says, _any_failed
+    if not _holds:
+        return
+    with _lock:
+        if not _fits % 2:
+            return
+        _any_failed = True
+        runs, fit = _leaves_at is not None, _fits
+        if not runs or seconds > GRACE:  # an error of this rank's own is the better one
+            _leaves_at, _says = time.monotonic() + seconds, says
+    if not runs:
+        threading.Thread(target=_wait_and_leave, args=(fit,), name="leave-devices", daemon=True).start()
+
+
+def _wait_and_leave(fit: int) -> None:
+    while True:
+        with _lock:
+            at, says = _leaves_at, _says
+            if fit != _fits or at is None or says is None:
+                return
+        if time.monotonic() >= at and (text := says()) is not None:  # not under the lock: it asks who tells of failures
+            print(text, file=sys.stderr)
+            _exit(1)
+        time.sleep(0.1)
+
+
+def _exit(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(status)
+
 
 _failures: Failures | None = None
 _waits: WaitWatch | None = None
@@ -150,7 +563,7 @@ def wake_up(on: bool) -> None:
 
 def _failed(failure: Failure) -> None:
     """A rank has failed. Its process may live on, so that connections to it do not break."""
-    device_exit.another_failed(lambda: first(0.0))
+    another_failed(lambda: first(0.0))
     if failure.kind != "failed":
         return
     heard = time.monotonic()
@@ -164,3 +577,194 @@ def _failed(failure: Failure) -> None:
             time.sleep(0.2)
 
     threading.Thread(target=wake, name="failure-news", daemon=True).start()
+
+
+_SECONDS_FOR_NEWS = (
+    5.0  # seconds to wait for news of a rank that has ended; of a rank that is only late there may be none
+)
+_LATE = 1.0
+_waits_for_news = True
+
+
+def wait_for_news(wait: bool) -> None:
+    """Whether an error waits until it is known which rank failed first. Where lost ranks are survived it need not."""
+    global _waits_for_news
+    _waits_for_news = wait
+    wake_up(wait)
+
+
+@contextmanager
+def deadline(what: str, busy: Callable[[], bool] | None = None) -> Iterator[None]:
+    """Run a block with collectives, and turn their errors into ours. The process group sets the time limit.
+
+    Args:
+        what: completes "rank 1 of 4 could not ...".
+        busy: whether this rank still works on its own in the block, if it may; called on other threads.
+
+    Raises:
+        CommunicationError: another rank did not take part in time, or has ended, or a signal has ended the wait. Other
+            errors are not changed.
+    """
+    began = time.monotonic()
+    try:
+        with waits.waiting(what, *filter(None, [busy])):
+            yield
+    except RuntimeError as error:
+        if isinstance(error, CommunicationError) or not _broken(error):
+            raise
+        me = this_rank() if dist.is_initialized() else "this process"
+        raise CommunicationError(f"{me} could not {what}: {stopped() or cause(error, began)}") from error
+
+
+def cause(error: BaseException, began: float | None = None) -> str:
+    """Why a collective failed, in words: the rank that failed first, if that is known in time, and what broke here.
+
+    Args:
+        error: with which it failed.
+        began: when it began, by ``time.monotonic()``: from then on it counts where the ranks were.
+    """
+    seconds = (_LATE if "imed out" in str(error) else _SECONDS_FOR_NEWS) if _waits_for_news else 0.0
+    if (failure := first(seconds)) is not None:
+        return f"{failure}. What has broken here: {error}"
+    where = places(began) if began is not None else ""
+    return (
+        "another rank has failed or was too late (the strategy's `timeout` is the limit). "
+        f"{where or 'Look for the first error among the other ranks.'} Cause: {error}"
+    )
+
+
+def of_communication(error: BaseException) -> bool:
+    """Whether an error means that another rank has ended or was too late."""
+    return not stopped() and _broken(error)
+
+
+def _broken(error: BaseException) -> bool:
+    # NCCL and the store have their own classes; gloo raises plain RuntimeErrors.
+    signs = ("gloo", "pair closure", "Connection closed", "Connection reset", "Broken pipe")
+    return isinstance(error, CommunicationError | dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
+
+
+T = TypeVar("T")
+
+_repeater: "Repeater | None" = None  # of the fit in which lost ranks are survived
+
+
+class Repeater(Protocol):
+    """Runs a collective until it has succeeded."""
+
+    def run(self, what: str, operation: Callable[[], T]) -> T:
+        """The result of an operation; see :func:`collective`."""
+
+
+def collective(what: str, operation: Callable[[], T]) -> T:
+    """Run a collective over all ranks of the job.
+
+    Args:
+        what: completes "rank 1 of 4 could not ...".
+        operation: takes no arguments, has the same result on every rank, and may be called again: after a rank was
+            lost there are fewer ranks, with other numbers.
+
+    Raises:
+        CommunicationError: another rank did not take part in time, or has ended, and that ends the fit.
+    """
+    if _repeater is not None:
+        return _repeater.run(what, operation)
+    with deadline(what):
+        return operation()
+
+
+def repeat_by(repeater: Repeater | None) -> None:
+    """From now on let an object repeat what breaks; ``None``: nothing is repeated."""
+    global _repeater
+    _repeater = repeater
+    wait_for_news(repeater is None)
+
+
+class Survivor:
+    """Repeats collectives among the ranks that remain.
+
+    All ranks run the same collectives in the same order, so a collective is known by its number. A rank can be one
+    ahead: an all-reduce may succeed on one rank and fail on another. What the latest ones have returned is kept, so
+    that those who missed it get it from those who have it.
+
+    Args:
+        recover: joins the ranks that remain (collective over them), given when what has broken began; raises an error
+            if this rank must end.
+
+    Attributes:
+        calls: collectives completed.
+        results: of the latest collectives, by their numbers, for ranks that have missed them.
+        received: results that others have completed, by their numbers.
+        waits: whether this rank is in an operation that waits for other ranks.
+    """
+
+    #: Results that are kept. A rank cannot be further ahead than broadcasts run ahead of who receives them.
+    KEPT = 32
+
+    def __init__(self, recover: Callable[[float], Any]) -> None:
+        self.recover = recover
+        self.calls = 0
+        self.results: dict[int, Any] = {}
+        self.received: dict[int, Any] = {}
+        self.waits = False
+        self._plain = 0  # depth of blocks in which nothing is repeated
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """In this block collectives are not repeated one by one: what is around them is."""
+        self._plain += 1
+        try:
+            yield
+        finally:
+            self._plain -= 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """This block waits for other ranks."""
+        before, self.waits = self.waits, True
+        try:
+            yield
+        finally:
+            self.waits = before
+
+    def run(self, what: str, operation: Callable[[], T]) -> T:
+        """The result of a collective over all ranks, or over those that remain; see :func:`collective`."""
+        if self._plain:
+            with deadline(what):
+                return operation()
+        while self.calls not in self.received:
+            began = time.monotonic()
+            try:
+                with self.waiting(), self.plain(), deadline(what):
+                    result = operation()
+            except RuntimeError as error:
+                if not of_communication(error):
+                    raise
+                self.recover(began)
+                continue
+            self.results[self.calls] = result
+            self.results.pop(self.calls - self.KEPT, None)
+            self.calls += 1
+            return result
+        self.calls += 1
+        return self.received.pop(self.calls - 1)
+
+    def again(self, operation: Callable[[], T], missed: Callable[[], T] | None = None) -> T:
+        """The result of an operation that is not the same on all ranks; it is called again if it breaks.
+
+        Args:
+            operation: may contain collectives of this rank's replica and averages between replicas.
+            missed: what to do instead of calling it again where the other ranks have completed it.
+        """
+        while True:
+            began = time.monotonic()
+            try:
+                with self.waiting():
+                    return operation()
+            except RuntimeError as error:
+                if not of_communication(error):
+                    raise
+                if self.recover(began) and missed is not None:
+                    return missed()

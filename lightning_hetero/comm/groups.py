@@ -2,27 +2,336 @@
 
 import atexit
 import gc
+import os
+import queue
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed import ReduceOp, distributed_c10d
+from torch.futures import Future
 
-from lightning_hetero.comm import device_exit, failures
+from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather, hash_of
-from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.leaving import THREADS, noting_sockets
-from lightning_hetero.comm.own_group import default_store
-from lightning_hetero.comm.shared_group import SharedGroup
-from lightning_hetero.comm.sharing import Sharing
+from lightning_hetero.comm.failures import deadline
+from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, Shared, share_memory, slice_of
 from lightning_hetero.comm.stores import copy_of
+from lightning_hetero.comm.threads import THREADS, close_at_exit, keeping_device, noting_sockets, serve, value_or_error
 from lightning_hetero.errors import UnsupportedError
+
+
+def default_store() -> dist.Store:
+    """The store with which all ranks have met; on the rank that hosts it, it ends with this object."""
+    return distributed_c10d._get_default_store()
+
+
+def register(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Let PyTorch know a group of our own class: what reports an error asks for its backend and its ranks."""
+    distributed_c10d._world.pg_map[group] = ("gloo", default_store())
+    distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+
+
+def unregister(group: dist.ProcessGroup) -> None:
+    """Let PyTorch forget a group of :func:`register`."""
+    distributed_c10d._world.pg_map.pop(group, None)
+    distributed_c10d._world.pg_group_ranks.pop(group, None)
+
+
+PIECE = 4 << 20  # bytes that are copied, and sent, at a time: while one piece travels, the next one is copied
+
+
+@contextmanager
+def as_vector(tensor: Tensor) -> Iterator[Tensor]:
+    """The values of a dense tensor as a vector, in the order of its indices whatever its memory format is.
+
+    Ranks may hold it in different ones, such as ``channels_last``. What is written to the vector is in the tensor after
+    this block.
+    """
+    own = tensor.detach()
+    vector = own.reshape(-1)
+    yield vector
+    if not own.is_contiguous():
+        with torch.no_grad():
+            own.copy_(vector.view(own.shape))
+
+
+class HostStage:
+    """Lets functions work on the host's copies of a device's tensors.
+
+    The copies lie in pinned memory, where the device has that, and are made in a stream of their own, so that they wait
+    for nothing but the tensor itself, and overlap with what the device computes meanwhile.
+
+    Args:
+        device: where tensors are; on a CPU they are not copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = getattr(torch, device.type)
+        needed = ("Stream", "stream", "current_stream", "Event")
+        self.has_streams = device.type != "cpu" and all(hasattr(self._module, name) for name in needed)
+        self._stream: Any = self._module.Stream(device) if self.has_streams else None
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def ready(self) -> Any:
+        """An event that passes when all that the device has been given by now is done; ``None`` without streams."""
+        if not self.has_streams:
+            return None
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def after(self, event: Any) -> Iterator[None]:
+        """Work of the device in this block begins after an event, and beside all other work.
+
+        Args:
+            event: of :meth:`ready`.
+        """
+        if event is None:
+            yield
+            return
+        with self._module.stream(self._stream):
+            self._stream.wait_event(event)
+            yield
+
+    @torch.no_grad()
+    def through(self, tensor: Tensor, use: Callable[[Tensor], object]) -> None:
+        """Let a function change a tensor's values on the host; blocks.
+
+        Args:
+            tensor: on the device.
+            use: is given vectors on the CPU, pieces of the tensor in their order, or a sparse tensor as a whole. It may
+                change them in place.
+        """
+        if tensor.is_sparse:
+            host = tensor.detach().cpu()
+            use(host)
+            if host is not tensor:
+                tensor.copy_(host)
+            return
+        with as_vector(tensor) as flat:
+            self._through(flat, use)
+
+    def _through(self, flat: Tensor, use: Callable[[Tensor], object]) -> None:
+        size = max(PIECE // flat.element_size(), 1)
+        if self._device.type == "cpu":
+            for piece in flat.split(size):
+                use(piece)
+            return
+        parts = list(zip(flat.split(size), self._buffer(flat).split(size), strict=True))
+        copied = []
+        for own, host in parts:
+            host.copy_(own, non_blocking=self.has_streams)
+            copied.append(self.ready())
+        for (own, host), event in zip(parts, copied, strict=True):
+            if event is not None:
+                event.synchronize()
+            use(host)
+            own.copy_(host, non_blocking=self.has_streams)
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        kept = self._buffers.get(like.dtype)
+        if kept is None or len(kept) < len(like):
+            kept = _pinned(len(like), like.dtype) if self.has_streams else torch.empty(len(like), dtype=like.dtype)
+            self._buffers[like.dtype] = kept
+        return kept[: len(like)]
+
+
+def _pinned(length: int, dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(length, dtype=dtype, pin_memory=True)
+    except RuntimeError:  # this kind of device has none, or the system allows no more
+        return torch.empty(length, dtype=dtype)
+
+
+ROW = 4 << 20  # bytes of a tensor that go through the memory at a time; each time ranks meet twice
+_FREE, _FULL, _DONE = b"f", b"w", b"d"
+
+#: What becomes of a row of each rank; ``out`` may be one of them.
+_REDUCE: dict[Any, Callable[..., Any]] = {
+    ReduceOp.SUM: lambda rows, out: torch.sum(rows, 0, out=out),
+    ReduceOp.AVG: lambda rows, out: torch.sum(rows, 0, out=out).div_(len(rows)),
+    ReduceOp.MAX: lambda rows, out: torch.amax(rows, 0, out=out),
+    ReduceOp.MIN: lambda rows, out: torch.amin(rows, 0, out=out),
+}
+
+
+class SharedGroup(dist.ProcessGroup):
+    """Ranks of one host, as a process group: all-reduces and broadcasts of CPU tensors go through shared memory.
+
+    In an all-reduce every rank copies a piece of its tensor into its row, reduces a slice of all rows, and copies the
+    result out. A slice is reduced once, in the order of ranks. So the result has the same bits on all ranks and in each
+    run. Everything else goes over gloo.
+
+    Collectives run in the thread that asks for them. As always they need the same order on all ranks.
+
+    Args:
+        shared: the memory.
+        group: of the same ranks, over gloo.
+    """
+
+    def __init__(self, shared: Shared, group: dist.ProcessGroup) -> None:
+        super().__init__(shared.links.rank, shared.links.count)  # type: ignore[call-arg]
+        self._links, self._rows, self._result = shared
+        self._rank, self._group = shared.links.rank, group
+        register(self, dist.get_process_group_ranks(group))
+        close_at_exit(self)
+
+    def close(self) -> None:
+        """Close the connections; idempotent."""
+        self._links.close()
+        unregister(self)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        """Reduce over all ranks, in place."""
+        reduce = _REDUCE.get(opts.reduceOp.op if hasattr(opts.reduceOp, "op") else opts.reduceOp)
+        if reduce is None or any(not suits(tensor) for tensor in tensors):
+            return self._group.allreduce(tensors, opts)
+        for piece in _pieces(tensors):
+            rows, result = self._rows[:, : piece.nbytes].view(piece.dtype), self._result[: piece.nbytes]
+            rows[self._rank].copy_(piece)
+            self._links.meet(_FULL)
+            mine = slice_of(len(piece), self._rank, len(rows), ALIGNED // piece.element_size())
+            reduce(rows[:, mine], out=result.view(piece.dtype)[mine])
+            self._links.meet(_DONE)
+            piece.copy_(result.view(piece.dtype))
+        return _Done(tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        """Give all ranks the tensors of one, in place."""
+        if any(not suits(tensor) for tensor in tensors):
+            return self._group.broadcast(tensors, opts)
+        for piece in _pieces(tensors):
+            there = self._rows[opts.rootRank, : piece.nbytes].view(piece.dtype)
+            if self._rank == opts.rootRank:
+                there.copy_(piece)
+            self._links.meet(_FULL)
+            if self._rank != opts.rootRank:
+                piece.copy_(there)
+            self._links.meet(_FREE)
+        return _Done(tensors)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """For PyTorch's logs."""
+        return "lightning_hetero-shared"
+
+    # -- over gloo -------------------------------------------------------------------------------------
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:  # type: ignore[override]
+        """Gather the tensors of all ranks."""
+        return self._group.allgather(outputs, inputs, opts)
+
+    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
+        return self._group._allgather_base(output, own, opts)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
+        """Gather the tensors of all ranks into one; under this name from PyTorch 2.13 on."""
+        return self._group.all_gather_single(output, own, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:  # type: ignore[override]
+        """Gather the tensors of all ranks on one of them."""
+        return self._group.gather(outputs, inputs, opts)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
+        """Send to one rank."""
+        return self._group.send(tensors, to, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """Receive from one rank."""
+        return self._group.recv(tensors, source, tag)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks."""
+        return self._group.barrier(opts) if opts is not None else self._group.barrier()
+
+
+def suits(tensor: Tensor) -> bool:
+    """Whether a tensor can go through shared memory: on the CPU, and dense."""
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        with as_vector(tensor) as vector:
+            yield from vector.split(max(ROW // vector.element_size(), 1))
+
+
+class _Done(dist.Work):
+    """What PyTorch waits for; it has happened already."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self._tensors)
+        return future
+
+
+Within = Literal["auto", "shm", "gloo"]
+
+
+class Sharing:
+    """Lets ranks of one node exchange long vectors through memory that they share.
+
+    Args:
+        nodes: where each rank lives; equal values for ranks of one node.
+        limit: longest wait for another rank.
+        way: ``"auto"``: where it is possible; ``"shm"``: the same, but an error where memory cannot be shared;
+            ``"gloo"``: never.
+    """
+
+    def __init__(self, nodes: Sequence[Hashable], limit: timedelta, way: Within) -> None:
+        self._nodes, self._limit, self._way = nodes, limit, way
+        self._said = False
+
+    def group(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> SharedGroup | None:
+        """The same ranks as a group that shares memory; ``None`` if they cannot, or should not (collective over them).
+
+        Args:
+            group: over gloo.
+            ranks: its members.
+
+        Raises:
+            UnsupportedError: the ranks are of one node and asked for shared memory, and it cannot be.
+            CommunicationError: another rank did not take part in time.
+        """
+        if self._way == "gloo" or len({self._nodes[rank] for rank in ranks}) > 1 or not os.path.isdir(SHARED):
+            return None
+        try:
+            part = PART if self._way == "auto" else 1.0
+            return SharedGroup(share_memory(group, ROW, self._limit, part), group)
+        except OSError as error:
+            size = ROW * (len(ranks) + 1)
+            if self._way == "shm":
+                raise UnsupportedError(
+                    f"within='shm', but the memory cannot be shared ({error}). Exchanges of ranks {list(ranks)} need "
+                    f"{size} bytes in {SHARED} (docker run --shm-size). Set within='auto', which uses sockets then."
+                ) from error
+            if not self._said:
+                self._said = True
+                rank_zero_warn(
+                    f"Ranks {list(ranks)} exchange over sockets: the memory cannot be shared ({error}). Shared memory "
+                    f"is faster, and needs {round(size / PART)} free bytes in {SHARED} (docker run --shm-size), half "
+                    "of which it leaves. within='gloo' silences this warning."
+                )
+            return None
+
 
 _POLL = 0.05  # longest pause between two looks at who has asked for a group, seconds
 
@@ -159,7 +468,7 @@ def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
     distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     if backend != "gloo":
         _on_devices.append(group)
-        device_exit.holds_devices()
+        failures.holds_devices()
     return group
 
 
@@ -212,8 +521,8 @@ def end_on_devices() -> None:
 
     Not after a failure: that would wait for what is pending in them.
     """
-    device_exit.leave_at_exit()
-    while _on_devices and device_exit.may_destroy():
+    failures.leave_at_exit()
+    while _on_devices and failures.may_destroy():
         with suppress(ValueError, RuntimeError):  # it has ended since, or its other ranks have
             dist.destroy_process_group(_on_devices.pop())
 
@@ -229,7 +538,7 @@ def end_unused() -> None:
     devices = {names[group]: group for group in _ended if group in _on_devices and group in names}
     everyone = gather(sorted(devices), "process groups that are not used any more")
     for name, group in sorted(devices.items()):
-        if all(name in everyone[rank] for rank in dist.get_process_group_ranks(group)) and device_exit.may_destroy():
+        if all(name in everyone[rank] for rank in dist.get_process_group_ranks(group)) and failures.may_destroy():
             _on_devices.remove(group)
             _ended.remove(group)
             dist.destroy_process_group(group)
@@ -237,3 +546,142 @@ def end_unused() -> None:
         _ended.remove(group)
         with suppress(ValueError):  # the world has ended since, and this group with it
             dist.destroy_process_group(group)
+
+
+Island = tuple[int, ...]
+
+
+class MixedGroup(dist.ProcessGroup):
+    """The ranks of a replica with different kinds of devices, as a process group for PyTorch's DDP.
+
+    gloo takes tensors on CPUs, NCCL those on GPUs of one kind. Here an all-reduce has two levels: ranks with devices of
+    one kind, an island, reduce among themselves; then the islands' leaders and all ranks without an island reduce over
+    gloo, from and to pinned memory; then leaders tell their islands. All other collectives are rare and go over gloo.
+
+    A thread does the work in the order of the calls, which is the same on every rank. So averages of gradients overlap
+    with the rest of the backward pass, as usual.
+
+    Args:
+        groups: makes the process groups.
+        ranks: the members, this one among them.
+        islands: disjoint parts of ``ranks`` of at least two each: those that NCCL can connect.
+        rank: this process.
+    """
+
+    def __init__(self, groups: Groups, ranks: Sequence[int], islands: Sequence[Island], rank: int) -> None:
+        super().__init__(list(ranks).index(rank), len(ranks))  # type: ignore[call-arg]
+        island = next((island for island in islands if rank in island), (rank,))
+        followers = {other for island in islands for other in island[1:]}
+        leaders = [other for other in ranks if other not in followers]
+        self._leader = island[0]
+        all_ = groups.get("mixed, all", ranks)
+        assert all_ is not None
+        self._all = all_
+        self._leaders = groups.get("mixed, leaders", leaders) if rank in leaders else None
+        self._island = groups.get("mixed, island", island, "nccl")
+        self._stages: dict[torch.device, HostStage] = {}
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        target = keeping_device(partial(serve, self._work))
+        threading.Thread(target=target, name=f"{THREADS}mixed-group", daemon=True).start()
+        self._end = weakref.finalize(self, self._work.put, None)
+        self._end.atexit = False
+        close_at_exit(self)
+        register(self, ranks)
+
+    def close(self) -> None:
+        """End the thread, once it has done what it was given."""
+        self._end()
+        unregister(self)
+
+    # -- as PyTorch calls it ---------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        """Reduce over all ranks, in place: first among devices of one kind, then among hosts."""
+
+        def reduce(tensor: Tensor, stage: HostStage) -> None:
+            if tensor.is_sparse:  # which NCCL does not know
+                stage.through(tensor, lambda whole: self._all.allreduce([whole], opts).wait())
+                return
+            with as_vector(tensor) as vector:
+                if self._island is not None:
+                    dist.reduce(vector, self._leader, opts.reduceOp, group=self._island)
+                if (leaders := self._leaders) is not None:
+                    stage.through(vector, lambda piece: leaders.allreduce([piece], opts).wait())
+                if self._island is not None:
+                    dist.broadcast(vector, self._leader, group=self._island)
+
+        return self._in_order(tensors, reduce)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        """Give all ranks the tensors of one, in place."""
+
+        def send(tensor: Tensor, stage: HostStage) -> None:
+            stage.through(tensor, lambda piece: self._all.broadcast([piece], opts).wait())
+
+        return self._in_order(tensors, send)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
+        """Gather the tensors of all ranks."""
+        found = {id(own): rows for own, rows in zip(inputs, outputs, strict=True)}
+
+        def collect(tensor: Tensor, stage: HostStage) -> None:
+            host = tensor.detach().cpu().contiguous()
+            everyone = [torch.empty_like(host) for _ in range(self.size())]
+            dist.all_gather(everyone, host, group=self._all)
+            for row, value in zip(found[id(tensor)], everyone, strict=True):
+                row.copy_(value)
+
+        return self._in_order(inputs, collect)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        """Gather the tensors of all ranks, which are on CPUs, on one rank."""
+        return self._in_order(inputs, lambda own, _: self._all.gather(outputs, [own], opts).wait())
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks."""
+        return self._in_order([torch.zeros(1)], lambda tensor, _: dist.all_reduce(tensor, group=self._all))
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """For PyTorch's logs."""
+        return "lightning_hetero-mixed"
+
+    # -- in the background -----------------------------------------------------------------------------
+
+    def _in_order(self, tensors: Sequence[Tensor], action: Callable[[Tensor, HostStage], object]) -> dist.Work:
+        """Let the thread do something with tensors, after all that it was given before."""
+        device = tensors[0].device
+        if device not in self._stages:
+            self._stages[device] = HostStage(device)
+        stage = self._stages[device]
+        begin = stage.ready()
+        done: Future[Any] = Future(devices=[device] if stage.has_streams else [])
+
+        def work() -> None:
+            with stage.after(begin):
+                try:
+                    for tensor in tensors:
+                        action(tensor, stage)
+                    result: Any = list(tensors)
+                except BaseException as error:
+                    result = error  # a future with an error of Python's own is a mere value to DDP
+                done.set_result(result)
+
+        self._work.put(work)
+        return _Work(done.then(value_or_error))
+
+
+class _Work(dist.Work):
+    """What PyTorch waits for."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._future.wait()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self._future

@@ -9,7 +9,7 @@ import hashlib
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -364,3 +364,12 @@ def _plain(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor))
     )
+
+
+def finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements of all tensors are finite.
+
+    A sum is much cheaper than a look at every element. Only if the sum is not finite, which may be an overflow, are the
+    elements looked at one by one.
+    """
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)

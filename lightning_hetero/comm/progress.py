@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_hetero.comm import failures
-from lightning_hetero.comm.deadline import deadline
+from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import CommunicationError
 
 

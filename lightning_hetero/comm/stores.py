@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_hetero.comm.leaving import cuts, noting_sockets
+from lightning_hetero.comm.threads import cuts, noting_sockets
 
 T = TypeVar("T")
 _TRY = timedelta(seconds=2)
 
 
 def connected(connect: Callable[[timedelta], T], limit: timedelta) -> T:
-    """Make a connection, in short tries, and give up once :func:`~lightning_hetero.comm.leaving.cut` is called.
+    """Make a connection, in short tries, and give up once :func:`~lightning_hetero.comm.threads.cut` is called.
 
     Args:
         connect: makes it, within a time.

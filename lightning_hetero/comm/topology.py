@@ -1,5 +1,6 @@
 """Which ranks live on which node, and on which device."""
 
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,3 +179,31 @@ def place_of(device: torch.device, host: str, node: int, local_rank: int) -> Pla
         return Place(host, node, local_rank, identity)
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return Place(host, node, local_rank, identity, f"{vendor}, NCCL {version}")
+
+
+def interface_towards(address: str) -> str:
+    """The address from which this machine reaches another one. Asks the kernel, and sends nothing.
+
+    Args:
+        address: of the other machine, by name or number.
+    """
+    family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+#: Kinds of devices that have no float64, all of them (MPS) or some (XPU).
+_NARROW = ("mps", "xpu")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype in which sums over many values are taken on a device: float64, where the device has it.
+
+    Example::
+
+        >>> import torch
+        >>> widest(torch.device("cpu")), widest(torch.device("mps"))
+        (torch.float64, torch.float32)
+    """
+    return torch.float32 if device.type in _NARROW else torch.float64

@@ -16,18 +16,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
-from lightning_hetero.demo.result import DEVICES, GLOBAL_BATCH, Result, Step
-from lightning_hetero.demo.task import DigitReader, digits
-from lightning_hetero.strategies import DASOStrategy, ReplicaStrategy
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.callbacks.emulation import EmulatedSpeed
+from lightning_hetero.callbacks.monitor import HeteroMonitor
+from lightning_hetero.demo.demo import DEVICES, GLOBAL_BATCH, DigitReader, Result, Step, digits
+from lightning_hetero.strategies.algorithms import DASOStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
 def train(strategy: str, epochs: int, path: Path) -> None:
-    """Train under ``strategy`` and leave a :class:`~lightning_hetero.demo.result.Result` at ``path``."""
+    """Train under ``strategy`` and leave a :class:`~lightning_hetero.demo.demo.Result` at ``path``."""
     seed_everything(1, verbose=False)
     training, testing = digits()
     stopwatch = Stopwatch()

@@ -2,25 +2,29 @@
 
 import lightning.pytorch  # noqa: F401  before any part of this package, as it triggers the registration
 
-from lightning_hetero.averaging.averager import Averager, Facts, Outcome, Run, StepContext
-from lightning_hetero.strategies.auto import AutoStrategy
-from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.daso import DASOStrategy
-from lightning_hetero.strategies.ddp import HeteroDDPStrategy
-from lightning_hetero.strategies.diloco import DiLoCoAsyncStrategy, DiLoCoStrategy
-from lightning_hetero.strategies.easgd import EAMSGDStrategy, EASGDOverlapStrategy, EASGDStrategy
-from lightning_hetero.strategies.easgd_async import (
+from lightning_hetero.algorithms.base import Averager, Facts, Outcome, Run, StepContext
+from lightning_hetero.strategies.algorithms import (
+    DASOStrategy,
+    DiLoCoAsyncStrategy,
+    DiLoCoStrategy,
+    EAMSGDStrategy,
     EASGDAsyncStrategy,
     EASGDHogwildStrategy,
+    EASGDOverlapStrategy,
     EASGDRoundRobinStrategy,
+    EASGDStrategy,
+    GossipAsyncStrategy,
+    GossipPushSumStrategy,
+    GossipStrategy,
+    HeteroDDPStrategy,
     MEASGDAsyncStrategy,
+    NodeAverageStrategy,
+    NoLoCoStrategy,
 )
-from lightning_hetero.strategies.gossip import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
-from lightning_hetero.strategies.node import NodeAverageStrategy
-from lightning_hetero.strategies.noloco import NoLoCoStrategy
-from lightning_hetero.strategies.of_averager import strategy_for
-from lightning_hetero.strategies.registry import register
-from lightning_hetero.strategies.replica import ReplicaStrategy
+from lightning_hetero.strategies.auto import AutoStrategy
+from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy, strategy_for
+from lightning_hetero.strategies.table import register
 
 __all__ = [
     "AutoStrategy",

@@ -1,30 +1,89 @@
 """`hetero_auto`: begins as `hetero_ddp`, measures, and goes on with what the cost model chooses."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_hetero import _lightning
-from lightning_hetero.averaging.averager import Averager
-from lightning_hetero.averaging.undecided import UndecidedAverager
+from lightning_hetero import lightning_compat
+from lightning_hetero.algorithms.automatic import UndecidedAverager
+from lightning_hetero.algorithms.base import Averager
+from lightning_hetero.batching.planner import Regrouping, Report
+from lightning_hetero.batching.sampler import ShareSampler
+from lightning_hetero.batching.shares import Cost
+from lightning_hetero.checkpoint.format import Identity
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.engine.checkpoint import FORMAT, KEY, Identity, part_of
-from lightning_hetero.engine.job import Job
+from lightning_hetero.comm.view import Member, View
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
-from lightning_hetero.forecast import links
-from lightning_hetero.forecast.choice import Choice, Wish, choose
-from lightning_hetero.forecast.cluster import MEMORY, Cluster, Way
-from lightning_hetero.strategies import changing, saving
+from lightning_hetero.planning import cluster
+from lightning_hetero.planning.choice import Choice, Wish, choose
+from lightning_hetero.planning.cluster import MEMORY, Cluster, Way
+from lightning_hetero.replicas.vectors import share_values
+from lightning_hetero.sections import FORMAT, KEY, part_of
+from lightning_hetero.strategies import fit, saving
 from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.of_averager import with_options_of
-from lightning_hetero.strategies.replica import ReplicaStrategy
-from lightning_hetero.workload.report import Report
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.strategies.default_groups import beyond
+from lightning_hetero.strategies.guards import two_points
+from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
+from lightning_hetero.strategies.weight_averaging import averages_weights
+
+
+def divided(strategy: "ReplicaStrategy") -> View:
+    """The view of the same ranks, with the replicas that the strategy asks for now."""
+    assert strategy.job is not None
+    view = strategy.job.view
+    members = tuple(Member(id, ranks) for id, ranks in enumerate(strategy.replicas(view.topology)))
+    return replace(view, number=view.number + 1, replicas=members, ranks_leave=len(members) == 1)
+
+
+def unchangeable(strategy: "ReplicaStrategy") -> str | None:
+    """Why the replicas of this fit cannot be divided, in words; ``None`` if they can."""
+    module, callbacks = strategy.trainer.lightning_module, strategy.trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
+        return "SyncBatchNorm takes its statistics over all ranks"
+    if (hook := lightning_compat.comm_hook(strategy)) is not None and not getattr(hook[1], "__module__", "").startswith(
+        "torch."
+    ):
+        return "ddp_comm_hook may average over all ranks"
+    if (problem := beyond(module, strategy.optimizers, divided(strategy).replica.ranks)) is not None:
+        return str(problem).partition(",")[0]
+    if names := [type(callback).__name__ for callback in callbacks if averages_weights(callback)]:
+        return f"{names[0]} has begun to average the weights of one replica"
+    if two_points(strategy.optimizers) is not None:
+        return "the optimizer keeps an average of the weights of one replica (it has `train()` and `eval()`)"
+    if any(not isinstance(source, ShareSampler) for source in strategy.share.loaders.sources()):
+        return "the training data is no map-style dataset that this package splits"
+    return None
+
+
+def divide(strategy: "ReplicaStrategy") -> None:
+    """Let the replicas that the strategy asks for now go on from the weights that all hold (collective).
+
+    Args:
+        strategy: between two windows, with equal weights on all ranks, and its new averager to be made.
+    """
+    assert strategy.job is not None
+    share, former = strategy.share, strategy.job
+    share.listen()  # leave nothing in flight
+    start = max(gather(share.loaders.next_step(), "the next batch to draw"))
+    job = Job(divided(strategy), former.timeout, former.within)
+    kept = tuple(range(former.view.world))
+    fit.rebuild(strategy, job, Regrouping(kept, start, share.heard))
+    share_values(strategy.trainer.lightning_module)  # unlike devices round differently, and buffers are each rank's own
+    strategy.begin_apart()
+    fit.renew_model(strategy)
+    if strategy.stop_request is not None:
+        strategy.stop_request.move(job.store("stop"))
+    fit.begin(strategy)
+    strategy.timer.restart()
+
 
 _TRIES = 10  # times that it waits for the ranks' speeds
 _PAIRS = 4  # links of each kind that are measured, or it would take long on many nodes
@@ -86,7 +145,7 @@ class AutoStrategy(ReplicaStrategy):
         super().on_train_start()
         assert self.job is not None
         decided = self.stays or self.algorithm.exact or self.chosen is not None
-        undecided = not decided and self.job.view.world > 1 and not _lightning.searches_lr(self.trainer)
+        undecided = not decided and self.job.view.world > 1 and not lightning_compat.searches_lr(self.trainer)
         left = max(self.algorithm.measure - self.trainer.global_step, 1)  # of a fit that goes on
         self._next = self.engine.windows + left if undecided else 0
         self._last = self._next + (_TRIES - 1) * self.algorithm.measure
@@ -116,7 +175,7 @@ class AutoStrategy(ReplicaStrategy):
         """Choose, and change, on all ranks after the same step (collective)."""
         with self.timer.waiting():
             self.share.listen()
-            if problem := next(filter(None, gather(changing.unchangeable(self), "whether replicas can change")), None):
+            if problem := next(filter(None, gather(unchangeable(self), "whether replicas can change")), None):
                 self._stay(f"{problem}, so that the replicas cannot change within this fit.")
                 return
             if self._cluster(MEMORY, MEMORY) is None:
@@ -124,7 +183,7 @@ class AutoStrategy(ReplicaStrategy):
                 if self._next > self._last:
                     self._stay("not every rank has measured its speed, or steps differ in size.")
                 return
-            near, far = (self._measured(pairs, self._size()) for pairs in links.pairs(self._nodes()))
+            near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs(self._nodes()))
             measured = self._cluster(near, far)
             assert measured is not None
             step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
@@ -137,7 +196,7 @@ class AutoStrategy(ReplicaStrategy):
             self._next = 0
             self._take(self.choice.prediction.name, self.choice.prediction.options)
             rank_zero_info(f"hetero_auto goes on as {self.choice.prediction.strategy}. {self.choice.why}")
-            changing.divide(self)
+            divide(self)
 
     def _stay(self, why: str) -> None:
         self._next, self.stays = 0, True
@@ -153,7 +212,7 @@ class AutoStrategy(ReplicaStrategy):
     def _measured(self, pairs: list[tuple[int, int]], size: float) -> Way:
         """The slowest of some links for a message of ``size`` bytes (collective)."""
         some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
-        return links.slowest(links.measure(some), size) or MEMORY
+        return cluster.slowest(cluster.measure(some), size) or MEMORY
 
     def _cluster(self, within: Way, between: Way) -> Cluster | None:
         """What has been measured, the same on all ranks; ``None``: not yet, or it is not known how large steps are."""
@@ -220,11 +279,11 @@ class AutoStrategy(ReplicaStrategy):
         choice, fits = part_of(checkpoint).get("choice"), False
         if choice is not None and (self.algorithm.exact or choice["strategy"] == "hetero_ddp"):
             self.stays, choice = True, None
-        if (trainer := _lightning.trainer_of(self.lightning_module)) is not None:
+        if (trainer := lightning_compat.trainer_of(self.lightning_module)) is not None:
             fits = trainer.state.fn == TrainerFn.FITTING
         if choice is not None and fits and self.chosen is None and self.job is not None:
             self._recall(choice)
-            self.build(Job(changing.divided(self), self.job.timeout, self.job.within))
+            self.build(Job(divided(self), self.job.timeout, self.job.within))
             self._rank_state.read(checkpoint, self)  # the loaders are new ones
             rank_zero_info(f"hetero_auto goes on as {choice['strategy']}, as chosen before the checkpoint was saved.")
         return checkpoint

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.averaging.averager import Averager
-from lightning_hetero.averaging.center import CenteredAverager
+from lightning_hetero.algorithms.base import Averager
+from lightning_hetero.algorithms.center import CenteredAverager
+from lightning_hetero.checkpoint.snapshot import Snapshot, identity
 from lightning_hetero.comm.all_reduce import Contribution
-from lightning_hetero.strategies.snapshot import Snapshot, identity
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The Lightning face of every strategy: overrides only. One training step reads from top to bottom."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,30 +18,162 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
-from lightning_hetero import _lightning
-from lightning_hetero.comm import device_exit, waits
-from lightning_hetero.comm.collective import collective
+from lightning_hetero import lightning_compat
+from lightning_hetero.algorithms.engine import Engine, SingleReplica
+from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.planner import Regrouping
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.checkpoint.format import readable, warn_of_replicas
+from lightning_hetero.checkpoint.shards import Shards
+from lightning_hetero.comm import failures, waits
+from lightning_hetero.comm.collectives import Collectives
+from lightning_hetero.comm.failures import collective
+from lightning_hetero.comm.job import Job, tell_failure
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.engine.checkpoint import readable, warn_of_replicas
-from lightning_hetero.engine.collectives import Collectives
-from lightning_hetero.engine.job import Job, tell_failure
-from lightning_hetero.engine.shards import Shards
-from lightning_hetero.engine.single import Engine, SingleReplica
-from lightning_hetero.engine.step import Workshare
-from lightning_hetero.strategies import entering, joining, one_step, saving
+from lightning_hetero.errors import DisagreementError
+from lightning_hetero.replicas.drift import SameParameters
+from lightning_hetero.strategies import fit, join, saving
 from lightning_hetero.strategies.default_groups import LentGroups
-from lightning_hetero.strategies.evaluation import evaluation_step, values_shared
-from lightning_hetero.strategies.going_on import GoingOn
 from lightning_hetero.strategies.guards import check_beyond, check_setup, running, served
 from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
-from lightning_hetero.strategies.position import tell_while_waiting
-from lightning_hetero.strategies.replica_ddp import share_buffers
+from lightning_hetero.strategies.position import describe, tell_while_waiting
+from lightning_hetero.strategies.recovery import GoingOn
+from lightning_hetero.strategies.recovery_policy import Survival
+from lightning_hetero.strategies.replica_ddp import share_buffers, take_unfrozen_in
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
-from lightning_hetero.strategies.survival import Survival
-from lightning_hetero.strategies.training import TrainingStep, explain_unused
-from lightning_hetero.workload.regrouping import Regrouping
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.strategies.training_step import (
+    TrainingStep,
+    apply,
+    evaluation_step,
+    explain_unused,
+    values_shared,
+)
+
+_PATIENCE = 5.0  # seconds
+
+
+def begin(strategy: "HeteroStrategy") -> None:
+    """A batch is on its way to the device."""
+    strategy.survival.again(lambda: strategy.step.begin(strategy.trainer))
+
+
+def forward(strategy: "HeteroStrategy", run: Callable[[], Any], batch: Any) -> Any:
+    """Run the module's ``training_step``. With manual optimization that is all of a step.
+
+    Args:
+        strategy: in a fit.
+        run: runs it.
+        batch: its first argument.
+    """
+    strategy.survival.again(lambda: strategy.engine.before_window())
+    take_unfrozen_in(strategy)
+
+    def step() -> Any:
+        with strategy.step.forward(strategy.trainer, batch):
+            return run()
+
+    output = strategy.survival.step(step, left_out=lambda: None)
+    if not strategy.trainer.lightning_module.automatic_optimization:
+        if strategy.step.passes == 0:
+            strategy.survival.again(lambda: _none_ran_backward(strategy))
+        window_ended(strategy)
+    return output
+
+
+def _none_ran_backward(strategy: "HeteroStrategy") -> None:
+    """See that no rank of the replica has run a backward pass on this batch, as this one has not.
+
+    Raises:
+        DisagreementError: others have, it seems. They wait for this rank's gradients.
+    """
+    assert strategy.job is not None
+    with strategy.timer.waiting():
+        silent = strategy.job.others_skip(strategy.share.step, _PATIENCE, strategy.options.limit.total_seconds())
+    if silent:
+        others = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+        raise DisagreementError(
+            f"rank {strategy.global_rank} ran no backward pass in `training_step` at {describe(strategy.trainer)}, and "
+            f"{others} of its replica did: with gradients to average they wait for this rank, and would get those of "
+            "its next batch. With manual optimization all ranks must run the same number of backward passes on a "
+            "batch. Where a rank has nothing to learn from its part, let it run "
+            "`self.manual_backward(0.0 * loss)` instead of returning early."
+        )
+
+
+def backward(
+    strategy: "HeteroStrategy",
+    loss: Tensor,
+    optimizer: Optimizer | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Run a backward pass of the loss, weighed by this rank's samples.
+
+    Args:
+        strategy: in a fit.
+        loss: the mean over this rank's samples.
+        optimizer: that is to step, where Lightning knows it.
+        args: of the user's ``manual_backward``.
+        kwargs: of the user's ``manual_backward``.
+    """
+    trainer, module, precision = strategy.trainer, strategy.trainer.lightning_module, strategy.precision_plugin
+    loss = strategy.step.weigh(loss, trainer.accumulate_grad_batches)
+    strategy.pre_backward(loss)
+    loss = precision.pre_backward(loss, module)
+    with strategy.step.backward(trainer, loss, strategy.optimizers):
+        precision.backward(loss, module, optimizer, *args, **kwargs)
+    loss = precision.post_backward(loss, module)
+    strategy.post_backward(loss)
+    if module.automatic_optimization and lightning_compat.accumulates(trainer):
+        strategy.step.batch_ended(trainer)
+    return loss
+
+
+def optimize(
+    strategy: "HeteroStrategy", optimizer: Optimizer, closure: Callable[[], Any], stepping: Callable[[Callable], Any]
+) -> Any:
+    """Let an optimizer step. With automatic optimization that makes the gradients first, and ends a window.
+
+    Args:
+        strategy: in a fit.
+        optimizer: that is to step.
+        closure: makes the gradients.
+        stepping: lets it step, given the closure.
+    """
+
+    def step() -> Any:
+        with strategy.step.hooks():
+            return strategy.step.optimize(strategy.trainer, optimizer, closure, stepping)
+
+    output = strategy.survival.step(step, left_out=lambda: lightning_compat.leave_out(closure))
+    if strategy.trainer.lightning_module.automatic_optimization:
+        window_ended(strategy)  # before schedulers and callbacks
+    return output
+
+
+def window_ended(strategy: "HeteroStrategy") -> None:
+    """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
+    strategy.survival.again(lambda: strategy.step.batch_ended(strategy.trainer, window=True))
+    strategy.step.window_ended()
+    if (same := strategy.parts.same) is not None:
+        _compare(strategy, same)
+    apply(strategy.survival.exchange(lambda: strategy.engine.exchange()), type(strategy).__name__)
+    strategy.survival.again(lambda: strategy.engine.met())
+
+
+def _compare(strategy: "HeteroStrategy", same: SameParameters) -> None:
+    """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
+    begun = False
+
+    def once() -> None:  # after a loss not again: others may have completed it
+        nonlocal begun
+        if not begun:
+            begun = True
+            with strategy.timer.waiting():
+                same.stepped(strategy.trainer.lightning_module, lambda: describe(strategy.trainer))
+
+    strategy.survival.again(once)
 
 
 @with_shared_options
@@ -70,17 +202,17 @@ class HeteroStrategy(DDPStrategy):
         self.options, kwargs = Options.taken_from(kwargs, type(self))
         super().__init__(accelerator, *args, **kwargs)
         self.timer = StepTimer(torch.device("cpu"))
-        self.collectives = Collectives(self.timer, partial(joining.alone, self), partial(joining.loss_counts, self))
+        self.collectives = Collectives(self.timer, partial(fit.alone, self), partial(fit.loss_counts, self))
         self._rank_state, self._shards = saving.RankState(self.options), Shards()
         self.lent = LentGroups()
         self.survival = GoingOn(self) if self.options.on_peer_loss == "continue" else Survival()
 
     job: Job | None = None  # once this process has joined
-    entry: entering.Entry | None = None  # if it joins a job that runs, until training starts
+    entry: join.Entry | None = None  # if it joins a job that runs, until training starts
     share: Workshare
     engine: Engine
     step: TrainingStep
-    parts: joining.Parts
+    parts: fit.Parts
     stop_request: StopRequest | None = None  # of the latest fit
     evaluated: float | None = 0.0  # samples of this rank in the running evaluation; None if they are unknown
     monitored: MonitoredMetrics | None = None  # of the latest run
@@ -120,28 +252,28 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        self.parallel_devices = joining.devices(self)
+        self.parallel_devices = fit.devices(self)
         super().set_world_ranks()
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = joining.launcher(self)
+        self._launcher = fit.launcher(self)
 
     @override
     def setup_distributed(self) -> None:
         reset_seed()
         self.set_world_ranks()
-        joining.connect(self)
+        fit.connect(self)
         if self.job is None:
-            self.build(joining.join_job(self))
+            self.build(fit.join_job(self))
 
-    def build(self, job: Job, regrouping: Regrouping | None = None) -> joining.Parts | None:
+    def build(self, job: Job, regrouping: Regrouping | None = None) -> fit.Parts | None:
         """Make what depends on who takes part, by the job's view (collective); returns what was there before.
 
         In the midst of a fit ``regrouping`` says which of the former ranks remain.
         """
         former = None if self.job is None else self.parts
-        parts = joining.make_parts(self, job, former, regrouping)
+        parts = fit.make_parts(self, job, former, regrouping)
         self.job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
         return former
 
@@ -153,16 +285,16 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        _lightning.keep_batch_samplers(trainer)
+        lightning_compat.keep_batch_samplers(trainer)
         tell_while_waiting(trainer)
         check_setup(self, trainer, self._layer_sync)
         if trainer.state.fn == TrainerFn.FITTING:
-            device_exit.begin_fit()
+            failures.begin_fit()
             self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync, self.lent)
         self.stop_request = handle_sigterm(self, trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
             super().setup(trainer)
-        entering.share_rest(self)
+        join.share_rest(self)
         if trainer.state.fn == TrainerFn.FITTING:
             check_beyond(self)
         self.monitored = MonitoredMetrics(trainer, self.collectives, self.monitored)
@@ -194,21 +326,21 @@ class HeteroStrategy(DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None:
-            one_step.begin(self)
+            begin(self)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return one_step.forward(self, partial(super().training_step, *args, **kwargs), args[0] if args else None)
+        return forward(self, partial(super().training_step, *args, **kwargs), args[0] if args else None)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return one_step.backward(self, closure_loss, optimizer, args, kwargs)
+        return backward(self, closure_loss, optimizer, args, kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         stepping = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        return one_step.optimize(self, optimizer, closure, stepping)
+        return optimize(self, optimizer, closure, stepping)
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -233,7 +365,7 @@ class HeteroStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.parts.finite.begin(searching=_lightning.searches_lr(self.trainer))
+        self.parts.finite.begin(searching=lightning_compat.searches_lr(self.trainer))
         self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off")
         self._rank_state.begin(self)
         self.survival.begin()
@@ -246,7 +378,7 @@ class HeteroStrategy(DDPStrategy):
         if self.stop_request is not None:
             self.stop_request.finish()
         self.survival.end()
-        device_exit.end_fit()
+        failures.end_fit()
 
     @override
     def teardown(self) -> None:
@@ -259,13 +391,13 @@ class HeteroStrategy(DDPStrategy):
             self.step.close()
         super().teardown()
         self.lent.take_back()
-        device_exit.end_fit()
+        failures.end_fit()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.survival.end() if joining.stopped(self) else self.survival.failed(exception)
+        self.survival.end() if fit.stopped(self) else self.survival.failed(exception)
         tell_failure(exception)
-        _lightning.forget_loader_that_failed(_lightning.trainer_of(self.lightning_module))
+        lightning_compat.forget_loader_that_failed(lightning_compat.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)
 
     # -- collectives -------------------------------------------------------------------------------

@@ -26,18 +26,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetero import _lightning
+from lightning_hetero import lightning_compat
+from lightning_hetero.batching.preserved import untouched
+from lightning_hetero.batching.sampler import FixedBatches, ShareSampler
+from lightning_hetero.batching.streams import SharedStreamLoader
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.solitude import alone
-from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
-from lightning_hetero.engine.collectives import Trial
-from lightning_hetero.engine.untouched import untouched
+from lightning_hetero.comm.collectives import Trial
+from lightning_hetero.comm.threads import alone
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError, UnsupportedError
+from lightning_hetero.sections import FORMAT, KEY, part_of
 from lightning_hetero.strategies.options import Options, memory_per_rank
 from lightning_hetero.strategies.replica_ddp import wrap_anew
-from lightning_hetero.workload.order import FixedBatches
-from lightning_hetero.workload.sampler import ShareSampler
-from lightning_hetero.workload.shared_stream import SharedStreamLoader
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -90,7 +89,7 @@ class Capacity:
         if self.options.max_batch_size != "auto":
             return
         share, module = strategy.share, strategy.trainer.lightning_module
-        loaders = _lightning.combined_loader(strategy.trainer)
+        loaders = lightning_compat.combined_loader(strategy.trainer)
         assert loaders is not None
         batches = Batches(loaders)
         own = [_name_of(strategy.root_device), _memory(strategy)]
@@ -263,11 +262,11 @@ def _log_nothing(*_: Any, **__: Any) -> None:
 def _step(strategy: "HeteroStrategy", batches: "Batches", samples: int) -> None:
     """The forward and backward pass of a batch, as a step of the fit runs them, but without the other ranks."""
     trainer, module, precision = strategy.trainer, strategy.trainer.lightning_module, strategy.precision_plugin
-    batch = _lightning.before_transfer(module, precision.convert_input(batches.of(samples)))
+    batch = lightning_compat.before_transfer(module, precision.convert_input(batches.of(samples)))
     batch = DDPStrategy.batch_to_device(strategy, batch, strategy.root_device)
     trial = Trial(batches.sizes(samples), strategy.world_size)
     with strategy.collectives.trying(trial), precision.train_step_context():
-        output = module.training_step(*_lightning.step_arguments(trainer, batch))
+        output = module.training_step(*lightning_compat.step_arguments(trainer, batch))
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor):
         with strategy.collectives.trying(trial):
@@ -276,7 +275,7 @@ def _step(strategy: "HeteroStrategy", batches: "Batches", samples: int) -> None:
 
 def _draw_anew(strategy: "HeteroStrategy") -> None:
     """Let batches be drawn again, of the new sizes, that workers have prefetched."""
-    loaders, combined = strategy.share.loaders, _lightning.combined_loader(strategy.trainer)
+    loaders, combined = strategy.share.loaders, lightning_compat.combined_loader(strategy.trainer)
     sources = loaders.sources()
     assert combined is not None
     begun = [getattr(getattr(source, "batch_sampler", source), "begun", None) for source in sources]
@@ -289,7 +288,7 @@ def _draw_anew(strategy: "HeteroStrategy") -> None:
             reader = getattr(loader, "loader", loader)
             if getattr(reader, "persistent_workers", False):  # they have drawn random numbers for their batches
                 object.__setattr__(reader, "_iterator", None)
-        _lightning.fetch_anew(strategy.trainer)
+        lightning_compat.fetch_anew(strategy.trainer)
 
 
 # -- trials ----------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import waits
-from lightning_hetero.comm.noticing import is_world, noticing
+from lightning_hetero.comm.waits import is_world, noticing
 from lightning_hetero.errors import HeteroError, UnsupportedError
-from lightning_hetero.workload.timer import StepTimer
 
 #: What follows where a loss is normalised over several ranks by the user.
 WEIGHTED_TWICE = (

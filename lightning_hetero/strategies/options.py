@@ -1,5 +1,6 @@
 """The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
 
+import inspect
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -12,12 +13,51 @@ from typing import Any, Literal, TypeVar, get_args
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.batching.finite import OnNaN
+from lightning_hetero.batching.planner import Planner
 from lightning_hetero.checks import at_least_one, is_number, one_of, plain
-from lightning_hetero.comm.sharing import Within
-from lightning_hetero.engine.finite import OnNaN
+from lightning_hetero.comm.groups import Within
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.docstrings import documented
-from lightning_hetero.workload.planner import Planner
+
+
+def documented(text: str | None, options: Iterable[str], explained_by: Sequence[type]) -> str:
+    """The docstring of a strategy, with all of its options.
+
+    Args:
+        text: what the strategy does, and explanations that go before those of others.
+        options: names, in order.
+        explained_by: classes that explain options, and what is raised; where two explain the same, the first counts.
+    """
+    known: dict[str, str] = {}
+    errors: dict[str, str] = {}
+    for doc in (*(kind.__doc__ for kind in reversed(explained_by)), text):
+        known |= {name.lstrip("*"): f"{name}: {what}" for name, what in section(doc, "Args").items()}
+        errors |= section(doc, "Raises")
+    known["kwargs"] = "**kwargs: further options, those of :class:`~lightning.pytorch.strategies.DDPStrategy`."
+    lines = [known[name] for name in options if name in known]
+    raised = [f"{name}: {what}" for name, what in errors.items()]
+    body = without(text, ("Args", "Attributes", "Raises"))
+    return f"{body}\n\nArgs:\n{_indented(lines)}\n\nRaises:\n{_indented(raised)}\n"
+
+
+def section(text: str | None, title: str) -> dict[str, str]:
+    """What a Google-style section of a docstring explains, by name."""
+    found = re.search(rf"^{title}:\n((?:(?: .*)?\n?)*)", inspect.cleandoc(text or ""), re.MULTILINE)
+    parts = re.split(r"^ {4}(\*{0,2}\w+): ?", found.group(1), flags=re.MULTILINE) if found else []
+    return {name: what.rstrip() for name, what in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def without(text: str | None, titles: Iterable[str]) -> str:
+    """A docstring without some of its sections."""
+    clean = inspect.cleandoc(text or "")
+    for title in titles:
+        clean = re.sub(rf"^{title}:\n(?:(?: .*)?\n?)*", "", clean, flags=re.MULTILINE)
+    return clean.strip()
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)
+
 
 S = TypeVar("S", bound=type)
 LEAST_GRACE = 0.5  # seconds

@@ -1,17 +1,22 @@
 """Where training stands, and loaders that have to begin again there."""
 
+import math
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero import _lightning
+from lightning_hetero import lightning_compat
+from lightning_hetero.algorithms.base import Run
+from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.sampler import Position
+from lightning_hetero.checkpoint import loader_states
 from lightning_hetero.comm import waits
-from lightning_hetero.engine import loader_states
-from lightning_hetero.engine.step import Workshare
-from lightning_hetero.workload.sampler import Position
+from lightning_hetero.comm.topology import interface_towards
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_hetero.strategies.base import HeteroStrategy
 
 
 def position(trainer: "pl.Trainer", step: int) -> Position:
@@ -56,7 +61,7 @@ def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare, checkpoint: Map
     resumed = checkpoint is not None and loader_states.restore(checkpoint, sources)
     begun = [getattr(source, "begun", None) for source in sources]
     if resumed or any(b is not None and (b.epoch, b.batch) != (here.epoch, here.batch) for b in begun):
-        _lightning.fetch_anew(trainer)
+        lightning_compat.fetch_anew(trainer)
     if checkpoint is not None and (ended := loader_states.ended(checkpoint, share)) is not None:
         share.ended = ended
 
@@ -76,4 +81,28 @@ def fetch_anew_between_epochs(trainer: "pl.Trainer", share: Workshare) -> None:
     """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
     samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew
     if samplers and position(trainer, share.step).batch in (0, trainer.num_training_batches):
-        _lightning.fetch_anew(trainer)
+        lightning_compat.fetch_anew(trainer)
+
+
+def run_of(strategy: "HeteroStrategy") -> Run:
+    """What is known of the job and the fit of a strategy."""
+    assert strategy.job is not None
+    assert strategy.cluster_environment is not None
+    return Run(
+        strategy.job.view.topology,
+        strategy.job.view.ranks,
+        strategy.job.groups,
+        interface_towards(strategy.cluster_environment.main_address),
+        strategy.options.on_nan == "skip",
+        lambda: length_of(strategy.trainer),
+        bool(getattr(strategy.trainer, "fast_dev_run", False)),
+    )
+
+
+def length_of(trainer: "pl.Trainer") -> tuple[float, float]:
+    """Optimizer steps of a fit, and of an epoch; infinite where nobody knows."""
+    total = trainer.estimated_stepping_batches
+    if math.isinf(trainer.num_training_batches):  # it has not asked for the data yet
+        trainer.fit_loop.setup_data()
+    batches = trainer.num_training_batches / trainer.accumulate_grad_batches
+    return total if total >= 0 else math.inf, batches if math.isinf(batches) else math.ceil(batches)

@@ -1,19 +1,26 @@
 """DDP over the ranks of one replica."""
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.comm import buckets
-from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.shared_mean import SharedMean
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.comm import all_reduce, objects
+from lightning_hetero.comm.failures import collective, deadline
+from lightning_hetero.comm.gradients import GradientWire, check_gradient_wire
+from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedMean, share_memory
+from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
+from lightning_hetero.sections import FORMAT, KEY, part_of
 from lightning_hetero.strategies.default_groups import LentGroups
-from lightning_hetero.workload.timer import StepTimer
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -86,10 +93,10 @@ class BucketSize:
     """
 
     #: Bytes of gradients up to which there is nothing to choose.
-    SMALL = 2 * buckets.MEBIBYTE
+    SMALL = 2 * all_reduce.MEBIBYTE
 
     def __init__(self) -> None:
-        self._travel: buckets.Travel | None = None
+        self._travel: all_reduce.Travel | None = None
 
     def options(self, given: Mapping[str, Any], model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
         """DDP's options with a bucket size that suits the link (collective over the replica).
@@ -106,12 +113,12 @@ class BucketSize:
         chosen = given.get("bucket_cap_mb") is not None or bool(given.get("bucket_cap_mb_list"))
         open_ = size > self.SMALL and not chosen and not torch.are_deterministic_algorithms_enabled()
         group = given["process_group"]
-        if not buckets.all_agree(open_, group, device):
+        if not all_reduce.all_agree(open_, group, device):
             return dict(given)
         if self._travel is None:
-            self._travel = buckets.measure(group, device)
+            self._travel = all_reduce.measure(group, device)
         cap = self._travel.bucket_mib()
-        _log.info("%s: gradients travel in buckets of %s MiB", self._travel, cap or buckets.DEFAULT)
+        _log.info("%s: gradients travel in buckets of %s MiB", self._travel, cap or all_reduce.DEFAULT)
         return dict(given) if cap is None else {**given, "bucket_cap_mb": cap}
 
 
@@ -134,3 +141,170 @@ class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
         converted = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self._lent.lend_layers(converted, self._group)
         return converted
+
+
+def average_within(
+    strategy: "HeteroStrategy", ddp: ReplicaDDP, ranks: Sequence[int], group: dist.ProcessGroup, hooked: bool
+) -> str | None:
+    """Let DDP average gradients through shared memory, where the ranks of a replica can (collective over them).
+
+    Args:
+        strategy: with the user's options.
+        ddp: over the model.
+        ranks: of the replica.
+        group: of these ranks.
+        hooked: whether DDP has the user's own hook already, which wins.
+
+    Returns:
+        How they are averaged and why, in words; ``None``: as DDP does.
+
+    Raises:
+        UnsupportedError: the user asks for shared memory, and it cannot be.
+        CommunicationError: another rank did not take part in time.
+    """
+    way = strategy.options.within
+    if way == "gloo":
+        return "by ddp_comm_hook" if hooked else None
+    reason = "ddp_comm_hook averages the gradients" if hooked else _unsuitable(strategy, ranks)
+    if reason is None:
+        trained = [p for p in ddp.module.parameters() if p.requires_grad]
+        size = sum(p.numel() * p.element_size() + ALIGNED for p in trained)
+        needed = -(-size // ALIGNED) * ALIGNED * (len(ranks) + 1)  # a row for each rank, and the result
+        try:
+            part = PART if way == "auto" else 1.0
+            ddp.average_in(SharedMean(*share_memory(group, size, strategy.options.limit, part)), group)
+            return "in shared memory: all are CPUs of one node"
+        except OSError as error:
+            reason = f"the memory cannot be shared ({error})"
+            if way == "auto":
+                rank_zero_warn(
+                    f"Gradients are averaged over sockets: {reason}. Shared memory is faster, and needs "
+                    f"{round(needed / PART)} free bytes in /dev/shm (docker run --shm-size), of which it leaves half. "
+                    "within='gloo' silences this warning."
+                )
+    if reason is not None and way == "shm":
+        raise UnsupportedError(f"within='shm', but {reason}. Set within='auto', which uses sockets then.")
+    return "by ddp_comm_hook" if hooked else None
+
+
+def _unsuitable(strategy: "HeteroStrategy", ranks: Sequence[int]) -> str | None:
+    """Why these ranks cannot average through shared memory, if so; the same on all of them."""
+    assert strategy.job is not None
+    places = [strategy.job.view.topology.places[rank] for rank in ranks]
+    if devices := sorted({place.device for place in places} - {"cpu"}):
+        return f"gradients are on {', '.join(devices)}, not on CPUs"
+    if not os.path.isdir(SHARED):
+        return f"this system has no {SHARED}"
+    if len({(place.host, place.node) for place in places}) > 1:
+        return f"ranks {list(ranks)}, which average gradients, are on several nodes"
+    return None
+
+
+_NAME = "gradients"  # in a checkpoint
+
+
+class WiredGradients:
+    """Lets the gradients of a strategy travel on its wire.
+
+    Args:
+        wire: the option.
+    """
+
+    def __init__(self, wire: str) -> None:
+        check_gradient_wire(wire)
+        self.wire = wire
+        self._running: GradientWire | None = None  # of the running fit, where messages leave something out
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have yet to join a job."""
+        return {"wire": self.wire, "_running": None}
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """See that no other option says how gradients travel.
+
+        Args:
+            options: that were given to the strategy.
+
+        Raises:
+            ConfigurationError: names the option.
+        """
+        for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
+            if self.wire != "fp32" and options.get(name) is not None:
+                raise ConfigurationError(
+                    f"wire={self.wire!r} together with {name}: both say how gradients travel. Give one of them."
+                )
+        if self.wire != "fp32" and options.get("within") == "shm":
+            raise ConfigurationError(
+                f"wire={self.wire!r} together with within='shm': nothing travels in shared memory. Give one of them."
+            )
+
+    def problem(self, strategy: "HeteroStrategy") -> HeteroError | None:
+        """Why the Trainer's settings do not go with the wire, if so."""
+        scaled = getattr(strategy.precision_plugin, "scaler", None) is not None
+        if not scaled or self.wire in ("fp32", "bf16", "fp16"):
+            return None
+        return UnsupportedError(
+            f"wire={self.wire!r} with precision='16-mixed': what messages leave out would be added to gradients of "
+            "another loss scale. Use precision='bf16-mixed' or 32, or wire='fp16'."
+        )
+
+    def register(self, strategy: "HeteroStrategy") -> None:
+        """Let a model's gradients travel on the wire, if it is wrapped in DDP (collective over the replica).
+
+        Raises:
+            UnsupportedError: an embedding has sparse gradients, or a parameter is complex.
+        """
+        former, self._running = self._running, None
+        model = strategy.model
+        if not isinstance(model, ReplicaDDP) or self.wire == "fp32":
+            return
+        if self.wire != "bf16" and (name := _sparse(model.module)) is not None:
+            raise UnsupportedError(
+                f"wire={self.wire!r}: the gradient of {name} is sparse, and such gradients travel in fp32 or bf16. "
+                "Use sparse=False in the model's embeddings, or wire='fp32'."
+            )
+        if self.wire in ("bf16", "fp16"):
+            model.register_comm_hook(model.process_group, _bf16 if self.wire == "bf16" else fp16_compress_hook)
+            return
+        assert strategy.job is not None
+        group = strategy.job.groups.get("gradients on a wire", strategy.job.view.replica.ranks)
+        assert group is not None
+        self._running = GradientWire(self.wire, model.module, group)
+        model.register_comm_hook(None, self._running.hook)
+        if former is not None and former.used:
+            self._running.say_dropped("the ranks or the trainable parameters have changed")
+
+    def forget(self) -> None:
+        """A fit has ended."""
+        self._running = None
+
+    def add_to(self, checkpoint: dict[str, Any]) -> None:
+        """Add what messages have left out, of all ranks, to rank 0's checkpoint (collective)."""
+        if self._running is None:
+            return
+        own = self._running.state_dict()
+        everyone = collective("gather what gradients have left out", lambda: objects.gather(own))
+        if everyone is not None:
+            checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint holds of this rank; if that does not fit, say that it is dropped."""
+        if self._running is None:
+            return
+        everyone: list[Any] = part_of(checkpoint).get(_NAME) or []
+        fits = len(everyone) == dist.get_world_size()
+        self._running.load_state_dict(everyone[dist.get_rank()] if fits else None)
+
+
+def _sparse(model: torch.nn.Module) -> str | None:
+    """The name of an embedding that is trained with sparse gradients, if there is one."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return next(
+        (name for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse and m.weight.requires_grad),
+        None,
+    )
+
+
+def _bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    """PyTorch's hook, under another name: by its own DDP refuses it without CUDA."""
+    return bf16_compress_hook(group, bucket)

@@ -15,11 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store
 
-from lightning_hetero import _lightning
-from lightning_hetero.comm.collective import collective
-from lightning_hetero.engine.agreed_batch import AgreedBatch, Ask
+from lightning_hetero import lightning_compat
+from lightning_hetero.batching.agreement import AgreedBatch, Ask
+from lightning_hetero.comm.failures import collective
+from lightning_hetero.strategies.recovery_policy import Survival
 from lightning_hetero.strategies.saving import loses_the_end, save_to_resume
-from lightning_hetero.strategies.survival import Survival
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -55,7 +55,7 @@ class StopRequest:
         self.all_stop = False  # whether all ranks have saved, and end here
         self._trainer, self._limit, self._save, self._survival = trainer, limit, save, survival
         self._done = 0  # batches of this fit
-        self._hooks = _lightning.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
+        self._hooks = lightning_compat.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
         self._watch(store)
 
     @property
@@ -124,11 +124,11 @@ class StopRequest:
         """Count a batch; whether the fit stops here."""
         self._done += 1
         trainer, here = self._trainer, self.agreed.batch_ended(self._done)
-        if not here or _lightning.accumulates(trainer):
+        if not here or lightning_compat.accumulates(trainer):
             return False
-        if _lightning.stops_early(trainer):  # as if this were the last batch: see `finish`
+        if lightning_compat.stops_early(trainer):  # as if this were the last batch: see `finish`
             return False
-        return _lightning.validates_now(trainer) or not loses_the_end(trainer)
+        return lightning_compat.validates_now(trainer) or not loses_the_end(trainer)
 
     def _update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         loop = self._trainer.fit_loop.epoch_loop
@@ -138,7 +138,7 @@ class StopRequest:
             return
         # Lightning resumes from two moments: the end of a validation, at which it would have saved just before this
         # call; and `on_train_batch_end`, at which the batch does not count as completed yet.
-        progress, early = loop.batch_progress, not _lightning.validates_now(self._trainer)
+        progress, early = loop.batch_progress, not lightning_compat.validates_now(self._trainer)
         if early:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
             progress.total.completed -= 1
@@ -159,7 +159,7 @@ class StopRequest:
     def _stop(self) -> None:
         self._save()
         self.all_stop = True
-        _lightning.set_terminated(self._trainer)
+        lightning_compat.set_terminated(self._trainer)
         raise SIGTERMException(TERMINATED)
 
 
@@ -192,7 +192,7 @@ def end_at_once(trainer: "pl.Trainer") -> None:
             launcher.kill(signum)
         raise SIGTERMException(TERMINATED)
 
-    _lightning.on_sigterm(trainer, notify)
+    lightning_compat.on_sigterm(trainer, notify)
 
 
 @contextmanager

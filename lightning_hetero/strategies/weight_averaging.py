@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hetero._lightning import averaged_by, measures_batch_norm
+from lightning_hetero.algorithms.engine import ReplicaEngine
+from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm.agreement import check_equal
-from lightning_hetero.comm.replica import share_values
-from lightning_hetero.engine.checkpoint import FORMAT, KEY, part_of
-from lightning_hetero.engine.replicas import ReplicaEngine
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.lightning_compat import averaged_by, measures_batch_norm
+from lightning_hetero.replicas.vectors import share_values
+from lightning_hetero.sections import FORMAT, KEY, part_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 3  # 12 steps
 STOPS = 5, 9  # the steps at which checkpoints are saved, within the second and the third epoch

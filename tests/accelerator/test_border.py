@@ -18,11 +18,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.checkpoint import random_states
 from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.comm.objects import packed, portable, unpacked
-from lightning_hetero.engine import optimizer_states, random_states
+from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.strategies.capacity import Trials
-from lightning_hetero.strategies.other_replicas import restore_precision
+from lightning_hetero.strategies.fit import restore_precision
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 from mixed_tasks import Row, devices_in, life
 from ranks import run
 
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 4}
 DASO = {"warmup": 2, "cooldown": 2, "global_every": 4, "wait": 3, "patience": 99}

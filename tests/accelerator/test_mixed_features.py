@@ -22,7 +22,7 @@ from tasks import FAST, EvaluatedNet, Killed, Net, Save, dataset
 from torch.utils.data import DataLoader
 
 from lightning_hetero import Averager, StepContext, strategy_for
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 DDP, NODE = Row("hetero_ddp"), Row("hetero_node", {"every_n_steps": 3})
 

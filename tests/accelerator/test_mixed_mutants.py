@@ -13,10 +13,10 @@ from ranks import run
 from test_mixed import alike, nowhere
 from test_mixed_features import measured
 
+from lightning_hetero.checkpoint import shards
 from lightning_hetero.comm import objects
-from lightning_hetero.comm.host_stage import HostStage
-from lightning_hetero.engine import shards
-from lightning_hetero.strategies import base, evaluation, saving
+from lightning_hetero.comm.groups import HostStage
+from lightning_hetero.strategies import base, saving, training_step
 
 
 def files_hold_devices() -> None:
@@ -32,7 +32,7 @@ def weights_are_shared_on_the_device() -> None:
 
 
 def metrics_are_gathered_on_the_device() -> None:
-    evaluation.sync_anywhere = lambda _: None  # type: ignore[attr-defined]
+    training_step.sync_anywhere = lambda _: None  # type: ignore[attr-defined]
 
 
 def sums_stay_on_the_host() -> None:

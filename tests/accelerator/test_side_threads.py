@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
-from lightning_hetero.comm.background import Background
+from lightning_hetero.comm.threads import Background
 
 
 def _devices() -> tuple[int, int]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from ranks import run
 
-from lightning_hetero.comm import host_stage
-from lightning_hetero.comm.host_stage import HostStage
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.comm import groups
+from lightning_hetero.comm.groups import HostStage
 
 MS = 1e-3
 
@@ -74,7 +74,7 @@ ELEMENTS, PIECES = 1024, 4
 
 def staged(mutant: str) -> dict[str, float]:
     """A tensor goes through the host in pieces: each is copied in 1 ms, and travels for 3."""
-    host_stage.PIECE = 4 * ELEMENTS
+    groups.PIECE = 4 * ELEMENTS
     tensor = torch.arange(float(PIECES * ELEMENTS), device="fake")
     torch.fake.cost("copy", 1 * MS / (4 * ELEMENTS))
     torch.fake.synchronize()
@@ -82,7 +82,7 @@ def staged(mutant: str) -> dict[str, float]:
     if mutant == "no events":
         stage.ready = lambda: None
     if mutant == "pageable":
-        host_stage._pinned = lambda length, dtype: torch.empty(length, dtype=dtype)
+        groups._pinned = lambda length, dtype: torch.empty(length, dtype=dtype)
     stage._buffer(tensor).zero_()
     expected = iter(torch.arange(float(PIECES * ELEMENTS)).split(ELEMENTS))
 

@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_hetero.averaging import elastic
-from lightning_hetero.averaging.averager import StepContext
-from lightning_hetero.averaging.elastic import ElasticAverager, Pull, stability
-from lightning_hetero.comm.all_reduce import Average, Contribution
-from lightning_hetero.comm.links import Traffic
-from lightning_hetero.comm.replica import Replica
+from lightning_hetero.algorithms import easgd
+from lightning_hetero.algorithms.base import StepContext
+from lightning_hetero.algorithms.easgd import ElasticAverager, Pull, stability
+from lightning_hetero.comm.all_reduce import Average, Contribution, Traffic
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.vectors import Replica
 
 
 class Table:
@@ -161,7 +160,7 @@ def test_the_bound_on_alpha_and_beta(alpha: float, beta: float, stays: bool, mon
     if not stays:
         with pytest.raises(ConfigurationError, match="alpha \\+ beta less than 2"):
             stability(alpha, beta)
-        monkeypatch.setattr(elastic, "stability", lambda alpha, beta: None)
+        monkeypatch.setattr(easgd, "stability", lambda alpha, beta: None)
     course = train(Pull(alpha, beta=beta), [1.0, -2.0, 4.0], [3.0, 1.0, 2.0], 800)
     apart = np.abs(course.x - course.c[:, None]).max(axis=(1, 2))
     assert apart[-1] < 1e-3 * apart[0] if stays else apart[-1] > 1e3 * apart[0]
@@ -183,7 +182,7 @@ def test_between_one_and_the_bound_there_is_a_warning() -> None:
 
 
 def test_one_replica_that_pulls_with_all_swaps_with_its_center(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "stability", lambda alpha, beta: None)
+    monkeypatch.setattr(easgd, "stability", lambda alpha, beta: None)
     course = train(Pull(1.0, beta=1.0), [5.0], [1.0], 4, center=2.0)
     assert course.x.ravel().tolist() == [5.0, 2.0, 5.0, 2.0, 5.0]
     assert course.c.ravel().tolist() == [2.0, 5.0, 2.0, 5.0, 2.0]

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_hetero.averaging.fragments import Cut, equal_runs
+from lightning_hetero.algorithms.fragments import Cut, equal_runs
 from lightning_hetero.errors import ConfigurationError
 
 

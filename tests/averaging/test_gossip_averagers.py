@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.averaging.averager import Run, StepContext
-from lightning_hetero.averaging.first_come import FirstComeAverager
-from lightning_hetero.averaging.gossip import GossipAverager
-from lightning_hetero.averaging.push_sum import PushSumAverager
-from lightning_hetero.averaging.rounds import DirectedAverager, MatchedAverager
-from lightning_hetero.comm.replica import Replica
+from lightning_hetero.algorithms.base import Run, StepContext
+from lightning_hetero.algorithms.gossip import DirectedAverager, FirstComeAverager, GossipAverager, MatchedAverager
+from lightning_hetero.algorithms.push_sum import PushSumAverager
 from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.replicas.vectors import Replica
 
 
 def push_sum(module: nn.Module) -> PushSumAverager:

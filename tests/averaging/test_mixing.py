@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from oracles import matrix
 
 import lightning_hetero
-from lightning_hetero.averaging.mixing import (
+from lightning_hetero.algorithms.topologies import (
     DIRECTED,
     MATCHINGS,
     Rule,
@@ -134,7 +134,7 @@ def test_another_process_draws_alike() -> None:
         "import sys; from types import ModuleType\n"
         "sys.modules['lightning_hetero'] = ModuleType('lightning_hetero')\n"  # Lightning's import takes seconds
         f"sys.modules['lightning_hetero'].__path__ = [{package!r}]\n"
-        "from lightning_hetero.averaging.mixing import *; import random; random.seed(9)\n"
+        "from lightning_hetero.algorithms.topologies import *; import random; random.seed(9)\n"
         "print([[rule(11, turn, 5) for turn in range(30)] for rule in (*MATCHINGS.values(), *DIRECTED.values())])"
     )
     env = {"PYTHONHASHSEED": "77", "PATH": "/usr/bin"}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import ASGD, SGD, Adam, NAdam, Optimizer
 
-from lightning_hetero.averaging.moments import Moments
+from lightning_hetero.algorithms.base import Moments
 
 
 class Scaled(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hetero.averaging.nesterov import DelayedNesterov
+from lightning_hetero.algorithms.diloco_async import DelayedNesterov
 
 
 def _views(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

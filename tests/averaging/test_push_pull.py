@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.averaging.averager import StepContext
-from lightning_hetero.averaging.push_pull import AsyncAverager
-from lightning_hetero.averaging.visiting import ExchangeRates
+from lightning_hetero.algorithms.base import StepContext
+from lightning_hetero.algorithms.easgd_async import AsyncAverager
+from lightning_hetero.algorithms.visiting import ExchangeRates
+from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.comm.centers import client
-from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, differ, push_by
-from lightning_hetero.comm.links import Traffic
-from lightning_hetero.comm.replica import Replica
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, differ, push_by
+from lightning_hetero.replicas.vectors import Replica
 
 PERIODS, TARGETS = [1.0, 1.0, 4.0], [0.0, 0.0, 1.0]  # the third worker comes four times more rarely
 

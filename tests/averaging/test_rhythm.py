@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from lightning_hetero.averaging.rhythm import Rhythm
-from lightning_hetero.forecast.rhythm import smallest_tau
+from lightning_hetero.algorithms.schedules import Rhythm, smallest_tau
 
 
 @pytest.mark.parametrize(

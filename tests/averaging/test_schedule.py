@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.averaging.daso import mix
-from lightning_hetero.averaging.schedule import RateSchedule, phase
+from lightning_hetero.algorithms.daso import mix
+from lightning_hetero.algorithms.schedules import RateSchedule, phase
 from lightning_hetero.comm.all_reduce import Average
-from lightning_hetero.comm.replica import Replica
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.vectors import Replica
 
 
 def course(schedule: RateSchedule, losses: list[float]) -> list[tuple[int, int]]:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
-from lightning_hetero.callbacks.emulation import StretchedBackward
+from lightning_hetero.callbacks.emulation import EmulatedSpeed, StretchedBackward
+from lightning_hetero.callbacks.monitor import HeteroMonitor
 from lightning_hetero.errors import ConfigurationError
 
 

@@ -24,10 +24,10 @@ from test_report import fit
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
-from lightning_hetero.callbacks import HeteroMonitor
+from lightning_hetero.callbacks.monitor import HeteroMonitor
 from lightning_hetero.callbacks.plots import LOST, draw
 from lightning_hetero.callbacks.record import Attendance, Change, View
-from lightning_hetero.strategies.survival import Loss
+from lightning_hetero.strategies.recovery_policy import Loss
 
 DIED = (
     "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "

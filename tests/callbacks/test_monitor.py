@@ -13,7 +13,8 @@ from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
-from lightning_hetero.callbacks import Exchanged, HeteroMonitor, Record
+from lightning_hetero.callbacks.monitor import HeteroMonitor
+from lightning_hetero.callbacks.record import Exchanged, Record
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 

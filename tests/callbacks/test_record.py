@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from lightning_hetero.batching.timer import Lap
 from lightning_hetero.callbacks.record import StepRecord, Stretch, coarser, thin, together
-from lightning_hetero.workload.timer import Lap
 
 
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 1000, 40_000])

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from virtual_time import virtual_time
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy
-from lightning_hetero.callbacks import EmulatedSpeed, HeteroMonitor
+from lightning_hetero.callbacks.emulation import EmulatedSpeed
+from lightning_hetero.callbacks.monitor import HeteroMonitor
 from lightning_hetero.callbacks.plots import CAUSES, NEUTRAL, WAITING, _during, _held, _last_full_batch, colours, draw
 from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View, coarser
 from lightning_hetero.callbacks.report import PICTURES, write

@@ -12,7 +12,7 @@ from ranks import run
 from test_report import _fit, figures
 
 from lightning_hetero import GossipStrategy
-from lightning_hetero.callbacks import HeteroMonitor
+from lightning_hetero.callbacks.monitor import HeteroMonitor
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
+from lightning_hetero.batching.shares import Cost, Curve
 from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View
 from lightning_hetero.callbacks.verdict import Totals, judge, settled, totals, verdict_of
-from lightning_hetero.workload.curve import Curve
-from lightning_hetero.workload.shares import Cost
 
 PROPORTIONAL = Cost(0.0, 0.01)
 

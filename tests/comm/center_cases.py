@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from homes import LIMIT
 
-from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull
+from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull
 from lightning_hetero.comm.centers.client import CenterClient
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.links import ReplicaLinks
 
 SHAPES = [(70_001, torch.float32), (7, torch.float64), (1, torch.float32)]  # more than a chunk; odd; one
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # half a place

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from test_gossip_channel import HEADER
 
-from lightning_hetero.comm.gossip.pairing import ANY, Pairing
-from lightning_hetero.comm.gossip.peers import Session
+from lightning_hetero.comm.gossip import ANY, Pairing
+from lightning_hetero.comm.gossip_peers import Session
 
 TOKEN = bytes(range(16))
 NAMES = {

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from ranks import Outcome, free_port, quiet, run  # noqa: E402
 
-from lightning_hetero.comm.centers.center import Center, CenterLayout  # noqa: E402
+from lightning_hetero.comm.centers.base import Center, CenterLayout  # noqa: E402
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing  # noqa: E402
 from lightning_hetero.comm.centers.shared import SharedCenter  # noqa: E402
 from lightning_hetero.comm.centers.thread import ThreadCenter  # noqa: E402

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_hetero.comm.membership import Agreed, Membership, Terms
+from lightning_hetero.elastic.membership import Membership
+from lightning_hetero.elastic.protocol import Agreed, Terms
 from lightning_hetero.errors import MembershipLostError
 
 LONG = 30.0  # seconds for what takes no time on a machine that is not busy

@@ -6,9 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_hetero.comm.membership.majority import Roster
-from lightning_hetero.comm.membership.member import Member
-from lightning_hetero.comm.membership.terms import Terms
+from lightning_hetero.elastic.majority import Roster
+from lightning_hetero.elastic.protocol import Member, Terms
 
 TICK = 0.3
 TERMS = Terms(grace=2.0, minimum=1, timeout=8.0)

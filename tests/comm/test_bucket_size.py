@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hetero.comm.buckets import MEBIBYTE, Travel
+from lightning_hetero.comm.all_reduce import MEBIBYTE, Travel
 
 RING = 1.5  # of its bytes, what an all-reduce of four ranks sends over each link
 

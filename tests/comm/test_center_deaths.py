@@ -18,7 +18,7 @@ from homes import HOMES, LIMIT, WORLD, layout_of
 from leftovers import nothing_left_in_memory
 from ranks import attempt, run
 
-from lightning_hetero.comm.centers.center import Center
+from lightning_hetero.comm.centers.base import Center
 from lightning_hetero.errors import CommunicationError
 
 LEADERS = [[1], [0], [2]]  # the center lives with rank 1, the store of the process groups with rank 0

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from homes import EACH, LIMIT, Case, per_body
 from ranks import run
 
-from lightning_hetero.comm.centers.center import Center, CenterLayout
-from lightning_hetero.comm.centers.center_wire import CenterWire, NarrowCenterWire
+from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.centers.base import Center, CenterLayout
 from lightning_hetero.comm.centers.client import CenterClient
+from lightning_hetero.comm.centers.thread import CenterWire, NarrowCenterWire
+from lightning_hetero.comm.compression import DTYPES
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.wire import DTYPES
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 narrow = pytest.mark.parametrize("wire", list(ROUNDING))

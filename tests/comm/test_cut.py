@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm import leaving
+from lightning_hetero.comm import threads
 
 LIMIT = 8.0  # seconds, the timeout of the groups; what is woken up ends in a hundredth of it
 Pair = tuple[dist.ProcessGroupGloo, dist.ProcessGroupGloo]
 
 
-def threads() -> dict[int, str]:
+def kernel_threads() -> dict[int, str]:
     """Names of this process's threads, as the kernel has them."""
     names = {}
     for thread in map(int, os.listdir("/proc/self/task")):
@@ -39,7 +39,7 @@ def pair(store: dist.Store) -> Pair:
         made[rank] = dist.ProcessGroupGloo(store, rank, 2, options)
 
     makers = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
-    with leaving.noting_sockets():
+    with threads.noting_sockets():
         for maker in makers:
             maker.start()
         for maker in makers:
@@ -66,15 +66,15 @@ def test_what_is_sent_right_after_a_cut_does_not_wait() -> None:
     """Gloo's own thread notices late that a connection has ended, as on a busy machine."""
     store = dist.HashStore()
     for attempt in range(5):
-        before = set(threads())
+        before = set(kernel_threads())
         sender, receiver = pair(dist.PrefixStore(str(attempt), store))
-        loops = {thread for thread, name in threads().items() if thread not in before and "loop" in name}
+        loops = {thread for thread, name in kernel_threads().items() if thread not in before and "loop" in name}
         assert loops
         wanted = receiver.recv([torch.zeros(4)], 0, 0)
         time.sleep(0.1)  # the sender knows that it is wanted
         began, sending = time.monotonic(), None
         with late(loops):
-            leaving.cut()
+            threads.cut()
             with suppress(RuntimeError):  # it was known already
                 sending = sender.send([torch.ones(4)], 1, 0)
         with suppress(RuntimeError):
@@ -89,7 +89,7 @@ def test_who_waits_is_woken_up() -> None:
     group, _ = pair(dist.HashStore())
     waiting = group.recv([torch.zeros(4)], 1, 0)
     began = time.monotonic()
-    leaving.cut()
+    threads.cut()
     with pytest.raises(RuntimeError, match="Connection closed"):
         waiting.wait()
     assert time.monotonic() - began < LIMIT / 2
@@ -97,12 +97,12 @@ def test_who_waits_is_woken_up() -> None:
 
 def test_the_other_end_of_a_connection_hears_of_the_cut() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    with leaving.noting_sockets():
+    with threads.noting_sockets():
         own = socket.create_connection(listener.getsockname())
     other, _ = listener.accept()
     with listener, own, other:
         other.settimeout(LIMIT)
-        leaving.cut()
+        threads.cut()
         assert own.recv(1) == b""
         own.sendall(b"?")  # what is on its way arrives
         own.close()
@@ -112,12 +112,12 @@ def test_the_other_end_of_a_connection_hears_of_the_cut() -> None:
 
 def test_a_connection_by_which_ranks_agree_is_left_alone() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    with leaving.noting_sockets():  # another thread happens to make it while a group is made
+    with threads.noting_sockets():  # another thread happens to make it while a group is made
         own = socket.create_connection(listener.getsockname())
-    leaving.spare(own)
+    threads.spare(own)
     other, _ = listener.accept()
     with listener, own, other:
-        leaving.cut()
+        threads.cut()
         other.sendall(b"?")
         own.settimeout(LIMIT)
         assert own.recv(1) == b"?"

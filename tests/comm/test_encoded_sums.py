@@ -13,11 +13,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
-from lightning_hetero.comm import wire as wire_module
-from lightning_hetero.comm.all_reduce import Contribution
-from lightning_hetero.comm.encodings import LOW_BIT, encoding_of, sums
+from lightning_hetero.comm import compression
+from lightning_hetero.comm import compression as wire_module
+from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks
+from lightning_hetero.comm.compression import LOW_BIT, encoding_of
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.links import ReplicaLinks
 from lightning_hetero.errors import NotFiniteError
 
 LIMIT = timedelta(seconds=20)
@@ -103,12 +103,12 @@ def _counted(count: int, wire: str, length: int) -> tuple[int, int]:
     def reducing(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("nothing is left to reduce")
 
-    wire_module.dist.isend, sums.all_gather, wire_module.dist.all_reduce = sending, gathering, reducing
+    wire_module.dist.isend, compression.all_gather, wire_module.dist.all_reduce = sending, gathering, reducing
     mine = Contribution(
         [torch.randn(length)], [1] * count, [torch.zeros(length)], wire, feedback=own.feedback(wire, [length])
     )
     own.exchange(mine)
-    wire_module.dist.isend, sums.all_gather, wire_module.dist.all_reduce = isend, gather, reduce
+    wire_module.dist.isend, compression.all_gather, wire_module.dist.all_reduce = isend, gather, reduce
     return own.traffic.bytes, sum(given)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.comm.encodings import LOW_BIT, Encoding, encoding_of
+from lightning_hetero.comm.compression import LOW_BIT, Encoding, encoding_of
 
 WIRES = (*LOW_BIT, "topk:1", "topk:0.3", "topk:0.00390625")
 LENGTHS = (1, 2, 49, 50, 51, 255, 256, 257, 12_801, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 600_011)

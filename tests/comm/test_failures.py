@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from lightning_hetero.comm import failures
-from lightning_hetero.comm.failure_watch import Failure, Failures
+from lightning_hetero.comm.failures import Failure, Failures
 
 LONG = 20.0  # seconds for what takes no time on a machine that is not busy
 

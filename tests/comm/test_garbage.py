@@ -11,7 +11,7 @@ from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
 
 import lightning_hetero as lh
-from lightning_hetero.comm import garbage
+from lightning_hetero.comm import threads
 
 
 class Cycle:
@@ -20,33 +20,33 @@ class Cycle:
 
 
 def test_what_is_made_later_is_still_collected() -> None:
-    garbage.leave_out()
+    threads.leave_out()
     assert gc.get_freeze_count() > 10_000
     assert len(gc.get_objects()) < 10_000
     later = weakref.ref(Cycle())
     gc.collect()
     assert later() is None
-    garbage.take_in_all()
-    garbage.take_in_all()
+    threads.take_in_all()
+    threads.take_in_all()
     assert gc.get_freeze_count() == 0
 
 
 def test_a_second_call_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Counting goes over all that is left out: others would wait 0.1 s for a rank that joins them.
-    garbage.leave_out()
+    threads.leave_out()
     try:
         monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted again"))
-        garbage.leave_out()
+        threads.leave_out()
     finally:
-        garbage.take_in_all()
+        threads.take_in_all()
 
 
 def test_what_the_user_has_frozen_stays_so() -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()
-        garbage.leave_out()
-        garbage.take_in_all()
+        threads.leave_out()
+        threads.take_in_all()
         assert gc.get_freeze_count() == count
     finally:
         gc.unfreeze()

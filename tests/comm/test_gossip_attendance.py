@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from gossip_team import team
 
-from lightning_hetero.comm.gossip.attendance import Attendance
+from lightning_hetero.comm.gossip_peers import Attendance
 
 
 class Door:

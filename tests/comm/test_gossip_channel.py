@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip.message import Channel, Kind, Message, RefusedError
+from lightning_hetero.comm.gossip_peers import Channel, Kind, Message, RefusedError
 
 TOKEN, HEADER = bytes(range(16)), struct.Struct("!4s16sIIIQIQI")
 FIELDS = {"magic": 4, "token": 16, "epoch": 4, "kind": 4, "sender": 4, "serial": 8, "numbers": 4, "size": 8, "crc": 4}

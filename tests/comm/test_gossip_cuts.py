@@ -8,9 +8,8 @@ import pytest
 import torch
 from gossip_team import Judge, Proxy, meet, team, total
 
-from lightning_hetero.comm.gossip.message import Kind, nowhere
-from lightning_hetero.comm.gossip.peer_selector import ANY
-from lightning_hetero.comm.gossip.swapping import Swap, Swapping
+from lightning_hetero.comm.gossip import ANY, Swap, Swapping
+from lightning_hetero.comm.gossip_peers import Kind, nowhere
 
 LIMIT = 0.5
 MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]

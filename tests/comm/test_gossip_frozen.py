@@ -12,8 +12,8 @@ import torch
 from gossip_team import Member, Proxy, team
 from test_gossip_cuts import LIMIT, Once
 
-from lightning_hetero.comm import leaving
-from lightning_hetero.comm.gossip.peer_selector import ANY
+from lightning_hetero.comm import threads
+from lightning_hetero.comm.gossip import ANY
 
 pytestmark = pytest.mark.clock
 
@@ -86,7 +86,7 @@ def test_nobody_waits_for_a_frozen_peer_that_is_known_to_be_lost(name: str, end:
             time.sleep(1.0)
             began = time.monotonic()
             if end == "cut":
-                leaving.cut()
+                threads.cut()
                 time.sleep(0.1)  # it may have begun to ask anew whether the exchange has counted
             one.pairing.peers.lose(1)
             one.pairing.pause()

@@ -7,7 +7,7 @@ import time
 import pytest
 from test_gossip_pushing import LIMIT, givers, sums
 
-from lightning_hetero.comm.gossip.pushing import Push
+from lightning_hetero.comm.gossip import Push
 
 # -- who lags, and who is gone -------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import torch
 from gossip_team import Member, Proxy, hang_up, meet, read, team
 from test_gossip_cuts import LIMIT, Once, duel, flip
 
-from lightning_hetero.comm.gossip.message import Channel, Kind
-from lightning_hetero.comm.gossip.peer_selector import ANY
+from lightning_hetero.comm.gossip import ANY
+from lightning_hetero.comm.gossip_peers import Channel, Kind
 from lightning_hetero.errors import DisagreementError
 
 # -- lies ----------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import pytest
 import torch
 from gossip_team import Member, Proxy, meet, team, total
 
-from lightning_hetero.averaging.mixing import random_matching
-from lightning_hetero.comm.address import interface_towards
-from lightning_hetero.comm.gossip.pairing import ANY
+from lightning_hetero.algorithms.topologies import random_matching
+from lightning_hetero.comm.gossip import ANY
+from lightning_hetero.comm.topology import interface_towards
 from lightning_hetero.errors import CommunicationError
 
 # -- a pair --------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from gossip_team import TOKEN, Judge, Proxy, read
 from test_gossip_cuts import Once, cut, flip, late
 from test_gossip_pairing import left
 
-from lightning_hetero.averaging.mixing import DIRECTED, sends
-from lightning_hetero.comm.gossip.peers import Session
-from lightning_hetero.comm.gossip.pushing import Push, Pushing
+from lightning_hetero.algorithms.topologies import DIRECTED, sends
+from lightning_hetero.comm.gossip import Push, Pushing
+from lightning_hetero.comm.gossip_peers import Session
 
 LIMIT = 0.5
 MESSAGES = ["PUSH", "YES", "COMMIT", "DONE"]

@@ -13,9 +13,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
-from lightning_hetero.comm.all_reduce import Contribution
+from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.links import ReplicaLinks
 
 LIMIT = timedelta(seconds=20)
 REPLICAS = [[0, 1], [2, 3]]

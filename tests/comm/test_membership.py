@@ -8,7 +8,8 @@ import time
 import pytest
 from members import LONG, TERMS, TOKEN, Threads, in_threads, until
 
-from lightning_hetero.comm.membership import Agreed, Membership
+from lightning_hetero.elastic.membership import Membership
+from lightning_hetero.elastic.protocol import Agreed
 from lightning_hetero.errors import MembershipLostError
 
 

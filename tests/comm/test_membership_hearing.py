@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hetero.comm.membership.hearing import Hearing
+from lightning_hetero.elastic.protocol import Hearing
 
 
 def listen(hearing: Hearing, seconds: float, begin: float = 0.0, every: float = 1.0, others: int = 3) -> float:

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import attempt, run
 
-from lightning_hetero.comm import host_stage
-from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.mixed_group import MixedGroup
+from lightning_hetero.comm import groups
+from lightning_hetero.comm.groups import Groups, MixedGroup
 
 ISLANDS: list[list[tuple[int, ...]]] = [[], [(0, 1)], [(1, 3)], [(0, 2), (1, 3)], [(0, 1, 2)]]
 
@@ -49,7 +48,7 @@ def _own(rank: int, size: int) -> torch.Tensor:
 
 
 def _reduced(islands: list[tuple[int, ...]]) -> dict[str, Any]:
-    host_stage.PIECE = 4 * 100  # several pieces for each tensor
+    groups.PIECE = 4 * 100  # several pieces for each tensor
     group, rank = _group(islands), dist.get_rank()
     sums = [_own(rank, size) for size in (1, 7, 1000, 4097)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in sums]
@@ -142,7 +141,7 @@ def _batch(rank: int) -> torch.Tensor:
 
 
 def _trained(islands: list[tuple[int, ...]], unused: bool) -> dict[str, torch.Tensor]:
-    host_stage.PIECE = 64
+    groups.PIECE = 64
     group, rank = _group(islands), dist.get_rank()
     model = _model()
     if rank:

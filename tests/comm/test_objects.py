@@ -118,11 +118,11 @@ def test_objects_leave_a_process_in_one_place() -> None:
 def test_files_are_written_by_plugins() -> None:
     """They get what `portable` has made, and so do those of the users."""
     written = _calls(_FILES, {"torch"})
-    assert set(written) == {"strategies/checkpoint_io.py"}
+    assert set(written) == {"checkpoint/writer.py"}
     callers: dict[str, Any] = _calls({"save_checkpoint"}, {"files", "self.checkpoint_io", "strategy.checkpoint_io"})
     # Of which the second takes copies itself.
-    assert set(callers) == {"engine/shards.py", "strategies/background.py", "strategies/saving.py"}
-    for file in ("engine/shards.py", "strategies/saving.py"):
+    assert set(callers) == {"checkpoint/shards.py", "checkpoint/writer.py", "strategies/saving.py"}
+    for file in ("checkpoint/shards.py", "strategies/saving.py"):
         assert "save_checkpoint(portable(" in (PACKAGE / file).read_text()
 
 

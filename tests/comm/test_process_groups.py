@@ -20,12 +20,12 @@ from ranks import attempt, free_port, run
 
 from lightning_hetero.comm import failures
 from lightning_hetero.comm import groups as module
-from lightning_hetero.comm.background import Background
+from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.job import Job
+from lightning_hetero.comm.threads import Background
 from lightning_hetero.comm.topology import Place, Topology
-from lightning_hetero.engine.job import Job
-from lightning_hetero.engine.view import View
+from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CommunicationError, UnsupportedError
 
 LIMIT = timedelta(seconds=20)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
-from lightning_hetero.comm.replica import finite, share
+from lightning_hetero.comm.objects import finite
+from lightning_hetero.replicas.vectors import share
 
 INF, NAN = float("inf"), float("nan")
 

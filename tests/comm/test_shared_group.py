@@ -13,13 +13,11 @@ from leftovers import nothing_left_in_memory
 from lightning_utilities.core.rank_zero import rank_zero_only
 from ranks import attempt, run
 
-from lightning_hetero.comm import same_host, shared_group, sharing
-from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.shared_group import SharedGroup
-from lightning_hetero.comm.sharing import Sharing
-from lightning_hetero.comm.wire import all_gather
+from lightning_hetero.comm import groups, shared_memory
+from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.compression import all_gather
+from lightning_hetero.comm.failures import deadline
+from lightning_hetero.comm.groups import Groups, SharedGroup, Sharing
 from lightning_hetero.errors import CommunicationError, UnsupportedError
 
 LIMIT = timedelta(seconds=60)
@@ -27,7 +25,7 @@ SIZES = [1, 7, 1000, 4097]
 
 
 def _groups(nodes: list[str], way: Any = "auto", limit: timedelta = LIMIT) -> Groups:
-    shared_group.ROW = sharing.ROW = 4 * 256  # several pieces for each tensor
+    groups.ROW = groups.ROW = 4 * 256  # several pieces for each tensor
     dist.init_process_group("gloo", timeout=limit)
     return Groups.open(limit, Sharing(nodes, limit, way))
 
@@ -182,7 +180,7 @@ def test_ranks_of_one_node_unless_the_user_says_otherwise(nodes: list[str], way:
 
 
 def _without_room(way: Any) -> str:
-    same_host.SHARED = "/proc"  # where nothing is free
+    shared_memory.SHARED = "/proc"  # where nothing is free
     rank_zero_only.rank = 0  # as Lightning sets it: both ranks are to warn
     groups = _groups(["a", "a"], way)
     if way == "shm":

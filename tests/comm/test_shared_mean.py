@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from ranks import attempt, run
 
-from lightning_hetero.comm import same_host
-from lightning_hetero.comm.same_host import slice_of
-from lightning_hetero.comm.shared_mean import SharedMean
+from lightning_hetero.comm import shared_memory
+from lightning_hetero.comm.shared_memory import SharedMean, slice_of
 
 SIZES = [7, 1, 1000, 64, 4097]
 
@@ -26,7 +25,7 @@ SIZES = [7, 1, 1000, 64, 4097]
 def _begin(size: int, seconds: float = 60.0) -> SharedMean:
     dist.init_process_group("gloo")
     _note_names()
-    return SharedMean(*same_host.share_memory(dist.group.WORLD, size, timedelta(seconds=seconds)))
+    return SharedMean(*shared_memory.share_memory(dist.group.WORLD, size, timedelta(seconds=seconds)))
 
 
 def _note_names() -> None:
@@ -148,9 +147,9 @@ def _no_room() -> str:
     dist.init_process_group("gloo")
     _note_names()
     if dist.get_rank() == 1:
-        same_host.Mapped = _refuse  # type: ignore[attr-defined]
+        shared_memory.Mapped = _refuse  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="rank 1: no room") as raised:
-        SharedMean(*same_host.share_memory(dist.group.WORLD, 100, timedelta(seconds=60)))
+        SharedMean(*shared_memory.share_memory(dist.group.WORLD, 100, timedelta(seconds=60)))
     assert threading.active_count() == 1
     return str(raised.value)
 
@@ -169,7 +168,7 @@ def _many() -> tuple[int, int]:
     counts = []
     for _ in range(3):
         for _ in range(20):
-            shared = SharedMean(*same_host.share_memory(dist.group.WORLD, 4096, timedelta(seconds=60)))
+            shared = SharedMean(*shared_memory.share_memory(dist.group.WORLD, 4096, timedelta(seconds=60)))
             shared.mean(torch.ones(10), first=True)
             del shared
         until = time.monotonic() + 20

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.comm import leaving
+from lightning_hetero.comm import threads
 from lightning_hetero.comm.stores import copy_of, store_at
 
 LIMIT = timedelta(seconds=60)
@@ -55,7 +55,7 @@ def test_a_cut_ends_the_wait(host: str, request: pytest.FixtureRequest) -> None:
 
     def notice() -> None:
         while not over.wait(0.5):
-            leaving.cut()
+            threads.cut()
 
     thread = threading.Thread(target=notice)
     thread.start()

@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.centers.center import CenterLayout
-from lightning_hetero.comm.centers.thread import ThreadCenter
-from lightning_hetero.comm.centers.wakeup import Wakeup, WakeupClient
+from lightning_hetero.comm.centers.base import CenterLayout
+from lightning_hetero.comm.centers.thread import ThreadCenter, Wakeup, WakeupClient
 from lightning_hetero.comm.groups import Groups
 
 HERE = "127.0.0.1"

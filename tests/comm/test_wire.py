@@ -14,11 +14,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
-from lightning_hetero.comm.all_reduce import Contribution
-from lightning_hetero.comm.buffer_pool import BufferPool
+from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks
+from lightning_hetero.comm.compression import DTYPES, sum_over
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.links import ReplicaLinks
-from lightning_hetero.comm.wire import DTYPES, sum_over
+from lightning_hetero.comm.threads import BufferPool
 from lightning_hetero.errors import NotFiniteError
 
 LIMIT = timedelta(seconds=20)

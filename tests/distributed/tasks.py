@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.shares import Cost
 
 FAST = {
     "accelerator": "cpu",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import AutoStrategy, HeteroDDPStrategy
-from lightning_hetero.forecast import choice, links
+from lightning_hetero.planning import choice, cluster
 from lightning_hetero.strategies import auto
 
 EVERY, MEASURE, BATCH, SAMPLES = 4, 10, 4, 96
@@ -23,7 +23,7 @@ FAST_LINK, SLOW_LINK = (1e-6, 1e12), (0.5, 1e3)  # seconds, bytes per second
 
 def _measured_as(way: tuple[float, float], candidates: tuple[str, ...] = choice.CANDIDATES) -> None:
     """Let this rank measure such links, and long steps if they are slow, and choose among these strategies."""
-    links.measure = lambda chosen: [links.Link(pair, *way) for pair in chosen]  # type: ignore[assignment]
+    cluster.measure = lambda chosen: [cluster.Link(pair, *way) for pair in chosen]  # type: ignore[assignment]
     choice.CANDIDATES = candidates
     slow = way == SLOW_LINK
     auto.choose = lambda cluster, step, wish: choice.choose(cluster, 10.0 if slow else step, wish)
@@ -271,7 +271,9 @@ def test_options_that_cannot_be(options: dict[str, Any]) -> None:
 
 def test_links_are_measured_in_a_few_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(links, "measure", lambda some: asked.extend(some) or [links.Link(p, 0.1, 1e6) for p in some])
+    monkeypatch.setattr(
+        cluster, "measure", lambda some: asked.extend(some) or [cluster.Link(p, 0.1, 1e6) for p in some]
+    )
     way = AutoStrategy()._measured([(i, i + 1) for i in range(1000)], 1e6)
     assert len(asked) <= 4
     assert way == auto.Way(0.1, 1e6)

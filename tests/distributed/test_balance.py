@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
 from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
-from lightning_hetero.workload.shares import Cost, makespan, split
+from lightning_hetero.batching.shares import Cost, makespan, split
 
 FIXED, PER_SAMPLE = 0.010, (0.002, 0.002, 0.004, 0.008)  # seconds, seconds per sample
 CHANGED = (0.002, 0.008, 0.004, 0.002)

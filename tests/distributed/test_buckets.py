@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader
 
 from lightning_hetero import EmulatedSpeed, HeteroDDPStrategy
-from lightning_hetero.comm.buckets import Travel, measure
+from lightning_hetero.comm.all_reduce import Travel, measure
 
 LAYERS, LAYER = 5, 8 * 363 * 363  # bytes: just over a mebibyte
 

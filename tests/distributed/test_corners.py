@@ -25,10 +25,9 @@ from lightning_hetero import (
     HeteroMonitor,
     NodeAverageStrategy,
 )
-from lightning_hetero.averaging.push_pull import AsyncAverager
+from lightning_hetero.algorithms.easgd_async import AsyncAverager
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
-from lightning_hetero.strategies.of_averager import with_options_of
-from lightning_hetero.strategies.replica import ReplicaStrategy
+from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 
 BASE: dict[str, Any] = {"balance": "off", "timeout": 20}
 REPLICAS: list[tuple[Any, dict[str, Any]]] = [

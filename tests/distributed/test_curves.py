@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
 from lightning_hetero import EmulatedSpeed, HeteroDDPStrategy, HeteroMonitor
-from lightning_hetero.workload.shape import Shape
+from lightning_hetero.batching.cost import Shape
 
 
 def flat(samples: int) -> float:

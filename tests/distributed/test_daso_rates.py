@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.averaging.schedule import RateSchedule
+from lightning_hetero.algorithms.schedules import RateSchedule
 
 # -- the schedule --------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import EASGDStrategy
-from lightning_hetero.averaging.elastic import ElasticAverager
+from lightning_hetero.algorithms.easgd import ElasticAverager
 
 PULL = {"moving_rate": 0.2, "beta": 0.7}
 NESTEROV = {"momentum": 0.8, "nesterov": True}

@@ -12,9 +12,9 @@ from faults import DIED, FAILED, STEPS, Strike, fit, strike, went_on
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.errors import MembershipLostError, NotFiniteError
-from lightning_hetero.strategies.going_on import GoingOn
+from lightning_hetero.strategies.recovery import GoingOn
 
 FEW = ["ddp", "node", "easgd", "gossip"]
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
 
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 from lightning_hetero.errors import CheckpointError, CommunicationError
 
 FEW = ["ddp", "node", "easgd", "gossip"]

@@ -22,8 +22,8 @@ from lightning_hetero import (
     NodeAverageStrategy,
     SharedStream,
 )
-from lightning_hetero.averaging.outer import OuterAverager
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.algorithms.diloco import OuterAverager
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 AT = 10  # the step it is saved at; never the last of an epoch
 DASO = {"warmup": 1, "cooldown": 0, "global_every": 4, "wait": 1, "schedule_every_n_steps": 5}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.errors import CommunicationError
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 #: Which rank is killed: each in turn, the center's host among them.
 KILL = {entry.name: number % 3 for number, entry in enumerate(ENTRIES)}

@@ -24,7 +24,7 @@ from lightning_hetero import (
     HeteroMonitor,
     NodeAverageStrategy,
 )
-from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, Rule
+from lightning_hetero.algorithms.topologies import DIRECTED, MATCHINGS, Rule
 
 WORLD, APART = 4, [1, 1, 1, 1]
 STARTS, SHARES, EQUAL = [8.0, 0.0, -4.0, 1.0], [5.0, 1.0, 2.0, 4.0], [3.0, 3.0, 3.0, 3.0]  # shares of 12 samples

@@ -11,7 +11,7 @@ from oracles import BATCH, LR, MOMENTUM, SAMPLES, START, data, in_turn, order, s
 from ranks import run
 
 from lightning_hetero import GossipPushSumStrategy, GossipStrategy
-from lightning_hetero.averaging.mixing import DIRECTED, MATCHINGS, Rule, Sends
+from lightning_hetero.algorithms.topologies import DIRECTED, MATCHINGS, Rule, Sends
 
 WORLD, SPEEDS, EPOCHS = 3, [3.0, 1.0, 2.0], 2  # of 12 samples 6, 2 and 4; 40 steps
 Steps = list[list[np.ndarray]]

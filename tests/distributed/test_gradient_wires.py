@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.comm.encodings import encoding_of
-from lightning_hetero.comm.gradients import wire as wire_module
-from lightning_hetero.comm.gradients.bundle import bundles_of
+from lightning_hetero.comm import gradients as wire_module
+from lightning_hetero.comm.compression import encoding_of
+from lightning_hetero.comm.gradients import bundles_of
 
 SAMPLES, BATCH, LR, MOMENTUM = 96, 12, 0.02, 0.5
 SHARES = {2: [2.0, 1.0], 3: [3.0, 2.0, 1.0]}

@@ -21,12 +21,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.comm.buffer_pool import BufferPool
-from lightning_hetero.comm.encodings import sums
-from lightning_hetero.comm.gradients import wire as wire_module
-from lightning_hetero.comm.gradients.bundle import bundles_of
-from lightning_hetero.comm.gradients.means import EncodedMean, LowRankMean
-from lightning_hetero.strategies.gradient_wire import WiredGradients
+from lightning_hetero.comm import compression
+from lightning_hetero.comm import gradients as wire_module
+from lightning_hetero.comm.gradients import EncodedMean, LowRankMean, bundles_of
+from lightning_hetero.comm.threads import BufferPool
+from lightning_hetero.strategies.replica_ddp import WiredGradients
 
 WIRES = ["int8", "int4", "topk:0.1", "powersgd:2"]
 SHAPES = [(40, 30), (40,), (8, 3, 5, 5)]
@@ -186,7 +185,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:
 def _sent(wires: list[str]) -> list[float]:
     """Bytes that this rank sends for gradients in a step, by what it gives to torch.distributed."""
     sent, world, found = 0, 3, []
-    isend, gathers, reduces = dist.isend, sums.all_gather, dist.all_reduce
+    isend, gathers, reduces = dist.isend, compression.all_gather, dist.all_reduce
     counts = False
 
     def counted(function: Any, times: float, place: int) -> Any:
@@ -198,7 +197,7 @@ def _sent(wires: list[str]) -> list[float]:
         return call
 
     dist.isend = counted(isend, 1, 0)
-    sums.all_gather = counted(gathers, world - 1, 1)
+    compression.all_gather = counted(gathers, world - 1, 1)
     dist.all_reduce = counted(reduces, 2 * (world - 1) / world, 0)
 
     class Count(pl.Callback):

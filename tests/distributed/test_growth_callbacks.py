@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_survival import Module
 
 from lightning_hetero import HeteroMonitor
-from lightning_hetero.callbacks import ResumableCheckpoint
-from lightning_hetero.engine.agreed_batch import Ask
+from lightning_hetero.batching.agreement import Ask
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 
 class Ends(pl.Callback):

@@ -16,10 +16,10 @@ from growing import JOINS_AT, LATE, fit, grow, values
 from ranks import attempt
 
 from lightning_hetero.comm.agreement import gather
+from lightning_hetero.elastic.join_requests import LauncherStore
 from lightning_hetero.errors import CommunicationError, JoinRefusedError
-from lightning_hetero.launch.job_address import LauncherStore
-from lightning_hetero.strategies import growth
-from lightning_hetero.strategies.entering import addresses
+from lightning_hetero.strategies import join
+from lightning_hetero.strategies.join import addresses
 
 OPTIONS = {"balance": "off", "grace": 2.0}
 
@@ -189,8 +189,8 @@ def _one_is_behind(file: str) -> Any:
         everyone = gather(value, what)
         if what == "who was lost" and os.environ["RANK"] == "2":
             _struck("killed")
-        if what == "who was lost" and os.environ["RANK"] == "1" and not growth.again:
-            growth.again = True
+        if what == "who was lost" and os.environ["RANK"] == "1" and not join.again:
+            join.again = True
             strategy.survival._recover(time.monotonic())
             raise AssertionError("it has not left the fit")
         return everyone
@@ -202,7 +202,7 @@ def _one_is_behind(file: str) -> Any:
             nonlocal strategy
             strategy = trainer.strategy
 
-    growth.gather, growth.again = last, False  # type: ignore[attr-defined]
+    join.gather, join.again = last, False  # type: ignore[attr-defined]
     return fit("HeteroDDPStrategy", OPTIONS, file, 1, [Finds])
 
 

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 import lightning_hetero
 from lightning_hetero import ConfigurationError, HeteroDDPStrategy, HeteroError
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
-from lightning_hetero.engine.join_requests import Admission
+from lightning_hetero.elastic.join_requests import Admission
 from lightning_hetero.errors import CommunicationError, DisagreementError, JoinRefusedError, UnsupportedError
-from lightning_hetero.strategies import asking_again, entering
+from lightning_hetero.strategies import join
 
 
 class Other(Module):
@@ -195,9 +195,9 @@ def test_an_error_of_all_ranks_knows_on_which_of_them_the_fault_is() -> None:
 )
 def test_who_asks_again_is_new_and_not_wrong_and_one_that_is_wrong_ends(ranks: tuple[int, ...], others: bool) -> None:
     """Ranks 2 and 3 are new. If the fault is on those that were there, it would come back for ever."""
-    entry = entering.Entry(Admission(1, 2, 4, 2, ()), None, None, 0.0)
-    assert asking_again.wrong_are_others(entry, DisagreementError("they differ").of_all(ranks)) is others
-    assert asking_again.wrong_are_others(entry, CommunicationError("rank 3 has ended"))
+    entry = join.Entry(Admission(1, 2, 4, 2, ()), None, None, 0.0)
+    assert join.wrong_are_others(entry, DisagreementError("they differ").of_all(ranks)) is others
+    assert join.wrong_are_others(entry, CommunicationError("rank 3 has ended"))
 
 
 def _both_are_wrong(folder: str) -> Any:
@@ -220,7 +220,7 @@ def test_two_that_differ_from_the_job_and_from_each_other_both_end(tmp_path: Pat
 def _the_job_ends_meanwhile(folder: str) -> Any:
     """The job is gone when the process that fits asks it again."""
     if os.environ.get(LATE) == "1":
-        ask = asking_again.find
+        ask = join.find
 
         def find(strategy: Any) -> Any:
             until = time.monotonic() + 120
@@ -228,7 +228,7 @@ def _the_job_ends_meanwhile(folder: str) -> Any:
                 time.sleep(0.02)
             return ask(strategy)
 
-        asking_again.find = find
+        join.find = find
     return _one_of_two_is_wrong(folder, "loader")
 
 
@@ -243,7 +243,7 @@ def test_who_asks_a_job_again_that_has_ended_begins_none(tmp_path: Path) -> None
 def _is_terminated(folder: str) -> Any:
     """SIGTERM comes to the process that fits while it asks the job again."""
     if os.environ.get(LATE) == "1":
-        asking_again.find = lambda strategy: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60)
+        join.find = lambda strategy: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60)
     return _one_of_two_is_wrong(folder, "loader")
 
 
@@ -256,9 +256,9 @@ def test_who_asks_again_ends_with_sigterm_and_the_job_does_not(tmp_path: Path) -
 
 def _dies(folder: str) -> Any:
     """A job, and a process that dies when it is admitted."""
-    entering._HERE = entering.timedelta(seconds=2)
+    join._HERE = join.timedelta(seconds=2)
     if os.environ.get(LATE):
-        entering.enter = lambda *_: os._exit(9)
+        join.enter = lambda *_: os._exit(9)
     return fit("HeteroDDPStrategy", {"balance": "off"}, f"{folder}/job", 1)
 
 

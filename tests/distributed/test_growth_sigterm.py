@@ -12,8 +12,8 @@ import pytest
 from growing import JOINS_AT, LATE, fit, grow
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hetero.callbacks import ResumableCheckpoint
-from lightning_hetero.strategies import entering, growth
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
+from lightning_hetero.strategies import join
 
 
 class Terminated(pl.Callback):
@@ -22,7 +22,7 @@ class Terminated(pl.Callback):
     def __init__(self, rank: int, where: str) -> None:
         self.rank, self.where, self.starts = rank, where, 0
         if where == "enter":
-            growth.enter = self._enter  # type: ignore[assignment]
+            join.enter = self._enter  # type: ignore[assignment]
 
     def _come(self, where: str) -> None:
         own = os.environ["RANK"] == str(self.rank) and not os.environ.get(LATE)
@@ -31,7 +31,7 @@ class Terminated(pl.Callback):
 
     def _enter(self, *args: Any) -> None:
         self._come("enter")
-        entering.enter(*args)
+        join.enter(*args)
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self._come("save")  # the one from which all go on; they have asked each other before
@@ -67,7 +67,7 @@ def test_the_handler_that_was_there_is_put_back_and_asked() -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append("before"))
     try:
         theirs = signal.getsignal(signal.SIGTERM)
-        with growth.sigterm_noted(lambda: bool(noted)):
+        with join.sigterm_noted(lambda: bool(noted)):
             signal.raise_signal(signal.SIGTERM)
             noted.append("here")
             signal.raise_signal(signal.SIGTERM)

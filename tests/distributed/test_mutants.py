@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.engine.step import Workshare
-from lightning_hetero.workload.timer import Doing, StepTimer
+from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.timer import Doing, StepTimer
 
 
 class Unweighted(HeteroDDPStrategy):

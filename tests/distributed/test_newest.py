@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ranks import run
 
 from lightning_hetero.callbacks.checkpoint_folder import clean, newest_first, newest_whole
+from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 
 
 def _write(folder: Path, name: str, age: float, shards: tuple[int, ...] = (), save: str = "abc") -> Path:

@@ -17,7 +17,7 @@ from test_diloco import Normed
 from torch.utils.data import DataLoader
 
 from lightning_hetero import NoLoCoStrategy
-from lightning_hetero.averaging.mixing import random_matching
+from lightning_hetero.algorithms.topologies import random_matching
 from lightning_hetero.errors import HeteroError
 
 SPEEDS, BATCH = [3.0, 1.0, 2.0, 2.0], 16  # of 16 samples 6, 2, 4 and 4; 60 steps in four epochs

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from virtual_time import VirtualTime, virtual_time
 
 from lightning_hetero import EASGDAsyncStrategy, GossipAsyncStrategy
-from lightning_hetero.engine.plan_agreement import PlanAgreement
-from lightning_hetero.workload.agreement import Leader
+from lightning_hetero.batching.accounting import PlanAgreement
+from lightning_hetero.batching.agreement import Leader
 
 really_sleep = time.sleep
 PER_SAMPLE = (0.001, 0.002, 0.004, 0.004)  # seconds of a delay that uses no core

@@ -24,7 +24,7 @@ from lightning_hetero import (
     GossipStrategy,
     NodeAverageStrategy,
 )
-from lightning_hetero.averaging.schedule import RateSchedule
+from lightning_hetero.algorithms.schedules import RateSchedule
 from lightning_hetero.errors import NotFiniteError, UnsupportedError
 
 BASE = {"balance": SHARES, "global_batch_size": 12}

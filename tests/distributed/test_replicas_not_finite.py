@@ -11,10 +11,8 @@ from tasks import FAST, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
-from lightning_hetero.engine.not_finite import about
-from lightning_hetero.errors import (
-    NotFiniteError,
-)
+from lightning_hetero.algorithms.engine import about
+from lightning_hetero.errors import NotFiniteError
 
 NODES = [2, 1]
 STRATEGIES = {"node": NodeAverageStrategy, "daso": DASOStrategy, "ddp": HeteroDDPStrategy}

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy, DiLoCoStrategy, EASGDStrategy, HeteroDDPStrategy
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
+from lightning_hetero.checkpoint.writer import AtomicCheckpointIO, BackgroundWriter
 from lightning_hetero.strategies.background_consensus import BackgroundConsensus
-from lightning_hetero.strategies.background_writer import BackgroundWriter
-from lightning_hetero.strategies.checkpoint_io import AtomicCheckpointIO
 
 DDP, DILOCO, EASGD = (
     (HeteroDDPStrategy, {}),

@@ -18,7 +18,7 @@ from tasks import FAST
 from test_saving import Noting
 from test_shards import APART, SAVED, At, _fit, _home
 
-from lightning_hetero.engine.shards import folder_of
+from lightning_hetero.checkpoint.shards import folder_of
 from lightning_hetero.errors import CheckpointError
 
 # -- several saves --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import NodeAverageStrategy
 from lightning_hetero.errors import CheckpointError, DisagreementError
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 APART = [1, 1]
 SAVED = 7  # between two meetings

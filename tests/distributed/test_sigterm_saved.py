@@ -21,10 +21,7 @@ from tasks import FAST, Net, dataset, parameters
 from test_sigterm import BASE, TERMINATED, Terminated
 from torch.utils.data import DataLoader
 
-from lightning_hetero import (
-    EASGDStrategy,
-    HeteroDDPStrategy,
-)
+from lightning_hetero import EASGDStrategy, HeteroDDPStrategy
 
 # -- where it is saved ---------------------------------------------------------------------------------------
 

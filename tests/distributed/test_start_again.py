@@ -19,7 +19,7 @@ from tasks import FAST, Dropping, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 DDP, DILOCO = (HeteroDDPStrategy, {}), (DiLoCoStrategy, {"tau": 5})

@@ -15,7 +15,7 @@ import torch
 from ranks import free_port, run
 from test_start_again import DDP, DILOCO, Killed, train
 
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 from lightning_hetero.errors import CheckpointError
 
 SCRIPT = """

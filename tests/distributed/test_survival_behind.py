@@ -15,7 +15,7 @@ from test_survival import Module, Numbered
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
-from lightning_hetero.averaging.node import PeriodicAverager
+from lightning_hetero.algorithms.periodic import PeriodicAverager
 from lightning_hetero.errors import CommunicationError
 
 STEP = 5

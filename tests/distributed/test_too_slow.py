@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
 from lightning_hetero import DiLoCoStrategy, EmulatedSpeed, HeteroDDPStrategy, HeteroMonitor, HeteroStrategy
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.shares import Cost
 
 TOTAL = 32  # samples of all ranks in a step
 #: With its least share, one sample, the last rank takes 0.5 s; the others do all 32 in less.

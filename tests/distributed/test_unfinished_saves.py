@@ -13,10 +13,10 @@ import torch
 from faults import DIED, Seen, Strike, fit, strike, went_on
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.callbacks.checkpoint_folder import RetentionPolicy
-from lightning_hetero.engine.shards import Shards
-from lightning_hetero.strategies.checkpoint_io import replacing
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
+from lightning_hetero.checkpoint.shards import Shards
+from lightning_hetero.checkpoint.writer import replacing
 
 
 class Slow(pl.Callback):

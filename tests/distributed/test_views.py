@@ -11,7 +11,7 @@ from tasks import FAST, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DiLoCoStrategy, GossipStrategy, HeteroDDPStrategy, NodeAverageStrategy
-from lightning_hetero.engine.job import Job
+from lightning_hetero.comm.job import Job
 
 BASE: dict[str, Any] = {"balance": [2.0, 1.0], "global_batch_size": 12}
 

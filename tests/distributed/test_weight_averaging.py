@@ -15,7 +15,7 @@ from test_node import by_hand
 from torch import nn
 
 from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
-from lightning_hetero.engine.replicas import ReplicaEngine
+from lightning_hetero.algorithms.engine import ReplicaEngine
 from lightning_hetero.errors import DisagreementError
 
 # -- against one process -------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.comm import same_host
-from lightning_hetero.comm.same_host import ALIGNED
-from lightning_hetero.comm.shared_mean import SharedMean
+from lightning_hetero.comm import shared_memory
+from lightning_hetero.comm.shared_memory import ALIGNED, SharedMean
 from lightning_hetero.errors import UnsupportedError
 
 
@@ -33,7 +32,7 @@ def _fit(within: str, room: float = 1e12, **options: Any) -> tuple[torch.Tensor,
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         patch.setattr(SharedMean, "mean", counted)
-        patch.setattr(same_host.shutil, "disk_usage", lambda _: SimpleNamespace(free=room))  # type: ignore[attr-defined]
+        patch.setattr(shared_memory.shutil, "disk_usage", lambda _: SimpleNamespace(free=room))  # type: ignore[attr-defined]
         module = Net()
         strategy = HeteroDDPStrategy(within=within, balance=[3.0, 1.0, 2.0], timeout=120, **options)
         trainer = pl.Trainer(strategy=strategy, max_epochs=2, **FAST)

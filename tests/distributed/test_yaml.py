@@ -7,8 +7,8 @@ import pytest
 import torch
 from ranks import run
 
-from lightning_hetero.config.lightning_cli import lightning_cli
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.config import lightning_cli
+from lightning_hetero.strategies.table import ENTRIES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cli"
 QUICK = {

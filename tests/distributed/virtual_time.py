@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.callbacks import emulation, monitor
-from lightning_hetero.workload.timer import StepTimer
 
 
 class VirtualTime(ModuleType):

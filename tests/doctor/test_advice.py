@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetero.doctor.advice import Advice, Slowest, advise
-from lightning_hetero.forecast.choice import Wish, choose
-from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.forecast.links import Link, pairs, slowest
-from lightning_hetero.forecast.predictions import predictions
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.shares import Cost
+from lightning_hetero.doctor import Advice, Slowest, advise
+from lightning_hetero.planning.choice import Wish, choose
+from lightning_hetero.planning.cluster import Cluster, Link, Way, pairs, slowest
+from lightning_hetero.planning.predictions import predictions
 
 MB = 10**6
 ALIKE = [Cost(0.004, 0.001)] * 4  # 20 ms for 16 samples

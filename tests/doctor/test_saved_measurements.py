@@ -7,16 +7,15 @@ from unittest.mock import Mock
 import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_hetero import doctor
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.cli import main
-from lightning_hetero.doctor import examination, saving
-from lightning_hetero.doctor.advice import Slowest, advise
-from lightning_hetero.doctor.speed import Speed
+from lightning_hetero.doctor import Slowest, Speed, advise
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.forecast.choice import Wish, choose
-from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.forecast.predictions import predictions
-from lightning_hetero.forecast.sources import of_file
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.planning.choice import Wish, choose
+from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.plan import of_file
+from lightning_hetero.planning.predictions import predictions
 
 INSIDE, OUTSIDE = Way(1.1e-5, 3.3e9), Way(2.3e-4, 24.7e6)
 SPEEDS = [Speed(Cost(0.001 * rank, 0.0017), (0.10, 0.10 + 0.01 * rank, 0.10)) for rank in range(4)]
@@ -32,7 +31,7 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_plan_reads_the_cluster_that_the_doctor_advises_on(name: str, tmp_path: Path) -> None:
     nodes, links, by_hand = CLUSTERS[name]
-    saving.save_examination(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
+    doctor.save_examination(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
     read = of_file(tmp_path / "here.json")
     assert (read.nodes, read.samples, read.size) == (by_hand, 64, 8e6)
     assert links.within in (read.within, None)
@@ -46,7 +45,7 @@ def test_plan_reads_the_cluster_that_the_doctor_advises_on(name: str, tmp_path: 
 @pytest.mark.parametrize(("name", "absent"), [("one node", "between"), ("4x1", "within"), ("2x2", "")])
 def test_a_link_that_nobody_has_measured_is_null(name: str, absent: str, tmp_path: Path) -> None:
     nodes, links, _ = CLUSTERS[name]
-    saving.save_examination(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
+    doctor.save_examination(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
     found = json.loads((tmp_path / "here.json").read_text())
     assert {way for way in ("within", "between") if found[way] is None} == {absent} - {""}
     assert found["format"] == 1
@@ -85,17 +84,17 @@ def test_a_file_without_a_link_that_ranks_use_or_of_a_later_format_is_refused(ch
 def test_where_a_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("here.json", tmp_path / "here.json", written(tmp_path)):
-        saving.check_target(Path(path))
+        doctor.check_target(Path(path))
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigurationError, match=r"--save folder: this is a folder\. Give a file"):
-        saving.check_target(Path("folder"))
+        doctor.check_target(Path("folder"))
     with pytest.raises(ConfigurationError, match=r"--save nodir/h\.json: there is no folder .*/nodir\."):
-        saving.check_target(Path("nodir/h.json"))
+        doctor.check_target(Path("nodir/h.json"))
     with pytest.raises(ConfigurationError, match="there is no folder"):  # a file is none
-        saving.check_target(Path("here.json/h.json"))
-    monkeypatch.setattr(saving.os, "access", lambda path, mode: False)
+        doctor.check_target(Path("here.json/h.json"))
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     with pytest.raises(ConfigurationError, match="you may not write there"):
-        saving.check_target(Path("other.json"))
+        doctor.check_target(Path("other.json"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "here.json"]
 
 
@@ -106,9 +105,9 @@ def test_only_the_rank_that_writes_looks_and_before_anything_is_measured(rank: s
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     for module in ("logging", "warnings"):  # which it quiets for the rest of the process
-        monkeypatch.setattr(examination, module, Mock())
+        monkeypatch.setattr(doctor, module, Mock())
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a Trainer sets: put it back
-    monkeypatch.setattr(examination, "_take_part", measured := Mock())
+    monkeypatch.setattr(doctor, "_take_part", measured := Mock())
     command = ["doctor", "--accelerator", "cpu", "--devices", "2", "--save", "nodir/h.json"]
     if rank == "0":
         with pytest.raises(SystemExit, match=r"^error: --save nodir/h\.json: there is no folder "):

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from ranks import attempt, run
 
-from lightning_hetero.engine.agreed_batch import AgreedBatch, Ask
+from lightning_hetero.batching.agreement import AgreedBatch, Ask
 from lightning_hetero.errors import CommunicationError
 
 

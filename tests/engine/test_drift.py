@@ -15,8 +15,8 @@ from ranks import run
 from tasks import Net, fit
 
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.engine import drift as module
-from lightning_hetero.engine.drift import SameParameters, drifts, sums_of
+from lightning_hetero.replicas import drift as module
+from lightning_hetero.replicas.drift import SameParameters, drifts, sums_of
 
 # -- distances ---------------------------------------------------------------------------------------------
 

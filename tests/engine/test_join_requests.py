@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.comm import leaving
-from lightning_hetero.engine import join_requests
-from lightning_hetero.engine.join_requests import Admission, JobGoneError, JoinRequests, answers, ask, other_job
+from lightning_hetero.comm import threads
+from lightning_hetero.elastic import join_requests
+from lightning_hetero.elastic.join_requests import Admission, JobGoneError, JoinRequests, answers, ask, other_job
 from lightning_hetero.errors import JoinRefusedError
 
 LIMIT = timedelta(seconds=20)
@@ -76,7 +76,7 @@ def test_where_the_job_goes_on_without_its_first_rank_those_that_wait_ask_the_ne
 
 
 def test_requests_are_taken_after_the_connections_of_a_view_were_broken(requests: JoinRequests) -> None:
-    leaving.cut()  # a rank was lost
+    threads.cut()  # a rank was lost
     time.sleep(0.5)  # for the thread to notice, if it would
     Asks(requests.address).start()
     _until(lambda: requests.waiting == 1)

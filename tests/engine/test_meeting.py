@@ -7,9 +7,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.comm.own_group import default_store
-from lightning_hetero.engine import meeting
-from lightning_hetero.engine.meeting import Address, meet
+from lightning_hetero.comm import job
+from lightning_hetero.comm.groups import default_store
+from lightning_hetero.comm.job import Address, meet
 from lightning_hetero.errors import CommunicationError
 
 HERE, LIMIT = Address("127.0.0.1", 29400, 0, 1), timedelta(seconds=10)
@@ -41,8 +41,8 @@ def test_a_process_comes_back_to_its_own_place():
 
 
 def test_who_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(meeting, "_LONG", 0.2)
-    monkeypatch.setattr(meeting, "_LOOK", 0.1)
+    monkeypatch.setattr(job, "_LONG", 0.2)
+    monkeypatch.setattr(job, "_LOOK", 0.1)
 
     def connect() -> None:
         time.sleep(1.0)

@@ -10,11 +10,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
-from lightning_hetero.comm.devices import widest
-from lightning_hetero.engine import collectives, losses
-from lightning_hetero.engine.collectives import Collectives
-from lightning_hetero.engine.losses import Losses
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.batching import accounting
+from lightning_hetero.batching.accounting import Losses
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.comm import collectives
+from lightning_hetero.comm.collectives import Collectives
+from lightning_hetero.comm.topology import widest
 
 
 @pytest.mark.parametrize(("kind", "narrow"), [("cpu", False), ("cuda", False), ("mps", True), ("xpu", True)])
@@ -24,7 +25,7 @@ def test_which_devices_have_float64(kind: str, narrow: bool) -> None:
 
 def _narrow() -> tuple[torch.Tensor, float]:
     dist.init_process_group("gloo")
-    for module in (collectives, losses):
+    for module in (collectives, accounting):
         module.widest = lambda device: torch.float32  # type: ignore[attr-defined]
     rank = dist.get_rank()
     own = Collectives(StepTimer(torch.device("cpu")), lambda: False, lambda: True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.comm.topology import Place, Topology
-from lightning_hetero.engine.view import Member, View
+from lightning_hetero.comm.view import Member, View
 
 
 def places(nodes: list[int]) -> tuple[Place, ...]:

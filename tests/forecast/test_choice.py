@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.forecast.choice import CANDIDATES, EQUAL, Wish, choose
-from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.forecast.predictions import predictions
-from lightning_hetero.strategies.registry import ENTRIES
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.planning.choice import CANDIDATES, EQUAL, Wish, choose
+from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.predictions import predictions
+from lightning_hetero.strategies.table import ENTRIES
 
 
 def cluster(

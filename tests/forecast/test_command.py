@@ -14,11 +14,9 @@ from rich.console import Console
 
 from lightning_hetero.cli import main
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.forecast.changes import RAREST
-from lightning_hetero.forecast.cluster import Way
-from lightning_hetero.forecast.command import plan
-from lightning_hetero.forecast.rates import bytes_per_second
-from lightning_hetero.forecast.sources import Wish, of_file, of_file_but, of_wish
+from lightning_hetero.planning.choice import RAREST
+from lightning_hetero.planning.cluster import Way, bytes_per_second
+from lightning_hetero.planning.plan import Wish, of_file, of_file_but, of_wish, plan
 
 
 def printed(arguments, capsys):
@@ -230,7 +228,7 @@ def test_zero_latency_and_a_model_of_one_parameter_are_no_trouble():
 
 
 def test_without_matplotlib_it_says_what_to_install_before_it_works(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lightning_hetero.forecast.command.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_hetero.planning.plan.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"matplotlib: python -m pip install 'lightning-hetero\[plots\]'"):
         main(["plan", "--out", str(tmp_path / "scaling.png")])
     assert capsys.readouterr().out == ""

@@ -5,12 +5,11 @@ import inspect
 import pytest
 
 import lightning_hetero.strategies
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.forecast.choice import Wish, choose
-from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.forecast.kinds import AVERAGES, CENTERS, DASO, PAIRS, WIRES
-from lightning_hetero.forecast.predictions import predictions
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.planning.choice import Wish, choose
+from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.predictions import AVERAGES, CENTERS, DASO, PAIRS, WIRES, predictions
 
 KINDS = {kind.name: kind for kind in (*AVERAGES, DASO, *CENTERS, *PAIRS)}
 STRATEGIES = vars(lightning_hetero.strategies)
@@ -58,7 +57,7 @@ def test_a_streaming_exchange_that_is_over_before_its_next_one_needs_two_steps()
 
 @pytest.mark.parametrize("name", ["hetero_gossip", "hetero_gossip_async", "hetero_easgd_async"])
 def test_hetero_auto_goes_on_with_the_wire_that_was_wished_for(name, monkeypatch):
-    monkeypatch.setattr("lightning_hetero.forecast.choice.CANDIDATES", (name,))
+    monkeypatch.setattr("lightning_hetero.planning.choice.CANDIDATES", (name,))
     some_cluster = cluster(rate=3e6)
     assert choose(some_cluster, 100.0, Wish(gain=0.0, wire="bf16")).prediction.options["wire"] == "bf16"
     assert "wire" not in choose(some_cluster, 100.0, Wish(gain=0.0, wire="int8")).prediction.options

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.cli import main
-from lightning_hetero.forecast.rates import bytes_per_second
+from lightning_hetero.planning.cluster import bytes_per_second
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 SECTION = PAGE[PAGE.index("## Against a figure") : PAGE.index("## What it leaves out")]

@@ -7,16 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from lightning_hetero.averaging.mixing import MATCHINGS, rule_of, sends
-from lightning_hetero.comm import buckets
+from lightning_hetero.algorithms.topologies import MATCHINGS, rule_of, sends
+from lightning_hetero.batching.shares import Cost, makespan
+from lightning_hetero.comm import all_reduce
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.forecast.changes import changes
-from lightning_hetero.forecast.choice import Wish, choose
-from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.forecast.predictions import WIRES, predictions
-from lightning_hetero.forecast.scaling import efficiencies
-from lightning_hetero.strategies.registry import ENTRIES
-from lightning_hetero.workload.shares import Cost, makespan
+from lightning_hetero.planning.choice import Wish, changes, choose, efficiencies
+from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.predictions import WIRES, predictions
+from lightning_hetero.strategies.table import ENTRIES
 
 WITHIN = Way(2e-5, 5e9)
 
@@ -91,7 +89,7 @@ def after_the_pass(count, seconds, work, hidden):
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
 @pytest.mark.parametrize("seconds", [0.01, 0.2, 1.0, 5.0])
 def test_gradients_are_exposed_as_when_their_buckets_are_played_through(count, seconds):
-    some_cluster = cluster(size=count * buckets.DEFAULT * buckets.MEBIBYTE, hidden=0.6)
+    some_cluster = cluster(size=count * all_reduce.DEFAULT * all_reduce.MEBIBYTE, hidden=0.6)
     found = some_cluster.exposed(seconds, 1.0, by_link=False)
     assert found == pytest.approx(after_the_pass(count, seconds, 1.0, 0.6), abs=min(seconds, 0.6) / count + 1e-9)
     assert found >= seconds / count - 1e-9  # the last bucket
@@ -101,12 +99,13 @@ def test_gradients_are_exposed_as_when_their_buckets_are_played_through(count, s
 @given(some.floats(1e-4, 100.0), some.floats(1e6, 1e9))
 def test_buckets_by_the_link_are_as_large_as_those_that_are_chosen_in_training(seconds, size):
     some_cluster = cluster(size=size, step=1e-9)  # nothing to hide behind: all but the last bucket travel before
-    chosen = buckets.Travel(0.0, seconds / size).bucket_mib() or buckets.DEFAULT
+    chosen = all_reduce.Travel(0.0, seconds / size).bucket_mib() or all_reduce.DEFAULT
     last = replace(some_cluster, hidden=1.0).exposed(seconds, 1e6) / seconds * size
     assert last <= size
     # A power of 2 there: up to half as large.
     assert (
-        last == pytest.approx(size) or chosen * buckets.MEBIBYTE <= last * (1 + 1e-9) < 2.1 * chosen * buckets.MEBIBYTE
+        last == pytest.approx(size)
+        or chosen * all_reduce.MEBIBYTE <= last * (1 + 1e-9) < 2.1 * chosen * all_reduce.MEBIBYTE
     )
 
 

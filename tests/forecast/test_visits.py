@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from lightning_hetero.forecast.choice import Wish, choose
-from lightning_hetero.forecast.cluster import Cluster, Way
-from lightning_hetero.forecast.predictions import predictions
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.shares import Cost
+from lightning_hetero.planning.choice import Wish, choose
+from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.predictions import predictions
 
 SIZE, VISITS = 8.6e6, 60
 

@@ -5,9 +5,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from lightning_hetero.elastic import join_requests
+from lightning_hetero.elastic.join_requests import LauncherStore
 from lightning_hetero.errors import CommunicationError
-from lightning_hetero.launch import job_address
-from lightning_hetero.launch.job_address import LauncherStore
 
 _SOON = timedelta(seconds=5)
 _ADDRESS = ["127.0.0.1", 1234, "secret"]
@@ -36,7 +36,7 @@ def test_the_host_needs_no_new_connection_after_a_loss(monkeypatch: pytest.Monke
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_address, "_HERE", timedelta(seconds=0.2))
+    monkeypatch.setattr(join_requests, "_HERE", timedelta(seconds=0.2))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_SOON)
     port = server.port
     del server

@@ -2,17 +2,15 @@
 
 import pytest
 
-from lightning_hetero.strategies import lost_samples
-from lightning_hetero.strategies.lost_samples import AT_LEAST, AT_MOST, EXACT, Count, count, sentence
-from lightning_hetero.strategies.standing import Standing
-from lightning_hetero.workload.past_shares import PastShares
-from lightning_hetero.workload.planner import Planner
+from lightning_hetero.batching.planner import PastShares, Planner
+from lightning_hetero.strategies import recovery_policy
+from lightning_hetero.strategies.recovery_policy import AT_LEAST, AT_MOST, EXACT, Count, Standing, count, sentence
 
 
 @pytest.fixture
 def past(monkeypatch: pytest.MonkeyPatch) -> PastShares:
     """Four ranks with the ids 2, 3, 5 and 7, which take 3 samples each; from step 100 on others share them."""
-    monkeypatch.setattr(lost_samples, "gather", lambda value, what: [value])
+    monkeypatch.setattr(recovery_policy, "gather", lambda value, what: [value])
     made = Planner(4)
     made.expect(12)
     made_past = PastShares()

@@ -20,7 +20,7 @@ from lightning_hetero import (
     NodeAverageStrategy,
     NoLoCoStrategy,
 )
-from lightning_hetero.callbacks import ResumableCheckpoint
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 
 class Items(Sequence):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.strategies.snapshot import Snapshot
+from lightning_hetero.checkpoint.snapshot import Snapshot
 
 
 def _state(elements: int = 8) -> Tensor:

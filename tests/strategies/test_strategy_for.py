@@ -13,10 +13,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hetero import Averager, ConfigurationError, ReplicaStrategy, strategy_for
-from lightning_hetero.averaging.node import PeriodicAverager
-from lightning_hetero.config.options_help import own_options_first
-from lightning_hetero.strategies.docstrings import section
-from lightning_hetero.strategies.of_averager import with_options_of
+from lightning_hetero.algorithms.periodic import PeriodicAverager
+from lightning_hetero.config import own_options_first
+from lightning_hetero.strategies.options import section
+from lightning_hetero.strategies.replica import with_options_of
 
 
 @dataclass

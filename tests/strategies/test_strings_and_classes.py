@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 import lightning_hetero
-from lightning_hetero.strategies.registry import ENTRIES
+from lightning_hetero.strategies.table import ENTRIES
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.batching.timer import StepTimer
 
 # The same examples in every run, so that a failure is never a matter of luck; set HYPOTHESIS_PROFILE to explore.
 

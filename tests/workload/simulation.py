@@ -7,13 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_hetero.workload.cost import CostModel
-from lightning_hetero.workload.evidence import Evidence
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.report import Report
-from lightning_hetero.workload.shares import Cost, makespan, split
-from lightning_hetero.workload.timer import Lap
+from lightning_hetero.batching.cost import CostModel, Evidence
+from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.shares import Cost, makespan, split
+from lightning_hetero.batching.timer import Lap
 
 #: How long a step takes, from the step, the rank, the seconds since the start, and what it would take without noise.
 Noise = Callable[[int, int, float, float], float]

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.workload.agreement import Decision, Leader, Member, Proposal, message_of, text_of
-from lightning_hetero.workload.curve import Curve
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.agreement import Decision, Leader, Member, Proposal, message_of, text_of
+from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.shares import Cost, Curve
 
 FIRST = Plan(0, (Cost(0.0, 1.0),) * 3, (1,) * 3, (9,) * 3)
 WORLD = 3

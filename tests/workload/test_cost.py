@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.workload.cost import CostModel
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.cost import CostModel
+from lightning_hetero.batching.shares import Cost
 
 measurements = st.lists(st.tuples(st.integers(1, 512), st.floats(1e-6, 1e4)), max_size=60)
 

@@ -8,12 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_shares import every_split, one_at_a_time
 
+from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.shares import (
+    MOST_BENDS,
+    Cost,
+    Curve,
+    bound,
+    cost_of,
+    curve_below,
+    makespan,
+    row_of,
+    split,
+)
 from lightning_hetero.errors import ShareError
-from lightning_hetero.workload.curve import MOST_BENDS, Curve, curve_below
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.report import Report
-from lightning_hetero.workload.shares import Cost, bound, cost_of, makespan, row_of, split
 
 FLAT = Curve(0.064, 1e-9, ((16.0, 0.004),))  # flat up to 16 samples, then 4 ms each
 

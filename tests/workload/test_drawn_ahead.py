@@ -8,12 +8,12 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.engine.step import Workshare
+from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.sampler import Position
+from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.strategies import loaders as loaders_module
 from lightning_hetero.strategies.loaders import Loaders
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.sampler import Position
-from lightning_hetero.workload.timer import StepTimer
 
 LOADING = 0.003  # seconds that a rank without workers takes to load a batch
 

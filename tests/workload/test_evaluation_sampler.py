@@ -8,15 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_sampler import order_of
 
+from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.sampler import EvaluationSampler, EvenBatches, GroupedBatches
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import ShareError
-from lightning_hetero.workload.order import EvenBatches, GroupedBatches
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.report import Report
-from lightning_hetero.workload.sampler import (
-    EvaluationSampler,
-)
-from lightning_hetero.workload.shares import Cost
 
 # -- evaluation --------------------------------------------------------------------------------------
 

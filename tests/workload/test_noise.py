@@ -5,7 +5,7 @@ import statistics
 import pytest
 from simulation import Cluster, by_row, by_time, gaussian, near_even, optimum, traces
 
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.shares import Cost
 
 TINY = Cost(0.0004, 0.0001)  # 3.6 ms for 32 samples, as in the recorded steps
 SLOW = Cost(0.010, 0.002)  # 74 ms

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_hetero.errors import DataError
-from lightning_hetero.workload.order import (
+from lightning_hetero.batching.sampler import (
     AgreedOrder,
     EvaluatedGroups,
     EvenBatches,
@@ -21,6 +20,7 @@ from lightning_hetero.workload.order import (
     GroupedBatches,
     seeded,
 )
+from lightning_hetero.errors import DataError
 
 sizes = st.integers(0, 60)
 batch_sizes = st.integers(1, 20)

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-from lightning_hetero.workload.past_shares import PastShares
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.planner import PastShares, Plan, Planner
+from lightning_hetero.batching.shares import Cost
 
 TOTAL = 12
 

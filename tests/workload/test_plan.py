@@ -8,12 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_planner import planner_of
 
+from lightning_hetero.batching.planner import Knowledge, Plan, Planner, Report
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import ShareError
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.regrouping import Knowledge
-from lightning_hetero.workload.report import Report
-from lightning_hetero.workload.shares import Cost
 
 # -- splitting a step ----------------------------------------------------------------------------------
 

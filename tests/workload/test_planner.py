@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.regrouping import plan_among
-from lightning_hetero.workload.report import Report
+from lightning_hetero.batching.planner import Planner, Report, plan_among
 
 
 def report(per_sample, fixed=0.0, error=0.0, drawn=0.0):

@@ -7,9 +7,9 @@ import pytest
 from test_planner import planner_of, report
 from test_planner_simulated import EXAMPLE
 
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.shares import fixed_shares
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError
-from lightning_hetero.workload.limits import fixed_shares
-from lightning_hetero.workload.planner import Planner
 
 # -- batches that are larger than the one that was expected --------------------------------------------
 

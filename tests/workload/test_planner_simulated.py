@@ -5,7 +5,7 @@ import statistics
 import pytest
 import simulation
 
-from lightning_hetero.workload.shares import Cost, makespan, split
+from lightning_hetero.batching.shares import Cost, makespan, split
 
 EXAMPLE = (0.002, 0.002, 0.004, 0.008)  # seconds per sample; each batch costs 10 ms besides; the optimum is 58 ms
 

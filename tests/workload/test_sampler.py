@@ -8,17 +8,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_hetero.batching.planner import Plan, Planner
+from lightning_hetero.batching.sampler import FixedBatches, Position, ShareSampler, batch_slice, check_enough
+from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import DataError, HeteroError
-from lightning_hetero.workload.order import FixedBatches
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.sampler import (
-    Position,
-    ShareSampler,
-    batch_slice,
-    check_enough,
-)
-from lightning_hetero.workload.shares import Cost
 
 
 def order_of(samples, epoch=0):

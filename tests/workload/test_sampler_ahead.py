@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from test_sampler import Rank, check_together, one_process
 from torch.utils.data import DataLoader
 
-from lightning_hetero.workload.cost import CostModel
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.report import Report
-from lightning_hetero.workload.shares import Cost
+from lightning_hetero.batching.cost import CostModel
+from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.shares import Cost
 
 # -- drawing ahead, while the plan changes ---------------------------------------------------------------
 

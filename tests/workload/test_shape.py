@@ -5,10 +5,8 @@ import random
 import pytest
 from simulation import Cluster, by_row, by_time, gaussian, traces
 
-from lightning_hetero.workload.curve import Curve
-from lightning_hetero.workload.evidence import Evidence
-from lightning_hetero.workload.shape import Shape
-from lightning_hetero.workload.shares import Cost, makespan
+from lightning_hetero.batching.cost import Evidence, Shape
+from lightning_hetero.batching.shares import Cost, Curve, makespan
 
 
 def flat(samples):

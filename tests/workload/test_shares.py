@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.batching.shares import WORTH_LEAVING, Cost, bound, makespan, split, too_slow
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError
-from lightning_hetero.workload.shares import WORTH_LEAVING, Cost, bound, makespan, split, too_slow
 
 # The cluster of the design, in seconds: one fixed cost, two fast ranks, one at half speed, one at a quarter.
 ISSUE = [Cost(0.010, k) for k in (0.002, 0.002, 0.004, 0.008)]

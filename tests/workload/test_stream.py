@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hetero.batching.sampler import Drawn, Position
+from lightning_hetero.batching.streams import SizedStream, Stream, Tally, VaryingBatchSizes
 from lightning_hetero.errors import DataError
-from lightning_hetero.workload.sampler import Drawn, Position
-from lightning_hetero.workload.stream import SizedStream, Stream, Tally, VaryingBatchSizes
 
 
 class OneReplica:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.batching.timer import StepTimer
 
 CPU = torch.device("cpu")
 

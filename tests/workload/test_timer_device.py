@@ -4,9 +4,8 @@ import pytest
 import torch
 from test_timer import backward, lap
 
-from lightning_hetero.workload import timer as module
-from lightning_hetero.workload.clocks import HostPoints, StreamPoints, points_of
-from lightning_hetero.workload.timer import StepTimer
+from lightning_hetero.batching import timer as module
+from lightning_hetero.batching.timer import HostPoints, StepTimer, StreamPoints, points_of
 
 FAKE = torch.device("cuda")
 

@@ -4,12 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.batching.planner import Plan, Planner, exact_shares, in_turn, plan_among
+from lightning_hetero.batching.shares import Cost, split
 from lightning_hetero.errors import ShareError
-from lightning_hetero.workload.plan import Plan
-from lightning_hetero.workload.planner import Planner
-from lightning_hetero.workload.regrouping import plan_among
-from lightning_hetero.workload.shares import Cost, split
-from lightning_hetero.workload.turns import exact_shares, in_turn
 
 positive = st.floats(0.01, 3.0)
 ranks = st.lists(

@@ -1,16 +1,110 @@
-"""How a replica uses a center: its leader does, and shares what it learns with the other ranks of the replica."""
+"""A center that replicas use one by one, and its three homes: shared memory, a thread of one rank, a window of MPI."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.comm.background import Background
-from lightning_hetero.comm.centers.center import Center, PushPull
-from lightning_hetero.comm.collective import collective
-from lightning_hetero.comm.deadline import deadline
-from lightning_hetero.comm.links import ReplicaLinks
+from lightning_hetero.comm.agreement import raise_on_all
+from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, Rule
+from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
+from lightning_hetero.comm.centers.shared import SharedCenter
+from lightning_hetero.comm.centers.thread import ThreadCenter
+from lightning_hetero.comm.failures import collective, deadline
+from lightning_hetero.comm.groups import Groups
+from lightning_hetero.comm.threads import Background
+from lightning_hetero.comm.topology import Topology, group_of
+from lightning_hetero.errors import UnsupportedError
+
+__all__ = [
+    "Center",
+    "CenterLayout",
+    "CenterOptions",
+    "Home",
+    "MPICenter",
+    "PushPull",
+    "Rule",
+    "SharedCenter",
+    "ThreadCenter",
+    "open_center",
+]
+
+Home = Literal["auto", "shared_memory", "thread", "mpi"]
+
+
+@dataclass(frozen=True)
+class CenterOptions:
+    """What a strategy asks of a center.
+
+    Attributes:
+        home: where it lives. ``"auto"``: in shared memory if all leaders are on one host, else in a thread.
+        locked: whether clients wait for each other. Only a center in shared memory works without.
+        in_turn: whether replicas are served in their order, over and over. Only a thread can do this.
+        wire: number format of what clients send and get. Only a thread has a choice.
+        rule: what a push-pull does; ``None``: the elastic rule. A window of MPI knows no other.
+    """
+
+    home: Home = "auto"
+    locked: bool = True
+    in_turn: bool = False
+    wire: str = "fp32"
+    rule: Rule | None = None
+
+
+def open_center(
+    options: CenterOptions, topology: Topology, layout: CenterLayout, groups: Groups, interface: str
+) -> Center:
+    """Make a center (collective over all ranks).
+
+    Args:
+        options: what is asked for.
+        topology: where ranks live.
+        layout: which ranks use it.
+        groups: makes process groups.
+        interface: this process's address on the network between the replicas.
+
+    Raises:
+        UnsupportedError: on every rank: the options do not go together, or cannot be had here.
+    """
+    home, locked, in_turn, wire = options.home, options.locked, options.in_turn, options.wire
+    hosts = {topology.places[rank].host for rank in layout.leaders}
+    if home == "auto" and not locked:
+        home = "shared_memory"
+    if home == "auto":
+        home = "thread" if in_turn or wire != "fp32" or len(hosts) > 1 else "shared_memory"
+    if home == "shared_memory" and len(hosts) > 1:
+        raise UnsupportedError(
+            f"a center in shared memory serves one host, and the replicas' first ranks {list(layout.leaders)} live on "
+            f"{', '.join(sorted(hosts))}. Use center='thread', or 'mpi' if mpiexec has launched the job."
+        )
+    if not locked and home != "shared_memory":
+        raise UnsupportedError(
+            f"locked=False with center={home!r}: only a center in shared memory works without a lock. Use "
+            "center='shared_memory', or leave locked=False out."
+        )
+    if home == "mpi":
+        raise_on_all(mpi_missing(layout.world), "the MPI center")
+        return MPICenter(layout, across=len(hosts) > 1)
+    if home == "shared_memory":
+        return SharedCenter(layout, locked, options.rule)
+    return ThreadCenter(layout, groups, interface, in_turn, wire, options.rule)
+
+
+def layout_of(rank: int, replicas: tuple[tuple[int, ...], ...], world: int, timeout: timedelta) -> CenterLayout:
+    """The ranks that use a center: the first rank of each replica.
+
+    Args:
+        rank: this process.
+        replicas: the ranks of each replica.
+        world: number of ranks.
+        timeout: longest wait for the center.
+    """
+    return CenterLayout(rank, world, tuple(ranks[0] for ranks in replicas), group_of(rank, replicas), timeout)
 
 
 class CenterClient:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, differ
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, differ
 from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
 
 if TYPE_CHECKING:

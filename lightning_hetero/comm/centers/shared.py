@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, raise_on_all
-from lightning_hetero.comm.centers.center import Center, CenterLayout, PushPull, Rule, copied
-from lightning_hetero.comm.deadline import cause
-from lightning_hetero.comm.mapped import Mapped
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, Rule, copied
+from lightning_hetero.comm.failures import cause
+from lightning_hetero.comm.shared_memory import Mapped
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
 
 _LOCK, _ALIVE = 0, 1  # bytes of the file: locked by the client at work; and, from here on, by each leader that lives

@@ -1,0 +1,1 @@
+"""Algorithms between replicas: one file per paper."""

@@ -1,0 +1,524 @@
+"""What an algorithm between replicas is, what it is given, and what it reports."""
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.comm.all_reduce import Average, ReplicaLinks
+from lightning_hetero.comm.compression import Feedback
+from lightning_hetero.comm.groups import Groups
+from lightning_hetero.comm.objects import beside
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.replicas.vectors import Regrowth, Replica, wide
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is always true of an algorithm.
+
+    Attributes:
+        blocking: all ranks wait for each other after a step that is :meth:`~Averager.due`.
+        lockstep: all replicas exchange after the same steps.
+        needs_others: one replica alone has nothing to average, and the averager is not asked.
+        fresh_start: what a replica continues with after its own values were left out of an average because they were
+            not finite, in words.
+        between: what is validated and saved between two exchanges, in words, if that is worth a warning when it happens
+            more often than exchanges. Then :attr:`Outcome.exchanged` must be told.
+        regrows: parameters may become trainable, or frozen, during the fit: :meth:`~Averager.complete` and
+            :meth:`~Averager.regrown` see to what the algorithm holds.
+
+    Example::
+
+        from lightning_hetero import Facts
+
+        facts = Facts(needs_others=False)  # one replica alone has something to do, too
+    """
+
+    blocking: bool = True
+    lockstep: bool = True
+    needs_others: bool = True
+    fresh_start: str = "the mean of the others"
+    between: str = ""
+    regrows: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step, or the preparation or the end of a fit, has brought about.
+
+    Attributes:
+        exchanged: this replica has completed an exchange.
+        warning: what to warn the user of.
+        info: what to tell the user, without alarm. The strategy's name will stand before it.
+
+    Example::
+
+        from lightning_hetero import Outcome
+
+        outcome = Outcome(exchanged=True, info="replicas have met for the first time")
+    """
+
+    exchanged: bool = False
+    warning: str | None = None
+    info: str | None = None
+
+
+class Moments:
+    """The moments of all optimizers as flat vectors. Step counts are never among them.
+
+    Args:
+        optimizers: the optimizers of this rank.
+        names: state entries to take, in the order of :meth:`names`; agreed among replicas, since a replica may not
+            have them all yet.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Sequence[tuple[int, str]]) -> None:
+        self._slots = [(optimizers[i], name) for i, name in names]
+
+    @staticmethod
+    def names(optimizers: Sequence[Optimizer]) -> list[tuple[int, str]]:
+        """Entries that this rank has: (number of the optimizer, name of the state entry)."""
+        found: dict[tuple[int, str], bool] = {}
+        for i, optimizer in enumerate(optimizers):
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items():
+                    if not isinstance(value, Tensor):
+                        continue
+                    # Of all parameters: a number beside a parameter that is one itself only happens to have its shape.
+                    found[i, name] = found.get((i, name), name != "step") and _is_moment(value, parameter)
+        return sorted(entry for entry, is_moment in found.items() if is_moment)
+
+    def pack(self) -> list[Tensor]:
+        """One vector per entry; zeros where a parameter has no such state yet."""
+        return [
+            torch.cat([self._value(opt, p, name).reshape(-1) for p in _parameters(opt)]) for opt, name in self._slots
+        ]
+
+    @torch.no_grad()
+    def unpack(self, flats: Sequence[Tensor]) -> None:
+        """Write vectors back where there is state to write to."""
+        for (optimizer, name), flat in zip(self._slots, flats, strict=True):
+            parameters = _parameters(optimizer)
+            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                value = optimizer.state.get(parameter, {}).get(name)
+                if _is_moment(value, parameter):
+                    value.copy_(part.view_as(parameter))
+
+    @staticmethod
+    def _value(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
+        value = optimizer.state.get(parameter, {}).get(name)
+        return value.detach() if _is_moment(value, parameter) else torch.zeros_like(parameter)
+
+
+def _is_moment(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+@torch.no_grad()
+def clear_broken(optimizers: Sequence[Optimizer]) -> None:
+    """Zero what is not finite in optimizers' state, which would break the next step again."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    value.nan_to_num_(0.0, 0.0, 0.0)
+
+
+__all__ = ["Averager", "Facts", "Outcome", "Run", "StepContext"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of the job and of the fit that is about to begin.
+
+    Attributes:
+        topology: where the ranks live; ``None`` in tests that have no job.
+        replicas: the ranks of each replica.
+        groups: makes process groups; ``None`` in tests that have no job.
+        interface: this rank's address in the network between the ranks.
+        skip: whether a replica that holds values that are not finite is left out, instead of raising an error.
+        length: gives the number of optimizer steps of the fit, and of an epoch; infinite where nobody knows. It sets
+            the training data up, so ask only if you need to know.
+        fast_dev_run: whether this is the Trainer's trial of a few batches.
+
+    Example::
+
+        from lightning_hetero import Run
+
+        steps, steps_per_epoch = Run().length()  # in tests nothing is known
+    """
+
+    topology: Topology | None = None
+    replicas: tuple[tuple[int, ...], ...] = ()
+    groups: Groups | None = None
+    interface: str = "127.0.0.1"
+    skip: bool = False
+    length: Callable[[], tuple[float, float]] = lambda: (math.inf, math.inf)
+    fast_dev_run: bool = False
+
+
+class StepContext(NamedTuple):
+    """What all ranks know alike about the optimizer step that has just been taken.
+
+    A step takes in all batches over which gradients accumulate.
+
+    Attributes:
+        step: optimizer steps since the start of the fit, this one included.
+        epoch_ends: whether it was the last of its epoch.
+        samples_per_replica: samples of a full batch that each replica takes by the plan in force.
+        training_loss: gives the mean training loss over the samples of all ranks since it was last asked for
+            (collective).
+        metric: gives the mean over all ranks of the latest value of a logged metric, by its name; ``None`` if it has
+            not been logged since it was last asked for (collective).
+
+    Example::
+
+        from lightning_hetero import StepContext
+
+        context = StepContext(step=8, epoch_ends=False, samples_per_replica=[48, 16])
+    """
+
+    step: int
+    epoch_ends: bool
+    samples_per_replica: Sequence[int]
+    training_loss: Callable[[], float] = lambda: math.nan
+    metric: Callable[[str], float | None] = lambda name: None
+
+
+class Averager(ABC):
+    """Brings the parameters of replicas together. It touches neither Lightning, nor the data, nor the network.
+
+    Write one as a dataclass. Its fields are its options: check them in ``__post_init__``. Fields with ``init=False``,
+    and attributes that :meth:`prepare` makes, are its state. A new instance serves each fit.
+
+    Only :meth:`before_step` and :meth:`after_step` change parameters. :meth:`consensus` and :meth:`state_dict` may wait
+    for other replicas, but never mix, cancel or advance, so that validating and saving do not change the training.
+
+    Decide by what all ranks know alike: the step, the samples. A local loss or a local clock would let one rank wait
+    for an exchange that the others do not make.
+
+    Attributes:
+        facts: what is always true of the algorithm.
+        state: names of the attributes that a checkpoint holds beside the reference: tensors, lists of them, builtins.
+        common: names of what is alike on all replicas in :meth:`state_dict`, beside the reference: new replicas get it.
+        replica: this rank's values, since :meth:`setup`.
+        links: the network between replicas, since :meth:`setup`.
+        run: what is known of the job and the fit, since :meth:`setup`.
+        reference: the last mean that all ranks know, on the CPU, in fp32 or wider. What travels is the difference from
+            it, which is small, so that rounding it on the wire is harmless.
+        pairings: where replicas exchange one to one, at the end of the fit: of each replica, the number of its
+            completed exchanges with each.
+
+    Example::
+
+        from dataclasses import dataclass
+
+        from lightning_hetero import Averager
+
+        @dataclass
+        class LocalSGD(Averager):
+            every: int = 8
+
+            def due(self, context):
+                return context.step % self.every == 0
+    """
+
+    facts: ClassVar[Facts] = Facts()
+    state: ClassVar[tuple[str, ...]] = ()
+    common: ClassVar[tuple[str, ...]] = ()
+    replica: Replica
+    links: ReplicaLinks
+    run: Run
+    reference: list[Tensor]
+    pairings: list[list[int]] | None = None
+
+    # -- options -----------------------------------------------------------------------------------
+
+    def options(self) -> dict[str, Any]:
+        """The options by name, as they are compared between ranks and shown in reports."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init}  # type: ignore[arg-type]
+
+    # -- the beginning of a fit --------------------------------------------------------------------
+
+    def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
+        """What replicas exchange of a model.
+
+        Args:
+            module: the model, on its device.
+            settle: makes the ranks of the replica alike in what only one of them keeps, such as buffers.
+        """
+        return Replica(module, settle)
+
+    def setup(
+        self,
+        replica: Replica,
+        links: ReplicaLinks,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        run: Run | None = None,
+    ) -> Outcome | None:
+        """Take what the fit gives; returns what :meth:`prepare` returns. All replicas hold the same values now.
+
+        Args:
+            replica: this rank's values.
+            links: the network between replicas.
+            optimizers: gives the optimizers.
+            run: what is known of the job and the fit. Default: nothing.
+        """
+        self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or Run()
+        self._packed = replica.pack()
+        self.reference = [flat.to("cpu", wide(flat), copy=True) for flat in self._packed]
+        self._spare: list[Tensor] = []
+        return self.prepare()
+
+    def prepare(self) -> Outcome | None:
+        """Make what the fit needs; :attr:`replica`, :attr:`links` and :attr:`reference` are there."""
+        return None
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers. Their state appears with their first step."""
+        return self._optimizers()
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def due(self, context: StepContext) -> bool:
+        """Whether all replicas meet after this step; the same on all ranks. It changes nothing.
+
+        Where replicas meet anyway, ranks also tell each other how fast they are.
+        """
+
+    def before_step(self, context: StepContext) -> None:  # noqa: B027 - not all algorithms need it
+        """Before the first forward pass of a step; ``context.step`` counts the steps before it."""
+
+    def after_step(self, context: StepContext) -> Outcome | None:
+        """After the optimizer's step: :meth:`meet` if that is :meth:`due`."""
+        return self.meet(context) if self.due(context) else None
+
+    def meet(self, context: StepContext) -> Outcome | None:
+        """Bring all replicas together (collective): take the mean over."""
+        self.adopt(self.average(context))
+        return None
+
+    def average(self, context: StepContext, payload: float = math.nan) -> Average:
+        """The mean of all replicas, weighted by samples (collective).
+
+        Args:
+            context: of the step.
+            payload: a number of this replica for all.
+
+        Returns:
+            The mean, in memory that the next call will overwrite unless :meth:`adopt` has made it the reference.
+        """
+        self._packed = self.replica.pack(self._packed)
+        self._spare = self._spare or [torch.empty_like(old) for old in self.reference]
+        samples = context.samples_per_replica
+        return self.links.average(self._packed, samples, self.reference, self._spare, payload=payload)
+
+    def adopt(self, average: Average) -> None:
+        """Let the model take over the mean of :meth:`average`, and let that be the new reference."""
+        self.take_over(average)
+        self._spare = self.refer_to(average)
+
+    def take_over(self, average: Average) -> None:
+        """Let the model take over a mean."""
+        self.replica.unpack(average.mean)
+        if not average.healthy[self.links.index]:
+            clear_broken(self.optimizers)
+
+    def refer_to(self, average: Average) -> list[Tensor]:
+        """Let the mean be the new reference; returns memory that is free now: the old one."""
+        free, self.reference = self.reference, average.mean
+        return free
+
+    # -- what others see ---------------------------------------------------------------------------
+
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
+        return self.average(context).mean
+
+    def common_start(self, context: StepContext) -> list[Tensor]:
+        """The values from which all replicas go on together when others join (collective): here the consensus."""
+        return self.consensus(context)
+
+    def finish(self, context: StepContext) -> Outcome | None:
+        """End of the fit: complete what is in flight and make all replicas equal (collective); here the mean."""
+        self.adopt(self.average(context))
+        return None
+
+    def status(self, step: int) -> dict[str, float | str]:
+        """What people may want to see of the algorithm's course, by name."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This replica's own state: the reference, and the attributes that :attr:`state` names."""
+        return {"reference": self.reference, **{name: getattr(self, name) for name in self.state}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        for name in ("reference", *self.state):
+            setattr(self, name, beside(state[name], getattr(self, name, None)))
+
+    def load_common(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have any
+        """Go on with what :attr:`common` names, from a :meth:`state_dict` of other replicas; here nothing."""
+
+    # -- parameters that become trainable, or frozen -----------------------------------------------
+
+    def complete(self, context: StepContext) -> None:  # noqa: B027 - most exchanges end with their step
+        """Complete what is under way from one step to another (collective)."""
+
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        """What :meth:`state_dict` has returned, for :meth:`load_state_dict` in another layout.
+
+        Args:
+            state: in the present layout.
+            growth: brings vectors into the new one.
+        """
+        return {**state, "reference": growth.carry(state["reference"])}
+
+    # -- replicas that are lost --------------------------------------------------------------------
+
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        """What this replica holds of its own after others were lost in the midst of the fit, for :meth:`go_on`.
+
+        Local: it waits for nobody. What is under way is dropped, its connections are broken.
+
+        Args:
+            kept: of each replica that remains, its index before.
+        """
+        return self.state_dict()
+
+    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+        """Go on among the replicas that remain, after :meth:`setup` (collective over them).
+
+        Args:
+            state: what :meth:`remains` has returned.
+            context: of the latest step.
+        """
+        self.load_state_dict(state)
+
+    def missed_exchange(self, context: StepContext) -> None:
+        """The others have completed an exchange in which this replica lost its connections; their state is loaded."""
+        self.replica.unpack(self.reference)
+
+    def close(self) -> None:  # noqa: B027 - not all algorithms hold resources
+        """Let go of all resources; local, idempotent, also after an error."""
+
+
+@dataclass
+class RestingAverager(Averager):
+    """The mean of what still changes, such as BatchNorm's statistics, where it is looked at and at the end.
+
+    Between these replicas do not meet.
+
+    Args:
+        pairings: of the averager that has served the replicas before.
+    """
+
+    facts = Facts(regrows=True)
+
+    pairings: list[list[int]] | None = None
+
+    @override
+    def due(self, context: StepContext) -> bool:
+        return False
+
+
+def regrow(averager: Averager, context: StepContext, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+    """Let an averager go on with the parameters that are trainable now, between two steps (collective).
+
+    What is under way is completed first. What the averager holds of old values it keeps; added ones begin from the
+    model's values, which must be the same on all ranks. Parameters that are frozen now get the consensus.
+
+    Args:
+        averager: of the running fit.
+        context: of the latest step.
+        optimizers: gives the optimizers.
+    """
+    averager.complete(context)
+    growth = Regrowth(averager.replica, averager.replica.anew())
+    if growth.left:
+        growth.settle(averager.consensus(context))
+    state = averager.regrown(averager.state_dict(), growth)
+    averager.links.gather(None)  # all have what they need of the others
+    averager.close()
+    averager.setup(growth.new, averager.links, optimizers, averager.run)
+    averager.load_state_dict(state)
+
+
+log = logging.getLogger("lightning_hetero")
+
+
+class LowBitAverager(Averager):
+    """Keeps what low-bit messages have left out, for the next message.
+
+    A subclass makes :attr:`feedback` with :meth:`residuals` when it is prepared, and gives it to each exchange on its
+    wire. Buffers travel as they are: rounded, a variance could become negative.
+
+    Attributes:
+        wire: number format of exchanges.
+        feedback: the residuals; ``None`` where the wire needs none.
+    """
+
+    wire: str
+    feedback: Feedback | None = None
+
+    def residuals(self, vectors: Sequence[Tensor]) -> Feedback | None:
+        """Make residuals, all 0.
+
+        Args:
+            vectors: that will be exchanged; the first of the replica's vectors.
+        """
+        lengths = self.replica.parameter_lengths[: len(vectors)]
+        return self.links.feedback(self.wire, lengths)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        own = {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
+        return {**super().state_dict(), **own}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        saved = state.get("feedback")
+        if saved is not None and (self.feedback is None or not self.feedback.load_state_dict(saved)):
+            self._say_dropped("the checkpoint was saved with another wire, another model or other replicas")
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        if self.feedback is not None:
+            self._say_dropped("other parameters are trainable now")
+        return _without(super().regrown(state, growth))
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        return _without(super().remains(kept))
+
+    @override
+    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+        super().go_on(state, context)
+        if self.feedback is not None:
+            self._say_dropped("replicas were lost")
+
+    def _say_dropped(self, why: str) -> None:
+        if self.links.index == 0 and self.links.leads:
+            log.warning(
+                f"wire={self.wire!r}: {why}, so what earlier messages have left out is dropped. Error feedback begins "
+                "anew, from 0."
+            )
+
+
+def _without(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "feedback"}

@@ -1,0 +1,242 @@
+"""What algorithms with a center have in common; and one kernel for those in which all replicas meet it at once."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_hetero.algorithms.base import Averager, Facts, LowBitAverager, Outcome, StepContext, clear_broken
+from lightning_hetero.comm.all_reduce import Average, Contribution
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.vectors import Regrowth, Replica
+
+
+@dataclass
+class CenteredAverager(Averager):
+    """What is validated, saved and left at the end is a center; values that take no part have their mean beside it.
+
+    As long as no replica has met the center, which then is only the model that all began with, it is the mean of all.
+
+    Args:
+        tau: optimizer steps from one exchange of a replica to the next.
+        exclude: names of parameters and buffers that do not take part, such as norms or embeddings; with patterns:
+            ``"*norm*"``. Each replica keeps its own; where the center is looked at, their mean stands for them.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+
+    Attributes:
+        reference: the center, as all know it; then, for values that stay excluded, their last mean that all know.
+    """
+
+    tau: int
+    exclude: Sequence[str] = field(default=(), kw_only=True)
+
+    facts = Facts(
+        needs_others=False,
+        regrows=True,
+        fresh_start="the center",
+        between=(
+            "the mean of all replicas before the first exchange, and then the same center as at the latest exchange, "
+            "so that early stopping and the choice of a best checkpoint may go by looks at which nothing has changed"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        self.check_tau()
+        if not isinstance(self.exclude, (list, tuple)) or not all(isinstance(name, str) for name in self.exclude):
+            raise ConfigurationError(
+                f"exclude={self.exclude!r}: give a list of names, such as ['embedding.weight', '*norm*']."
+            )
+        self.exclude = tuple(self.exclude)
+
+    def check_tau(self) -> None:
+        """See that tau is a number of steps.
+
+        Raises:
+            ConfigurationError: it is not.
+        """
+        if type(self.tau) is not int or self.tau < 1:
+            raise ConfigurationError(f"tau={self.tau!r} must be a whole number of optimizer steps, at least 1.")
+
+    @override
+    def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
+        replica = Replica(module, settle, self.exclude)
+        check_patterns(self.exclude, replica.names)
+        return replica
+
+    @override
+    def prepare(self) -> Outcome | None:
+        self._distance = math.nan  # from the center, at the latest exchange
+        self._moved = False  # whether a replica has met the center, in an earlier part of a resumed fit too
+        return None
+
+    @property
+    def known(self) -> list[Tensor]:
+        """The center as it was when all last looked, as vectors on the CPU, in fp32 or wider."""
+        return self.reference[: self.replica.included]
+
+    def begin_again(self, center: Sequence[Tensor]) -> None:
+        """Let this replica, which is not finite, go on from the center."""
+        self.replica.unpack(center)
+        self.replica.mend(self.reference)  # what takes no part
+        clear_broken(self.optimizers)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the center is what to validate and to save; the same on all ranks."""
+        return self._moved
+
+    @override
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        if not self.leads:
+            return super().consensus(context)
+        first = self.replica.included
+        if first == len(self.reference):  # nothing stays excluded
+            return self.known
+        excluded = self.replica.pack()[first:]
+        mean = self.links.average(excluded, context.samples_per_replica, self.reference[first:]).mean
+        return [*self.known, *mean]
+
+    @override
+    def common_start(self, context: StepContext) -> list[Tensor]:
+        # The center is some exchanges behind the replicas: what they have learned since would be lost.
+        return super().consensus(context)
+
+    @override
+    def finish(self, context: StepContext) -> Outcome | None:
+        self.replica.unpack(self.consensus(context))
+        if not math.isnan(self._distance):
+            return None
+        left = "the center as it was" if self.leads else "the mean of all replicas"
+        return Outcome(
+            warning=f"No replica has met the center in this fit: tau={self.tau} steps are more than there were, or "
+            f"alpha is 0. What is left is {left}. Lower tau, or train for longer."
+        )
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {"center_distance": self._distance}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "moved": self._moved}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._moved = state["moved"]
+        self._distance = state.get("distance", math.nan)
+        for own, saved in zip(self.reference, state["reference"], strict=True):
+            own.copy_(saved)
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        return {**super().regrown(state, growth), "distance": self._distance}
+
+
+class CenterAverager(LowBitAverager, CenteredAverager):
+    """Every tau steps replicas and their center move towards each other.
+
+    With ``D_i = x_i - c`` and weights that sum to 1::
+
+        x_i <- x_i - a D_i
+        c   <- Outer(c, grad = -sum_i w_i D_i)
+
+    and each algorithm is a setting of ``a`` and ``Outer``. ``D_i`` is taken before the replica's own step. Every rank
+    keeps the center, bitwise the same.
+
+    Attributes:
+        overlap: exchange in the background of the step.
+    """
+
+    overlap: ClassVar[bool] = False
+
+    @override
+    def prepare(self) -> Outcome | None:
+        super().prepare()
+        self._exchange: Callable[[], Average] | None = None
+        self._snapshot = [torch.empty_like(flat) for flat in self._packed[: self.replica.included]]
+        self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
+        self.feedback = self.residuals(self.center)
+        if self.overlap:
+            self.links.prepare()
+        return None
+
+    @property
+    def center(self) -> list[Tensor]:
+        """``c``, which every rank keeps up to date."""
+        return self.known
+
+    @override
+    def due(self, context: StepContext) -> bool:
+        return context.step % self.tau == 0
+
+    @override
+    def before_step(self, context: StepContext) -> None:
+        if self.due(context._replace(step=context.step + 1)):
+            self._begin(context)
+
+    @override
+    def meet(self, context: StepContext) -> Outcome | None:
+        if self._exchange is None:  # replicas were lost since the step began
+            self._begin(context)
+        assert self._exchange is not None
+        average, self._exchange = self._exchange(), None
+        self._distance = average.displacement  # RMS over the replicas
+        self._moved = True
+        own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
+        warning = self.move(own, average)
+        if not average.healthy[self.links.index]:
+            self.begin_again(self.center)
+        return Outcome(exchanged=True, warning=warning)
+
+    def _begin(self, context: StepContext) -> None:
+        """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
+        self._snapshot = self.position(self._snapshot)
+        weights, payload = context.samples_per_replica, self.payload()
+        own = Contribution(self._snapshot, weights, self.center, self.wire, payload, self.feedback)
+        if self.overlap:
+            self._exchange = self.links.begin(own, self._mean, want="difference").result
+        else:
+            self._exchange = lambda: self.links.exchange(own, self._mean, want="difference")
+
+    def position(self, out: Sequence[Tensor]) -> list[Tensor]:
+        """``x_i``, of which differences are taken."""
+        return self.replica.pack(out)
+
+    def payload(self) -> float:
+        """A number of this replica for all."""
+        return 0.0
+
+    @abstractmethod
+    def move(self, own: list[Tensor], average: Average) -> str | None:
+        """Move replica and center: the kernel.
+
+        Args:
+            own: ``D_i``: vectors like the center.
+            average: with ``sum_i w_i D_i`` as its ``difference``.
+
+        Returns:
+            What to warn the user of, if anything.
+        """
+
+
+def check_patterns(excluded: Sequence[str], names: Sequence[str]) -> None:
+    """See that each pattern names something.
+
+    Raises:
+        ConfigurationError: one does not.
+    """
+    for pattern in excluded:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ConfigurationError(
+                f"exclude: {pattern!r} is the name of no parameter or buffer that replicas exchange: {shown}. (Frozen "
+                "ones stay excluded anyway, tied ones go by their first name.)"
+            )

@@ -1,0 +1,288 @@
+"""DiLoCo without waiting: each replica brings its outer gradient to a center when it is done with its local steps."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.algorithms.base import Outcome, StepContext
+from lightning_hetero.algorithms.visiting import VisitingAverager
+from lightning_hetero.checks import is_number, one_of
+from lightning_hetero.comm.centers.base import Rule
+from lightning_hetero.comm.centers.client import CenterOptions
+from lightning_hetero.comm.objects import finite
+from lightning_hetero.errors import ConfigurationError, NotFiniteError
+from lightning_hetero.replicas.vectors import Regrowth
+
+#: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
+Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
+
+
+class DelayedNesterov(Rule):
+    """Each arrival's gradient moves the center at once; the momentum does once in N arrivals.
+
+    With ``g`` the outer gradient of an arrival, weighted, so that those of N arrivals make one mean::
+
+        c <- c - lr g;  s <- s + g
+        every N arrivals:  m <- mu m + s;  c <- c - lr mu m;  s <- 0
+
+    So N arrivals come to one step of Nesterov's momentum with their mean gradient. Buffers move towards those of the
+    arrival by its weight: so a variance stays above 0, which sums of differences from old centers would not promise.
+
+    The vectors of the center are those of ``c``; a table of the replicas' speeds; those of ``m``; those of ``s``; and
+    the arrivals since the latest momentum. A client sends ``-g`` before its weight, its buffers, and a table that is 0
+    but for its own speed, and gets ``c`` and the table of all.
+
+    Args:
+        arrivals: N.
+        lr: learning rate.
+        momentum: mu.
+        views: tells parameters and buffers apart.
+    """
+
+    def __init__(self, arrivals: int, lr: float, momentum: float, views: Views) -> None:
+        self._arrivals, self._lr, self._momentum, self._views = arrivals, lr, momentum, views
+
+    @override
+    def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
+        return center[: (len(center) - 2) // 3 + 1]
+
+    @override
+    def measure(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
+        arriving, statistics = self._views(values[:-1])
+        square = sum(float(step.square().sum()) for step in arriving)
+        return square if finite(statistics) else math.nan
+
+    @override
+    def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
+        count = len(values) - 1
+        c, speeds, state, came = center[:count], center[count], center[count + 1 : -1], center[-1]
+        m, s = state[:count], state[count:]
+        torch.where(values[-1] > 0, values[-1], speeds, out=speeds)
+        if push and math.isfinite(square):
+            (arriving, statistics), (means, own) = self._views(values[:-1]), self._views(c)
+            for part, arrived in zip(own, statistics, strict=True):
+                part.lerp_(arrived, push)
+            for step in arriving:
+                step.mul_(push)
+            (sums, _), (momenta, _) = self._views(s), self._views(m)
+            for mean, step, total in zip(means, arriving, sums, strict=True):
+                mean.add_(step, alpha=self._lr)
+                total.add_(step)
+            came.add_(1)
+            if came >= self._arrivals:
+                for mean, momentum, total in zip(means, momenta, sums, strict=True):
+                    momentum.mul_(self._momentum).add_(total)
+                    mean.add_(momentum, alpha=self._lr * self._momentum)
+                    total.zero_()
+                came.zero_()
+        for value, own_value in zip(values, (*c, speeds), strict=True):
+            value.copy_(own_value)
+
+
+@dataclass
+class OuterAsyncAverager(VisitingAverager):
+    """A replica brings what its local steps have done to a center, alone, and goes on from what the center is then.
+
+    With weights ``w_i`` by samples, ``c_i`` the center that replica ``i`` began from, and N replicas, for each arrival
+    (delayed Nesterov)::
+
+        g <- w_i (c_i - x_i);  c <- c - lr g;  s <- s + g
+        every N arrivals:  m <- mu m + s;  c <- c - lr mu m;  s <- 0
+        x_i <- c
+
+    Local steps follow the measured speed (DyLU), so that all arrive about equally often: the fastest replica takes
+    ``tau`` steps, another one ``tau`` times its steps per second over those of the fastest. All take ``tau`` in their
+    first round, before speeds are known.
+
+    The center, moved by what replicas have done since they came to it, is validated, saved and left at the end:
+    ``c + sum_i w_i (x_i - c_i)``. The replicas' mean would take back what others have brought since the slow ones
+    began. Buffers, which have no gradients, take the mean.
+
+    Source: Liu et al. 2024 (arXiv:2401.09135), algorithms 3 (delayed Nesterov, with c = 0) and 4 (DyLU).
+
+    Args:
+        tau: local steps of the fastest replica from one exchange to its next.
+        outer_lr: learning rate of the outer step.
+        outer_momentum: its momentum.
+        follow_speed: whether local steps follow the measured speed; ``False``: every replica takes ``tau``.
+        center: where it lives: ``"shared_memory"`` of one host, or a ``"thread"`` of the first replica, which serves
+            any. ``"auto"``: shared memory if it can.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+        UnsupportedError: when the ranks have met: the center cannot live there.
+    """
+
+    facts = replace(
+        VisitingAverager.facts,
+        between="the center moved by what replicas have done since, and each such look costs as much as an exchange",
+    )
+    common = ("outer",)
+    of_center = (*VisitingAverager.of_center, "outer", "came", "speeds")
+
+    tau: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    follow_speed: bool = True
+    center: Literal["auto", "shared_memory", "thread"] = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lr, momentum = self.outer_lr, self.outer_momentum
+        if not (is_number(lr) and is_number(momentum)) or lr <= 0 or not 0 <= momentum < 1:
+            raise ConfigurationError(
+                f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
+                "below 1."
+            )
+        one_of("follow_speed", self.follow_speed, (True, False))
+        one_of("center", self.center, ("auto", "shared_memory", "thread"))
+
+    @override
+    def center_options(self) -> CenterOptions:
+        rule = DelayedNesterov(self.links.count, self.outer_lr, self.outer_momentum, self.replica.views)
+        return CenterOptions(self.center, rule=rule)
+
+    @override
+    def prepare(self) -> Outcome | None:
+        self._start = [value.clone() for value in self.known]  # the center that this replica began from
+        self._speeds = torch.zeros(self.links.count, dtype=torch.float64)  # of all replicas, in steps per second
+        self._outer = [torch.zeros_like(value) for value in (*self.known, *self.known)]  # the momentum, and the sum
+        self._came = torch.zeros(1, dtype=torch.float64)
+        self._given = [torch.empty_like(value) for value in (*self.known, self._speeds)]
+        self._last, self._steps = -1, self.tau  # the step of the latest exchange, and steps from there to the next
+        self._seconds: deque[float] = deque(maxlen=64)  # of the latest steps
+        self._resumed = math.nan
+        return super().prepare()
+
+    @property
+    @override
+    def kept(self) -> list[Tensor]:
+        return [*self.known, self._speeds, *self._outer, self._came]
+
+    @property
+    @override
+    def leads(self) -> bool:
+        return False  # replicas have learned something since they came to the center
+
+    @override
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        self._client.read(self.kept)
+        values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
+        own, begun, now = (self.replica.views(flats)[0] for flats in (values, self._start, self.known))
+        for value, start, center in zip(own, begun, now, strict=False):  # the last ones may be excluded
+            value.add_(center - start)
+        return self.links.average(values, context.samples_per_replica, self.reference).mean
+
+    @override
+    def common_start(self, context: StepContext) -> list[Tensor]:
+        return self.consensus(context)  # it has both: the center, and what replicas have learned since
+
+    @override
+    def before_step(self, context: StepContext) -> None:
+        if self._last < 0:
+            self._last = context.step
+
+    @override
+    def after_step(self, context: StepContext) -> Outcome | None:
+        if not math.isnan(self._resumed):
+            self._seconds.append(time.perf_counter() - self._resumed)
+        outcome = None
+        if context.step - self._last >= self._steps:
+            self._visit(context)
+            outcome = Outcome(exchanged=True)
+        self._resumed = time.perf_counter()
+        return outcome
+
+    def _visit(self, context: StepContext) -> None:
+        """Bring the outer gradient to the center, and go on from there."""
+        *moved, speeds = self._given
+        self._packed = self.replica.pack(self._packed)
+        for out, value, start in zip(moved, self._packed, self._start, strict=False):
+            torch.sub(value.to("cpu", start.dtype), start, out=out)
+        for part, start in zip(self.replica.views(moved)[1], self.replica.views(self._start)[1], strict=True):
+            part.add_(start)  # buffers travel as they are
+        push = context.samples_per_replica[self.links.index] / sum(context.samples_per_replica)
+        healthy = finite(moved)
+        if not healthy:
+            if not self.run.skip:
+                raise NotFiniteError([self.links.index])
+            push = 0.0
+            for out in moved:
+                out.zero_()
+        speeds.zero_()
+        speeds[self.links.index] = 1 / median(self._seconds) if self._seconds else 0.0
+        seen = self._client.push_pull(self._given, push)()
+        self._rates.saw(seen.counts)
+        self._distance, self._moved = math.sqrt(seen.square), True
+        for start, value in zip(self._start, moved, strict=True):
+            start.copy_(value)
+        if healthy:
+            self.replica.unpack(self._start)
+        else:
+            self.begin_again(self._start)
+            self.links.traffic.skipped.append(self.links.index)
+        self._last, self._steps = context.step, self._local_steps(speeds)
+
+    def _local_steps(self, speeds: Tensor) -> int:
+        """Until the next exchange; the same on all ranks of the replica, which have the same table."""
+        own, most = float(speeds[self.links.index]), float(speeds.max())
+        return max(round(self.tau * own / most), 1) if self.follow_speed and own and most else self.tau
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {**super().status(step), "local_steps": float(self._steps)}
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._own()}
+
+    def _own(self) -> dict[str, Any]:
+        shared = {"outer": self._outer, "came": self._came, "speeds": self._speeds}
+        return {**shared, "start": self._start, "last": self._last, "steps": self._steps}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kept = [*self._start, *self._outer, self._came, self._speeds]
+        saved = [*state["start"], *state["outer"], state["came"], state["speeds"]]
+        for own, value in zip(kept, saved, strict=True):
+            own.copy_(value)
+        self._last, self._steps = state["last"], state["steps"]
+        super().load_state_dict(state)
+
+    @override
+    def load_common(self, state: dict[str, Any]) -> None:
+        count = len(self.known)
+        for own, value in zip(self._outer[:count], state["outer"][:count], strict=True):
+            own.copy_(value)
+        self._client.write(self.kept, [0] * self.links.count)
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        count = len(state["outer"]) // 2
+        outer = [growth.carry(part, 0.0) for part in (state["outer"][:count], state["outer"][count:])]
+        return {
+            **super().regrown(state, growth),
+            "start": growth.carry(state["start"]),
+            "outer": [*outer[0], *outer[1]],
+        }
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        state = {**super().remains(kept), **self._own()}
+        return {**state, "speeds": self._speeds[list(kept)]}
+
+    @override
+    def center_lost(self, context: StepContext) -> dict[str, Any]:
+        # What replicas have done since they began is in the mean, and must not count twice.
+        start = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self._start, strict=False)]
+        return {**super().center_lost(context), "start": start, "outer": self._outer, "came": self._came}

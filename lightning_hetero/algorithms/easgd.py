@@ -1,0 +1,248 @@
+"""Elastic averaging: replicas and a center pull at each other."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from typing_extensions import override
+
+from lightning_hetero.algorithms.base import Outcome, StepContext
+from lightning_hetero.algorithms.center import CenterAverager, CenteredAverager
+from lightning_hetero.checks import is_number
+from lightning_hetero.comm.all_reduce import Average
+from lightning_hetero.comm.compression import check_wire
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Pull:
+    """How strongly replicas and their center pull at each other. Give one of the first two at most.
+
+    Attributes:
+        moving_rate: alpha; ``"auto"``: beta / p, with p replicas and, if it is not given, beta = 0.9, as in the paper.
+            Default: ``"auto"``, unless ``rho`` is given.
+        rho: alpha = eta rho, with eta the learning rate of the first parameter group of the first optimizer.
+        beta: of the center. Default: p alpha, the symmetric case.
+
+    Raises:
+        ConfigurationError: both of the first two, or what is no number of at least 0.
+    """
+
+    moving_rate: float | Literal["auto"] | None = None
+    rho: float | None = None
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.moving_rate is None and self.rho is None:
+            object.__setattr__(self, "moving_rate", "auto")
+        elif self.moving_rate is not None and self.rho is not None:
+            raise ConfigurationError(
+                f"moving_rate={self.moving_rate!r}, rho={self.rho!r}: both are given; give one. moving_rate is alpha "
+                "itself, with 'auto' for 0.9 / number of replicas; rho gives alpha = learning rate * rho."
+            )
+        for name, value in asdict(self).items():
+            fits = value is None or (is_number(value) and value >= 0)
+            if not fits and (name, value) != ("moving_rate", "auto"):
+                raise ConfigurationError(f"{name}={value!r} must be a number of at least 0.")
+
+    def alpha(self, optimizers: Sequence[Optimizer], replicas: int) -> float:
+        """Of the step that is to come, or has just been taken.
+
+        Raises:
+            ConfigurationError: ``rho`` needs a learning rate, and there is no optimizer.
+        """
+        if self.rho is not None:
+            if not optimizers:
+                raise ConfigurationError(
+                    f"rho={self.rho!r} gives alpha = learning rate * rho, but configure_optimizers gave no optimizer. "
+                    "Give moving_rate instead."
+                )
+            return float(optimizers[0].param_groups[0]["lr"]) * self.rho
+        if self.moving_rate == "auto":
+            return (0.9 if self.beta is None else self.beta) / replicas
+        assert self.moving_rate is not None
+        return self.moving_rate
+
+    def of_center(self, alpha: float, replicas: int) -> float:
+        """Beta: of the center."""
+        return replicas * alpha if self.beta is None else self.beta
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing ever moves, whatever the learning rate."""
+        return not (self.moving_rate or self.rho or self.beta)
+
+
+@dataclass
+class Elastic(CenteredAverager):
+    """What all forms of EASGD have in common: replicas are tied to a center by an elastic force.
+
+    With ``D_i = x_i - c`` from before the replica's own step, weights ``w_i`` (the part of the samples that replica
+    ``i`` takes) and p replicas::
+
+        x_i <- x_i - alpha D_i;  c <- c + beta sum_i w_i D_i
+
+    Source: EASGD, Zhang et al. 2015.
+
+    Args:
+        tau: optimizer steps from one exchange of a replica to the next.
+        moving_rate: alpha; ``"auto"``: beta / p, with beta = 0.9 if it is not given. Default: ``"auto"``, unless
+            ``rho`` is given.
+        rho: instead: alpha = learning rate * rho, of the first parameter group of the first optimizer, of replica 0.
+        beta: how fast the center moves. Default: p alpha.
+        wire: number format of what travels: ``"fp32"``, ``"bf16"`` or ``"fp16"``, and where all replicas exchange at
+            once ``"int8"``, ``"int4"`` or ``"topk:0.02"``; sums are taken in fp32.
+
+    Raises:
+        ConfigurationError: a value that cannot work; when training starts: an unstable one.
+
+    Attributes:
+        pull: alpha and beta.
+    """
+
+    tau: int = 10
+    moving_rate: float | Literal["auto"] | None = None
+    rho: float | None = None
+    beta: float | None = None
+    wire: str = "fp32"
+    pull: Pull = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pull = Pull(self.moving_rate, self.rho, self.beta)
+        self.moving_rate = self.pull.moving_rate
+        check_wire(self.wire)
+
+    @override
+    def prepare(self) -> Outcome | None:
+        super().prepare()
+        self._moved = self.pull.nothing  # the center never will: nothing is sent, for the mean neither
+        return Outcome(warning=stability(*self.strength()))
+
+    def strength(self) -> tuple[float, float]:
+        """Alpha and beta, of the step that is to come, or has just been taken."""
+        alpha = self.pull.alpha(self.optimizers, self.links.count)
+        return alpha, self.pull.of_center(alpha, self.links.count)
+
+
+@dataclass
+class ElasticAverager(Elastic, CenterAverager):
+    """EASGD: ``x_i -= alpha D_i;  c += beta sum_i w_i D_i``, both from the old values, all replicas at once.
+
+    Alpha is that of the first replica, for all. Without gradients ``alpha c + beta sum_i w_i x_i`` is conserved.
+
+    Source: EASGD, Zhang et al. 2015, eq. 5 and 6; Sync EASGD, You et al. 2017.
+    """
+
+    _alpha: float = field(default=math.nan, init=False, repr=False)  # of the latest exchange
+
+    @override
+    def due(self, context: StepContext) -> bool:
+        return not self.pull.nothing and super().due(context)
+
+    @override
+    def payload(self) -> float:
+        return self.strength()[0]
+
+    @override
+    def missed_exchange(self, context: StepContext) -> None:
+        """Nothing: the center is there, and the next exchange pulls this replica towards it."""
+
+    @override
+    def move(self, own: list[Tensor], average: Average) -> str | None:
+        alpha = average.payloads[0]
+        beta = self.pull.of_center(alpha, self.links.count)
+        warning = stability(alpha, beta) if self._alpha < alpha else None
+        self._alpha = alpha
+        self.replica.add(own, -alpha)
+        for c, mean in zip(self.center, average.difference, strict=True):
+            c.add_(mean, alpha=beta)
+        return warning
+
+
+@dataclass
+class OverlappedElasticAverager(ElasticAverager):
+    """The same numbers as :class:`ElasticAverager`, bit for bit; exchanges pass in the background of steps.
+
+    Source: Sync EASGD3, You, Buluc and Demmel 2017.
+    """
+
+    overlap = True
+
+
+@dataclass
+class EAMSGDAverager(ElasticAverager):
+    """EAMSGD: ``v <- delta v - eta g(x + delta v);  x <- x + v - alpha (x - c)``.
+
+    PyTorch's ``SGD(nesterov=True, momentum=delta)`` holds ``y = x + delta v`` and, in its buffer, ``-v / eta``: so
+    ``D_i`` is taken at ``x = y + delta eta buffer``, and ``y`` moves as ``x`` does.
+
+    Source: EAMSGD, Zhang et al. 2015, section 3.2.
+
+    Raises:
+        UnsupportedError: when training starts: another optimizer.
+    """
+
+    @override
+    def prepare(self) -> Outcome | None:
+        check_momentum(self.optimizers, nesterov=True)
+        return super().prepare()
+
+    @override
+    @torch.no_grad()
+    def position(self, out: Sequence[Tensor]) -> list[Tensor]:
+        y = self._packed = self.replica.pack(self._packed)
+        pairs = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
+        for optimizer, group in pairs:
+            for p in group["params"]:
+                buffer = optimizer.state.get(p, {}).get("momentum_buffer")
+                if buffer is not None:
+                    p.add_(buffer, alpha=group["momentum"] * float(group["lr"]))
+        x = self.replica.pack(out)
+        self.replica.unpack(y)
+        return x
+
+
+def stability(alpha: float, beta: float) -> str | None:
+    """What to say of settings that are stable, but outside the region where every pull shortens its distance.
+
+    As the learning rate goes to 0, the replicas' mean distance from the center is multiplied by 1 - alpha - beta, and
+    that of one replica from their mean by 1 - alpha.
+
+    Raises:
+        ConfigurationError: one of these is not below 1 in size.
+    """
+    given = f"alpha={alpha:g} (moving_rate, or rho times the learning rate) and beta={beta:g} (p alpha, if not given)"
+    if alpha < 0 or beta < 0 or alpha + beta >= 2:
+        raise ConfigurationError(
+            f"{given}: unstable; both must be at least 0, and alpha + beta less than 2. Typical: beta=0.9 and alpha = "
+            "beta/p, which is moving_rate='auto'."
+        )
+    if alpha > 1 or beta > 1:
+        return (
+            f"{given}: above 1, so that replicas or the center swing past each other. Typical: beta=0.9, alpha=beta/p."
+        )
+    return None
+
+
+def check_momentum(optimizers: Sequence[Optimizer], nesterov: bool) -> None:
+    """See that all are SGD with momentum of a kind.
+
+    Raises:
+        UnsupportedError: one is not.
+    """
+    wanted = f"SGD(momentum=..., nesterov={nesterov})"
+    for optimizer in optimizers:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+        for group in optimizer.param_groups:
+            if type(optimizer) is not SGD or not group["momentum"] or group["nesterov"] != nesterov:
+                settings = {name: group[name] for name in ("momentum", "nesterov") if name in group}
+                raise UnsupportedError(
+                    f"{'EAMSGD' if nesterov else 'MEASGD'} needs {wanted}, since it knows the momentum of that one; "
+                    f"configure_optimizers gave {type(optimizer).__name__} with {settings}. Use that, or hetero_easgd "
+                    "(hetero_easgd_async), which takes any optimizer."
+                )

@@ -1,0 +1,198 @@
+"""Replicas that exchange with a center one by one, each whenever it is ready."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.algorithms.base import Outcome, StepContext
+from lightning_hetero.algorithms.easgd import Elastic, check_momentum, stability
+from lightning_hetero.algorithms.visiting import VisitingAverager
+from lightning_hetero.checks import one_of
+from lightning_hetero.comm.centers.base import PushPull
+from lightning_hetero.comm.centers.client import CenterOptions, Home
+from lightning_hetero.comm.compression import only_wide_wires
+from lightning_hetero.comm.objects import finite
+from lightning_hetero.errors import ConfigurationError, NotFiniteError
+
+
+class PushPullAverager(VisitingAverager, Elastic):
+    """Asynchronous EASGD: every tau steps of its own, a replica exchanges with the center.
+
+    Of p replicas, each with a share ``w_i`` of the samples::
+
+        x_i -= alpha D_i;  c += beta w_i (mean rate / rate_i) D_i
+
+    Replicas wait for each other at the ends of epochs only, and where all evaluate or save.
+
+    Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; round robin ("Original EASGD") and Hogwild EASGD, You et
+    al. 2017. The rates are this package's.
+
+    Args:
+        wire: number format of what replicas send and get, where the center is a thread's: ``"fp32"``, ``"bf16"`` or
+            ``"fp16"``; sums are taken in fp32.
+
+    Attributes:
+        center: where the center lives.
+        debias: whether what a replica adds is divided by how often it comes.
+        overlap: ``False``: an exchange comes before the step rather than in its background.
+        locked: whether exchanges wait for each other.
+        in_turn: whether replicas are served in their order, over and over.
+    """
+
+    overlap, locked, in_turn = True, True, False
+    center: Home = "auto"
+    debias: bool = False
+    _exchange: Callable[[], PushPull] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        only_wide_wires(self.wire, "where replicas meet the center one by one, no low-bit wire can be used")
+        one_of("center", self.center, ("auto", "shared_memory", "thread", "mpi"))
+        one_of("debias", self.debias, (True, False))
+        if self.wire != "fp32" and self.center not in ("auto", "thread"):
+            given = f"wire={self.wire!r}: a center in {self.center} has no wire."
+            raise ConfigurationError(f"{given} Use wire='fp32' or center='thread'.")
+
+    @override
+    def center_options(self) -> CenterOptions:
+        return CenterOptions(self.center, self.locked, self.in_turn, self.wire)
+
+    @override
+    def prepare(self) -> Outcome | None:
+        outcome = super().prepare()
+        self._difference = [torch.empty_like(c) for c in self.known]
+        self._snapshot = self._packed[: self.replica.included]
+        return outcome
+
+    def _exchanges(self, step: int) -> bool:
+        return not self.pull.nothing and step % self.tau == 0
+
+    @override
+    def before_step(self, context: StepContext) -> None:
+        if self._exchanges(context.step + 1):
+            self._go(context.samples_per_replica)
+
+    @override
+    def after_step(self, context: StepContext) -> Outcome | None:
+        if not self._exchanges(context.step):
+            return None
+        if self._exchange is None:  # the center was lost since the step began
+            self._go(context.samples_per_replica)
+        assert self._exchange is not None
+        seen, self._exchange = self._exchange(), None
+        self._rates.saw(seen.counts)
+        self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
+        if not self._healthy:
+            self._take_center()
+        elif math.isfinite(seen.square):
+            self.replica.add(self._difference, -self._alpha)
+        else:
+            raise NotFiniteError([self.links.index])  # for the wire
+        return Outcome(exchanged=True)
+
+    def _go(self, samples_per_replica: Sequence[int]) -> None:
+        self._alpha, beta = self.strength()
+        stability(self._alpha, beta)  # raises if the learning rate has made it unstable
+        self._snapshot = self.replica.pack(self._snapshot)
+        for difference, value in zip(self._difference, self._snapshot, strict=True):
+            difference.copy_(value)
+        share = samples_per_replica[self.links.index] / sum(samples_per_replica)
+        self._healthy = finite(self._difference)
+        if not self._healthy:
+            if not self.run.skip:
+                raise NotFiniteError([self.links.index])
+            share = 0.0
+            for difference in self._difference:
+                difference.zero_()  # of which the exchange will make 0 - c
+        # A replica that comes very rarely must not make up for all of it at once: it would pull the center past itself.
+        push = min(beta * share * (self._rates.factor if self.debias else 1.0), max(beta, 1.0))
+        self._exchange = self._client.push_pull(self._difference, push)
+        if not self.overlap:
+            seen = self._exchange()
+            self._exchange = lambda: seen
+
+    def _take_center(self) -> None:
+        for difference in self._difference:
+            difference.neg_()
+        self.begin_again(self._difference)
+        self.links.traffic.skipped.append(self.links.index)
+
+    @override
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        counts = self._client.read(self.known)
+        self._moved |= any(counts)
+        return super().consensus(context)
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        self._exchange = None
+        return super().remains(kept)
+
+
+@dataclass
+class RoundRobinAverager(PushPullAverager):
+    """The original EASGD: replicas exchange with the center strictly in their order, over and over.
+
+    Source: "Original EASGD", You, Buluc and Demmel 2017, algorithm 1.
+    """
+
+    overlap, in_turn, center = False, True, "thread"
+
+
+@dataclass
+class AsyncAverager(PushPullAverager):
+    """Asynchronous EASGD: whoever comes first is served first.
+
+    Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; You, Buluc and Demmel 2017.
+
+    Args:
+        center: where it lives: ``"shared_memory"`` of one host, a ``"thread"`` of the first replica, which serves
+            any, or a window of ``"mpi"``. ``"auto"``: shared memory if it can.
+        debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
+            fast or slow (this package's own; otherwise the center leans to the fast ones).
+
+    Raises:
+        UnsupportedError: when the ranks have met: the center cannot live there.
+    """
+
+    center: Home = field(default="auto", kw_only=True)
+    debias: bool = field(default=True, kw_only=True)
+
+
+@dataclass
+class AsyncMomentumAverager(AsyncAverager):
+    """Asynchronous EASGD with heavy-ball momentum: ``v <- mu v - eta g;  x <- x + v - alpha (x - c)``.
+
+    Source: Momentum EASGD, You, Buluc and Demmel 2017, eq. 5 and 6.
+
+    Raises:
+        UnsupportedError: when training starts: another optimizer, or the center cannot live there.
+    """
+
+    @override
+    def prepare(self) -> Outcome | None:
+        check_momentum(self.optimizers, nesterov=False)
+        return super().prepare()
+
+
+@dataclass
+class HogwildAverager(PushPullAverager):
+    """Asynchronous EASGD without a lock, in the shared memory of one node: replicas do not wait for each other.
+
+    Source: Hogwild EASGD, You, Buluc and Demmel 2017.
+
+    Args:
+        debias: whether what a replica adds is divided by how often it comes, so that all count by their samples,
+            fast or slow (this package's own; otherwise the center leans to the fast ones).
+
+    Raises:
+        UnsupportedError: when the ranks have met: they live on several nodes.
+    """
+
+    locked, center = False, "shared_memory"
+    debias: bool = field(default=True, kw_only=True)

@@ -1,0 +1,595 @@
+"""What happens between replicas: before and after every optimizer step, and wherever their consensus is looked at."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetero.algorithms.base import Averager, Outcome, Run, StepContext, regrow
+from lightning_hetero.batching.accounting import Losses, Workshare
+from lightning_hetero.checkpoint.format import of_layout
+from lightning_hetero.comm.agreement import check_equal, of_rank
+from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
+from lightning_hetero.comm.view import View
+from lightning_hetero.errors import NotFiniteError, UnsupportedError
+from lightning_hetero.replicas import optimizer_states
+from lightning_hetero.replicas.vectors import Replica
+
+
+def about(
+    broken: Sequence[int],
+    replicas: Sequence[Sequence[int]],
+    step: int,
+    seen: Sequence[tuple[str | None, int | None]],
+    fresh_start: str,
+) -> str:
+    """What to say of replicas that are not finite.
+
+    Args:
+        broken: their numbers.
+        replicas: the ranks of each.
+        step: optimizer step after which they were found.
+        seen: of each rank, the first parameter or buffer that is not finite, and the step of the first such loss.
+        fresh_start: with what such a replica would go on, were it left out.
+    """
+    parts = []
+    for index in broken:
+        ranks = replicas[index]
+        name = next((seen[rank][0] for rank in ranks if seen[rank][0]), None)
+        if name is None:
+            parts.append(
+                f"the changes of replica {index} (ranks {list(ranks)}) are too large for the wire; use 'bf16' or 'fp32'"
+            )
+            continue
+        losses = [f"of rank {rank} at step {seen[rank][1]}" for rank in ranks if seen[rank][1] is not None]
+        parts.append(
+            f"replica {index} (ranks {list(ranks)}) holds values that are not finite, the first in {name!r}"
+            + (f"; the first loss that was not: {', '.join(losses)}" if losses else "; its losses were all finite")
+        )
+    spread = "No value that is not finite has reached the others."
+    firsts = sorted((seen[rank][1] or 0, rank) for i in broken for rank in replicas[i] if seen[rank][1] is not None)
+    if len(broken) > 1 and firsts:
+        spread = (
+            f"The loss of rank {firsts[0][1]} was the first that was not finite, at step {firsts[0][0]}: before that "
+            "it may have given the others values that were finite, but far too large."
+        )
+    return (
+        f"When replicas met after step {step}, {'; '.join(parts)}. {spread} Lower the "
+        "learning rate or clip gradients; or give on_nan='skip' to leave such replicas out, who then go on with "
+        f"{fresh_start}."
+    )
+
+
+@contextmanager
+def explained(engine: "ReplicaEngine") -> Iterator[None]:
+    """In a block in which replicas meet, say more about those that are not finite than they tell each other.
+
+    All ranks alike do where all exchange after the same steps (collective then, if a replica is not finite).
+
+    Raises:
+        NotFiniteError: a replica is not finite, and may not be left out.
+    """
+    assert engine.averager is not None
+    skipped, facts = len(engine.traffic.skipped), engine.averager.facts
+    try:
+        yield
+    except NotFiniteError as error:
+        mine = engine.averager.replica.broken(), engine.losses.broken_at
+        if facts.lockstep:
+            seen = engine.links.gather(mine)
+        else:  # nobody else knows
+            seen = [mine if rank == engine.view.rank else (None, None) for rank in range(engine.view.world)]
+        message = about(error.replicas, engine.view.ranks, engine.windows, seen, facts.fresh_start)
+        told = NotFiniteError(error.replicas, message)
+        raise (told.of_all() if facts.lockstep else told) from None
+    for index in engine.traffic.skipped[skipped:]:
+        warn = rank_zero_warn if facts.lockstep else warnings.warn
+        warn(
+            f"Replica {index} (ranks {list(engine.view.ranks[index])}) was left out of the average after step "
+            f"{engine.windows}: its values were not finite. It goes on with {facts.fresh_start}."
+        )
+
+
+def beside_values(
+    engine: "ReplicaEngine", optimizers: Sequence[Optimizer], precision: dict[str, Any]
+) -> dict[str, Any]:
+    """What a replica goes on with, but for its values; the tensors are those in use (collective).
+
+    Args:
+        engine: of the replica.
+        optimizers: of the fit.
+        precision: state of the precision plugin.
+    """
+    assert engine.averager is not None
+    with explained(engine):
+        algorithm = engine.averager.state_dict()
+    return {
+        "kept": dict(engine.averager.replica.kept()),
+        "precision": precision,
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "windows": engine.windows,
+        "algorithm": algorithm,
+    }
+
+
+#: What ranks must have done alike.
+CHANGED = "the parameters that have become trainable or frozen"
+
+
+def in_mid_epoch(names: Iterable[str]) -> str:
+    """That it may not happen there.
+
+    Args:
+        names: of the parameters.
+    """
+    return (
+        f"{_listed(names)} became trainable, or frozen, in mid-epoch; replicas agree on what is trainable at the "
+        "beginning of an epoch. Change it there, as in on_train_epoch_start, or use hetero_ddp."
+    )
+
+
+def cannot_regrow(averager: str, names: Iterable[str]) -> str:
+    """That an averager does not know how.
+
+    Args:
+        averager: name of its class.
+        names: of the parameters.
+    """
+    return (
+        f"{_listed(names)} became trainable, or frozen, during the fit; {averager} does not say that it can go on with "
+        "other parameters. Let it say so (facts = Facts(regrows=True)), unfreeze all before the fit, or use hetero_ddp."
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *more = names
+    return f"{first} and {len(more)} more" if more else first
+
+
+class Looks:
+    """Warns, once in a fit, if validation or checkpoints come more often than exchanges.
+
+    Attributes:
+        exchanges: that this replica has completed in this fit.
+        before: at which step, and after how many exchanges, the latest look was; ``None``: there was none.
+    """
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+        self.before: tuple[int, int] | None = None
+        self._warned = False
+
+    def look(self, step: int, between: str) -> None:
+        """Note a look.
+
+        Args:
+            step: optimizer steps done.
+            between: what a look sees between two exchanges; empty if it is worth no warning.
+        """
+        before = self.before
+        if not between:
+            return
+        self.before = step, self.exchanges
+        if before is None or self._warned:
+            return
+        if self.exchanges == before[1] and step > before[0]:
+            self._warned = True
+            rank_zero_warn(
+                f"Replicas have not met between step {before[0]} and step {step}, at which validation or a "
+                f"checkpoint looks at them again. Between exchanges it sees {between}. Look less often "
+                "(check_val_every_n_epoch, val_check_interval, every_n_train_steps), or lower tau."
+            )
+
+
+class ReplicaEngine:
+    """Lets replicas train apart, and an averager bring them together.
+
+    Args:
+        view: who takes part.
+        links: the wires between replicas.
+        share: this rank's part of the work.
+        report_every: batches from one exchange of reports to the next, where there is one replica only.
+
+    Attributes:
+        averager: brings parameters together; of the running fit, else ``None``.
+        losses: what this rank's training loss has been.
+        windows: optimizer steps since the start of the fit.
+    """
+
+    def __init__(self, view: View, links: ReplicaLinks, share: Workshare, report_every: int) -> None:
+        self.view, self.links, self._share = view, links, share
+        self._report_every = report_every
+        self.averager: Averager | None = None
+        self.losses = Losses()
+        self.windows = self.meetings = 0
+        self._open = False  # whether a window has begun
+        self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
+        self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
+        self._looks = Looks()
+
+    # -- a fit -------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        averager: Averager,
+        replica: Replica,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        run: Run,
+        metric: Callable[[str], float | None],
+    ) -> Outcome | None:
+        """Begin a fit, with the same values on all ranks (collective).
+
+        Args:
+            averager: a new one.
+            replica: the values that replicas exchange.
+            optimizers: gives the optimizers.
+            run: what is known of the fit.
+            metric: gives the mean over all ranks of a logged metric; see :class:`StepContext`.
+        """
+        self._open = False  # an earlier fit may have ended in a window
+        self._looks = Looks()
+        self.averager, self._metric, self._optimizers = averager, metric, optimizers
+        return averager.setup(replica, self.links, optimizers, run)
+
+    def resume(self, windows: int) -> None:
+        """Go on after so many optimizer steps."""
+        self.windows, self._looks.before = windows, None
+
+    def finish(self) -> Outcome | None:
+        """Make all replicas equal, at the end of a fit (collective)."""
+        assert self.averager is not None
+        with explained(self):
+            return self.averager.finish(self.context(epoch_ends=False))
+
+    def close(self) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        if self.averager is not None:
+            self.averager.close()
+            self.averager = self._own = None
+
+    def take_over(self, former: "ReplicaEngine") -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        self.windows, self.meetings, self.losses = former.windows, former.meetings, former.losses
+        self.links.traffic = former.traffic
+
+    @property
+    def lockstep(self) -> bool:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        return self.averager is not None and self.averager.facts.lockstep
+
+    def abandon(self) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        self.links.abandon()
+
+    def go_on(self, former: "ReplicaEngine", kept: Sequence[int], missed: bool, run: Run) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
+        self._own, self._looks = former._own, former._looks
+        if former.averager is None:
+            return
+        averager = self.averager = former.averager
+        self._metric, self._optimizers = former._metric, former._optimizers
+        if not former.averages:
+            averager.links, averager.run = self.links, run
+            return
+        state = averager.remains(kept)
+        averager.close()
+        everyone = self.links.gather((missed, self.view.leads))
+        if any(one for one, _ in everyone):  # who has completed it says where it has led
+            source = next(rank for rank, (one, _) in enumerate(everyone) if not one)
+            theirs = of_rank(state, source)
+            state = theirs if missed else state
+        averager.setup(averager.replica, self.links, self._optimizers, run)
+        averager.go_on(state, self.context(epoch_ends=False))
+        if missed:
+            averager.missed_exchange(self.context(epoch_ends=False))
+
+    @property
+    def averages(self) -> bool:
+        """Whether an averager is at work."""
+        return self.averager is not None and (self.view.count > 1 or not self.averager.facts.needs_others)
+
+    @property
+    def meets(self) -> bool:
+        """Whether all replicas have met after the latest batch."""
+        return self._due
+
+    @property
+    def traffic(self) -> Traffic:
+        """What exchanges between replicas have cost since the ranks have met."""
+        return self.links.traffic
+
+    def samples_per_replica(self) -> list[int]:
+        """What each replica takes of a full batch; where all meet at once, 0 for those that have no more data."""
+        assert self.averager is not None
+        samples = self.view.per_replica(self._share.samples_per_rank())
+        if not self.averager.facts.lockstep:
+            return samples
+        left = [0 if self._share.ended[ranks[0]] else n for ranks, n in zip(self.view.ranks, samples, strict=True)]
+        return left if any(left) else samples
+
+    def context(self, epoch_ends: bool) -> StepContext:
+        """What all ranks know alike about the latest optimizer step."""
+        samples = self.samples_per_replica()
+        return StepContext(self.windows, epoch_ends, samples, self.losses.mean_over_ranks, self._metric)
+
+    # -- a window ----------------------------------------------------------------------------------
+
+    def before_window(self) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`.
+
+        Raises:
+            UnsupportedError: parameters have become trainable, or frozen, in mid-epoch.
+        """
+        if self._open or self.averager is None:
+            return
+        self._open = True
+        if not self.averages:
+            return
+        if changed := self.averager.replica.changed():
+            raise UnsupportedError(in_mid_epoch(changed))
+        with self._share.timer.waiting(exchange=True), explained(self):
+            self.averager.before_step(self.context(epoch_ends=False))
+
+    def regrow(self) -> bool:
+        """Between two windows, go on with the parameters that are trainable now; whether these have changed.
+
+        Collective.
+
+        Raises:
+            DisagreementError: on every rank: they are not the same ones everywhere.
+            UnsupportedError: on every rank: the averager cannot go on.
+        """
+        assert self.averager is not None
+        with self._share.timer.waiting(exchange=True):
+            changed = self.averager.replica.changed()
+            check_equal(CHANGED, {name: "trainable" if on else "frozen" for name, on in changed.items()})
+            if not changed:
+                return False
+            if self.averages and not self.averager.facts.regrows:
+                raise UnsupportedError(cannot_regrow(type(self.averager).__name__, changed))
+            self.averager.replica.share([name for name, trainable in changed.items() if trainable])
+            with explained(self):
+                regrow(self.averager, self.context(epoch_ends=False), self._optimizers)
+        return True
+
+    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`.
+
+        Ranks report where replicas meet anyway: elsewhere the fast ones would have to wait.
+        """
+        self._due, self._epoch_ends = False, epoch_ends
+        if window_ends and self.averager is not None:
+            self._due = self.averager.due(self.context(epoch_ends)._replace(step=self.windows + 1))
+        return batch % self._report_every == 0 if self.view.count == 1 else self._due
+
+    def take_loss(self, loss: Tensor) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        self.losses.take(loss, self._share.current().samples, self.windows)
+
+    def window_ended(self) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        self.windows += 1
+        self._open = False
+
+    def exchange(self) -> Outcome | None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        assert self.averager is not None
+        if not self.averages:
+            return None
+        with self._share.timer.waiting(exchange=True), explained(self):
+            outcome = self.averager.after_step(self.context(self._epoch_ends))
+        self.meetings += self._due
+        self._looks.exchanges += outcome is not None and outcome.exchanged
+        return outcome
+
+    def met(self) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        if self.averages and self._due and self.averager is not None and self.averager.facts.blocking:
+            self._share.listen()  # all are here now
+
+    # -- the consensus -----------------------------------------------------------------------------
+
+    def consensus(self, sanity_check: bool = False) -> list[Tensor]:
+        """The values to evaluate and to save (collective). In a ``sanity_check`` training has not begun."""
+        assert self.averager is not None
+        with explained(self):
+            values = self.averager.consensus(self.context(epoch_ends=False))
+        if not sanity_check:
+            self.looked()
+        return values
+
+    def common_start(self) -> list[Tensor]:
+        """The values from which all replicas go on together when others join (collective)."""
+        assert self.averager is not None
+        with explained(self):
+            return self.averager.common_start(self.context(epoch_ends=False))
+
+    def looked(self) -> None:
+        """Somebody looks at the mean of the replicas without :meth:`consensus`."""
+        assert self.averager is not None
+        self._looks.look(self.windows, self.averager.facts.between)
+
+    def look(self, sanity_check: bool) -> list[Tensor] | None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        return self.consensus(sanity_check) if self.averages and self._own is None else None
+
+    def hold(self, values: list[Tensor] | None) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        if values is not None:
+            assert self.averager is not None
+            self._own = self.averager.replica.pack()
+            self.averager.replica.unpack(values)
+
+    def release(self) -> None:
+        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        if self.averager is not None and self._own is not None:
+            self.averager.replica.unpack(self._own)
+            self._own = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the model holds the consensus."""
+        return self._own is not None
+
+    def own_values(self, flat: Callable[..., Tensor] | None = None) -> list[Tensor]:
+        """This replica's own values, whatever the model holds; for ``flat`` see :meth:`Replica.pack`."""
+        assert self.averager is not None
+        return self.averager.replica.pack(flat=flat) if self._own is None else self._own
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(
+        self, optimizers: Sequence[Optimizer], precision: dict[str, Any], flat: Callable[..., Tensor] | None = None
+    ) -> dict[str, Any] | None:
+        """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only."""
+        rest = beside_values(self, optimizers, precision)
+        values = self.own_values(flat)  # on all ranks: those of a replica make their buffers alike first
+        return {"values": [value.cpu() for value in values], **rest} if self.view.leads else None
+
+    def common_state(self) -> dict[str, Any]:
+        """What is alike on all replicas, for :meth:`Averager.load_common` (collective)."""
+        assert self.averager is not None
+        with explained(self):
+            state = self.averager.state_dict()
+        return {name: state[name] for name in self.averager.common}
+
+    def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Continue from :meth:`state_dict`, and this rank's losses by that name."""
+        assert self.averager is not None
+        self.averager.replica.unpack(of_layout(state["values"], self.averager.replica.layout))
+        self.averager.replica.keep(state["kept"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer_states.restore(optimizer, saved)
+        self.averager.load_state_dict(state["algorithm"])
+        self.losses.load_state_dict(state["losses"])
+        self.resume(int(state["windows"]))
+
+
+class Engine(Protocol):
+    """What a strategy asks about replicas. A window is an optimizer step with all the batches that it takes in."""
+
+    def before_window(self) -> None:
+        """A window is about to begin: before its first forward pass. Asked again within a window it does nothing."""
+
+    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
+        """Whether the ranks exchange reports after this batch; to be asked once per batch, alike on all ranks.
+
+        Args:
+            batch: batches done, this one included.
+            window_ends: whether an optimizer has stepped after it.
+            epoch_ends: whether it is the last of its epoch.
+        """
+
+    def take_loss(self, loss: Tensor) -> None:
+        """Take in the loss of a batch, the mean over its samples."""
+
+    windows: int  # optimizer steps since the start of the fit
+    meetings: int  # exchanges between replicas that this one has completed, since its ranks have met
+
+    def window_ended(self) -> None:
+        """The optimizer has stepped; after :meth:`due`."""
+
+    def exchange(self) -> Outcome | None:
+        """What follows between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
+
+    def met(self) -> None:
+        """The exchange is complete: where all replicas are here now, act on their reports."""
+
+    def look(self, sanity_check: bool) -> list[Tensor] | None:
+        """The values to validate; ``None``: those of the model (collective).
+
+        Args:
+            sanity_check: whether this is the sanity check, before training.
+        """
+
+    def hold(self, values: list[Tensor] | None) -> None:
+        """Let the model hold what :meth:`look` has returned, until :meth:`release`."""
+
+    def release(self) -> None:
+        """Let the model hold this replica's own values again."""
+
+    def close(self) -> None:
+        """Let go of what the fit held; local, idempotent, also after an error."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all replicas exchange after the same steps."""
+
+    def go_on(self, former: Any, kept: Sequence[int], missed: bool, run: Run) -> None:
+        """Go on in the midst of a fit, among the replicas that remain (collective over them).
+
+        Args:
+            former: what went on until now.
+            kept: of each replica that remains, its index before.
+            missed: whether the others have completed an exchange in which this replica lost its connections.
+            run: what is known of the job and the fit now.
+        """
+
+    def abandon(self) -> None:
+        """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
+
+    def take_over(self, former: Any) -> None:
+        """Go on where another one of this kind has stopped, which was made from an earlier view, between two fits."""
+
+
+class SingleReplica:
+    """The engine of strategies with one replica, in which there is nothing to do between replicas.
+
+    Args:
+        report_every: batches from one exchange of reports to the next.
+    """
+
+    def __init__(self, report_every: int) -> None:
+        self._report_every = report_every
+        self.windows = self.meetings = 0
+
+    def before_window(self) -> None:
+        """See :class:`Engine`."""
+
+    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
+        """See :class:`Engine`."""
+        return batch % self._report_every == 0
+
+    def take_loss(self, loss: Tensor) -> None:
+        """See :class:`Engine`."""
+
+    def window_ended(self) -> None:
+        """See :class:`Engine`."""
+        self.windows += 1
+
+    def exchange(self) -> Outcome | None:
+        """See :class:`Engine`."""
+        return None
+
+    def met(self) -> None:
+        """See :class:`Engine`."""
+
+    def look(self, sanity_check: bool) -> list[Tensor] | None:
+        """See :class:`Engine`."""
+        return None
+
+    def hold(self, values: list[Tensor] | None) -> None:
+        """See :class:`Engine`."""
+
+    def release(self) -> None:
+        """See :class:`Engine`."""
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+
+    lockstep = True
+
+    def go_on(self, former: "SingleReplica", kept: Sequence[int], missed: bool, run: Run) -> None:
+        """See :class:`Engine`."""
+
+    def abandon(self) -> None:
+        """See :class:`Engine`."""
+
+    def take_over(self, former: "SingleReplica") -> None:
+        """See :class:`Engine`."""
+        self.windows = former.windows

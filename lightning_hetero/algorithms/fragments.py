@@ -1,0 +1,417 @@
+"""Fragments: the parts of a model that replicas exchange one after another."""
+
+import logging
+import math
+import time
+from abc import abstractmethod
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
+from lightning_hetero.algorithms.center import CenteredAverager, check_patterns
+from lightning_hetero.algorithms.schedules import Pace, Rhythm
+from lightning_hetero.checks import at_least_one, is_number
+from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange
+from lightning_hetero.comm.compression import Feedback
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.vectors import Replica
+
+Fragments = int | Literal["blocks"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Cuts a model into fragments along its modules, in their order.
+
+    Args:
+        fragments: how many, of sizes as equal as modules allow; or ``"blocks"``: one for each of the model's repeated
+            blocks, such as the layers of a transformer. What comes before the first block goes with it, and what comes
+            after a block with that.
+
+    Raises:
+        ConfigurationError: neither a number of at least 1 nor ``"blocks"``.
+    """
+
+    fragments: Fragments
+
+    def __post_init__(self) -> None:
+        if self.fragments != "blocks" and (type(self.fragments) is not int or self.fragments < 1):
+            raise ConfigurationError(
+                f"fragments={self.fragments!r} must be a whole number of at least 1 (1: the whole model), or 'blocks'."
+            )
+
+    def __call__(self, module: nn.Module, sizes: Mapping[str, int]) -> Callable[[str], int]:
+        """Cut a model.
+
+        Args:
+            module: the model.
+            sizes: of the parameters that are exchanged, by name.
+
+        Returns:
+            A function that gives the number of the fragment of a parameter or buffer, by its name.
+
+        Raises:
+            ConfigurationError: the model has fewer modules, or no blocks.
+        """
+        order = {name: i for i, (name, _) in enumerate(module.named_modules())}
+        starts = self._blocks(module, sizes) if self.fragments == "blocks" else self._equal(self.fragments, sizes)
+        firsts = sorted(order[name] for name in starts)[1:]
+        return lambda name: bisect_right(firsts, order[owner(name)])
+
+    @staticmethod
+    def _equal(count: int, sizes: Mapping[str, int]) -> list[str]:
+        modules: dict[str, int] = defaultdict(int)
+        for name, size in sizes.items():
+            modules[owner(name)] += size
+        if len(modules) < count:
+            raise ConfigurationError(
+                f"fragments={count}: the model has {len(modules)} modules with parameters that replicas exchange, and "
+                f"a fragment is at least one of these. Use fragments={max(len(modules), 1)} or less."
+            )
+        return [list(modules)[i] for i in equal_runs(list(modules.values()), count)]
+
+    @staticmethod
+    def _blocks(module: nn.Module, sizes: Mapping[str, int]) -> list[str]:
+        within: dict[str, int] = defaultdict(int)  # parameters in a module and its children
+        for name, size in sizes.items():
+            while name:
+                name = owner(name)
+                within[name] += size
+        best: list[str] = []
+        for path, parent in module.named_modules():
+            alike: dict[type, list[str]] = defaultdict(list)
+            for name, child in parent.named_children():
+                if within[whole := f"{path}.{name}" if path else name]:
+                    alike[type(child)].append(whole)
+            for blocks in alike.values():
+                if len(blocks) > 1 and sum(map(within.get, blocks)) > sum(map(within.get, best)):  # type: ignore[arg-type]
+                    best = blocks
+        if not best:
+            raise ConfigurationError(
+                "fragments='blocks': no module of the model has two children of the same class with parameters that "
+                "replicas exchange. Give a number of fragments."
+            )
+        return best
+
+
+def owner(name: str) -> str:
+    """The name of the module that has a parameter, buffer or module."""
+    return name.rpartition(".")[0]
+
+
+def equal_runs(sizes: Sequence[int], count: int) -> list[int]:
+    """Where contiguous runs begin whose largest sum is as small as it can be.
+
+    Args:
+        sizes: of the items, at least as many as runs.
+        count: number of runs; none is empty.
+    """
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(sizes, count, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return _filled(sizes, count, low)
+
+
+def _filled(sizes: Sequence[int], count: int, limit: int) -> list[int]:
+    """Fill one run after another up to a limit, but leave an item for each of the runs."""
+    starts, held = [0], 0
+    for i, size in enumerate(sizes):
+        scarce = len(sizes) - i == count - len(starts)
+        if i and (held + size > limit or scarce):
+            starts.append(i)
+            held = 0
+        held += size
+    return starts
+
+
+@dataclass
+class Fragment:
+    """A part of the model in the midst of a fit.
+
+    Attributes:
+        replica: this rank's values of it.
+        center: its part of the center, in the center's own memory.
+        snapshot: memory for what is sent.
+        mean: memory for what arrives.
+        feedback: what low-bit messages of it have left out, if there are any.
+        lasted: how long its latest exchange lasted, in steps of this replica; NaN before.
+        distance: of the replicas from the center, at its latest exchange; NaN before.
+    """
+
+    replica: Replica
+    center: list[Tensor]
+    snapshot: list[Tensor]
+    mean: list[Tensor]
+    feedback: Feedback | None
+    lasted: float = math.nan
+    distance: float = math.nan
+
+
+class Pending(NamedTuple):
+    """An exchange that has begun, and has not been mixed in yet.
+
+    Attributes:
+        step: optimizer step after which it began.
+        average: what the exchange brings, or has brought.
+    """
+
+    step: int
+    average: Exchange | Average
+
+
+log = logging.getLogger("lightning_hetero")
+
+
+class StreamingAverager(LowBitAverager, CenteredAverager):
+    """Fragment p of P exchanges after the steps t with ``t mod tau = p tau / P``; each moves a center of its own.
+
+    With the whole model as one fragment, no delay and ``blend=1`` all replicas meet every tau steps.
+
+    Attributes:
+        tau: steps from one exchange of a fragment to its next; ``"auto"``: as few as their measured cost allows.
+        tau_max: the largest tau that is chosen then.
+        fragments: how many, or ``"blocks"``.
+        delay: steps for which an exchange may last, in the background; 0: all wait for it.
+        blend: the part of the way that replicas go to the center when an exchange has arrived.
+    """
+
+    tau: int | Literal["auto"]  # type: ignore[assignment]
+    tau_max: int
+    fragments: Fragments
+    delay: int
+    blend: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._cut = Cut(self.fragments)
+        name, longest = ("tau_max", self.tau_max) if self.tau == "auto" else ("tau", self.tau)
+        if type(self.delay) is not int or not 0 <= self.delay < longest:
+            raise ConfigurationError(
+                f"delay={self.delay!r} must be a whole number of optimizer steps, at least 0 (blocking) and less than "
+                f"{name}={longest}: an exchange of a fragment must be over before its next one begins."
+            )
+        if not is_number(self.blend) or not 0 < self.blend <= 1:
+            raise ConfigurationError(
+                f"blend={self.blend!r} must be above 0 and at most 1: the part of the way that replicas go to the "
+                "center when an exchange has arrived."
+            )
+        if self.delay:
+            self.facts = replace(type(self).facts, blocking=False)  # type: ignore[misc]
+
+    @override
+    def check_tau(self) -> None:
+        at_least_one("tau_max", self.tau_max)
+        if self.tau != "auto":
+            at_least_one("tau", self.tau, ", or 'auto'")
+
+    @override
+    def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
+        cut = None if self.fragments == 1 else self._cut
+        replica = Replica(module, settle, self.exclude, cut=cut)
+        check_patterns(self.exclude, replica.names)
+        return replica
+
+    @override
+    def prepare(self) -> Outcome | None:
+        super().prepare()
+        self._since = 0  # steps since a fragment has last moved
+        self._quiet = 0  # step up to which no exchange begins, since a replica was lost
+        self._sent: dict[int, Pending] = {}  # by fragment, in the order of their beginning
+        self.feedback = self.residuals(self.center)
+        self._parts = [self._part(vectors) for vectors in self.replica.fragments]
+        self._moves = [0] * len(self._parts)  # of each fragment, how often it has moved
+        self._rhythm = Rhythm(self.tau, self.delay, self.tau_max, len(self._parts))
+        self._pace = Pace()
+        if self.delay:
+            self.links.prepare()
+        return None
+
+    def _part(self, vectors: slice) -> Fragment:
+        center = self.center[vectors]
+        snapshot = [torch.empty_like(flat) for flat in self._packed[vectors]]
+        mean = [torch.empty_like(old) for old in center]
+        feedback = None if self.feedback is None else self.feedback.part(vectors)
+        return Fragment(self.replica.part(vectors), center, snapshot, mean, feedback)
+
+    @property
+    def center(self) -> list[Tensor]:
+        """``c``, which every rank keeps up to date."""
+        return self.known
+
+    @property
+    @override
+    def leads(self) -> bool:
+        return self._since == 0 and self.blend == 1 and len(self._parts) == 1  # all replicas are where the center is
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def beginning(self, step: int) -> list[int]:
+        """The fragments with an exchange that begins after a step."""
+        return self._rhythm.beginning(step) if step > self._quiet else []
+
+    def _arriving(self, step: int) -> list[int]:
+        return [p for p, pending in self._sent.items() if step - pending.step >= self.delay]
+
+    @override
+    def due(self, context: StepContext) -> bool:
+        # By the step alone: what is under way differs between replicas that are steps apart when another one is lost.
+        return context.step > self.delay and bool(self._rhythm.beginning(context.step - self.delay))
+
+    @override
+    def after_step(self, context: StepContext) -> Outcome | None:
+        self._pace.pause()
+        self._since += 1
+        arriving = self._arriving(context.step)
+        self._arrive(arriving)
+        told = self._rhythm.settle(context.step)
+        beginning = self.beginning(context.step)
+        self._arrive([p for p in beginning if p in self._sent])  # tau has become shorter
+        for p in beginning:
+            self._begin(p, context)
+        if not self.delay:
+            self._arrive(arriving := beginning)
+        self._pace.resume()
+        return Outcome(exchanged=bool(arriving), info=told) if arriving or told else None
+
+    def _begin(self, p: int, context: StepContext) -> None:
+        part = self._parts[p]
+        part.snapshot = part.replica.pack(part.snapshot)
+        weights, feedback = context.samples_per_replica, part.feedback
+        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.lasted)
+        if self.delay:
+            self._sent[p] = Pending(context.step, self.links.begin(own, part.mean, want="difference"))
+            return
+        began = time.perf_counter()
+        self._sent[p] = Pending(context.step, self.links.exchange(own, part.mean, want="difference"))
+        self._measured(part, time.perf_counter() - began)
+
+    def _measured(self, part: Fragment, seconds: float) -> None:
+        self._pace.exchanged(seconds)
+        part.lasted = self._pace.lasted
+
+    def _result(self, p: int) -> Average:
+        """Wait for an exchange, but do not mix it in."""
+        pending = self._sent[p]
+        if isinstance(exchange := pending.average, Exchange):
+            self._sent[p] = pending = pending._replace(average=exchange.result())
+            self._measured(self._parts[p], exchange.seconds)
+        assert isinstance(pending.average, Average)
+        return pending.average
+
+    def _arrive(self, fragments: Sequence[int]) -> None:
+        """Let fragments move: all of them, or none if a replica is lost."""
+        for p in fragments:
+            self._result(p)
+        for p in fragments:
+            self._move(p)
+
+    def _move(self, p: int) -> None:
+        """Let a fragment's center move, and its values follow."""
+        average, part = self._result(p), self._parts[p]
+        del self._sent[p]
+        self._rhythm.measured(p, average.payloads)
+        part.distance = average.displacement  # RMS over the replicas
+        self._distance = math.hypot(*(each.distance for each in self._parts if not math.isnan(each.distance)))
+        self.move(p, average.difference)
+        self._follow(part)
+        if not average.healthy[self.links.index]:
+            self.begin_again(self.center)
+        self._moves[p] += 1
+        self._moved, self._since = True, 0
+
+    def _follow(self, part: Fragment) -> None:
+        if self.blend == 1:
+            part.replica.unpack(part.center)
+        else:
+            part.replica.approach(part.center, self.blend)
+
+    @abstractmethod
+    def move(self, p: int, difference: list[Tensor]) -> None:
+        """Move a fragment's center.
+
+        Args:
+            p: number of the fragment.
+            difference: the replicas' mean minus the center, as vectors that may be overwritten.
+        """
+
+    # -- what others see ---------------------------------------------------------------------------
+
+    @override
+    def complete(self, context: StepContext) -> None:
+        self._arrive(list(self._sent))
+
+    @override
+    def finish(self, context: StepContext) -> Outcome | None:
+        self.complete(context)
+        return super().finish(context)
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {**super().status(step), **({"tau": self._rhythm.tau} if self._rhythm.auto else {})}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        pending = []
+        for p in list(self._sent):
+            average = self._result(p)._asdict()
+            pending.append({"fragment": p, "step": self._sent[p].step, "average": average})
+        rhythm = self._rhythm.state_dict()
+        return {**super().state_dict(), "since": self._since, "pending": pending, "rhythm": rhythm}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._since = state["since"]
+        self._rhythm.load_state_dict(state["rhythm"])
+        self._sent = {each["fragment"]: Pending(each["step"], Average(**each["average"])) for each in state["pending"]}
+
+    # -- replicas that are lost --------------------------------------------------------------------
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        self._before, dropped = self._moves, list(self._sent)
+        self._sent = {}
+        return {**super().remains(kept), "moves": self._moves, "dropped": dropped}
+
+    @override
+    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+        super().go_on(state, context)
+        self._catch_up(state["moves"])
+        everyone = self.links.gather((sum(self._moves), context.step, state["dropped"]))
+        ahead = everyone.index(max(everyone, key=lambda one: one[:2]))
+        if len({moves for moves, *_ in everyone}) > 1 or self._rhythm.auto:
+            state = of_rank(state, ahead)
+            self.load_state_dict(state)
+            self._catch_up(state["moves"])
+        self._since = max(self._since, 1)  # replicas may be steps apart
+        if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
+            self._quiet = max(step for _, step, _ in everyone)
+        dropped = sorted({p for *_, theirs in everyone for p in theirs})
+        if dropped and self.links.index == 0 and self.links.leads:
+            log.warning(
+                f"Replicas were lost while exchanges of fragments {dropped} were under way. These are dropped; their "
+                "next exchanges take in what replicas have done since."
+            )
+
+    def _catch_up(self, moves: Sequence[int]) -> None:
+        """Let this replica's values follow what has moved without them; the centers are loaded."""
+        for part, now, before in zip(self._parts, moves, self._before, strict=True):
+            if now > before:
+                self._follow(part)
+        self._moves = self._before = list(moves)
+
+    @override
+    def missed_exchange(self, context: StepContext) -> None:
+        """Nothing: :meth:`go_on` lets replicas follow what has moved without them."""

@@ -1,0 +1,155 @@
+"""NoLoCo: an outer optimizer without an all-reduce; replicas take outer steps in random pairs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.algorithms.base import Outcome, StepContext
+from lightning_hetero.algorithms.gossip import PairAverager
+from lightning_hetero.algorithms.topologies import random_matching, sends
+from lightning_hetero.checks import at_least_one, is_number
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.replicas.vectors import Regrowth
+
+
+class _Rates(NamedTuple):
+    """The coefficients of the outer step: ``alpha``, ``beta`` and ``gamma`` of the paper."""
+
+    momentum: float
+    lr: float
+    pull: float
+
+
+@dataclass
+class NoLoCoAverager(PairAverager):
+    """Replicas train apart for tau steps, then take an outer step in random pairs; nobody waits for all.
+
+    Every replica has slow weights ``phi``, and fast weights ``x``, which it trains. With ``g = phi - x``, what the
+    local steps have done, and the mean over the two members of the pair, weighted by samples::
+
+        delta <- alpha delta - beta mean(g) - gamma (phi - mean(phi))
+        phi   <- phi + delta;  x <- phi
+
+    One vector of the model's size travels each way: ``u = gamma phi - beta g`` is all that the other needs to know,
+    since ``delta_i = alpha delta_i - beta g_i + w_j (u_j - u_i)``. A replica without a partner in a round, or one that
+    misses it, takes the step alone. Buffers, which have no gradients, take the mean of the pair.
+
+    The mean of all replicas is validated, saved and left at the end.
+
+    Source: NoLoCo, Kolehmainen et al. 2025 (arXiv:2506.10911), with groups of two. The authors' code
+    (github.com/jkolehm/noloco) takes ``gamma = beta``.
+
+    Args:
+        tau: optimizer steps from one outer step to the next.
+        outer_lr: beta: learning rate of the outer step.
+        outer_momentum: alpha: its momentum.
+        gamma: how strongly the slow weights of a pair are pulled to their mean; above 0 and below
+            ``2 (1 - outer_momentum ** 2)``, beyond which many replicas drift apart.
+        wire: number format of what travels: ``"fp32"``, ``"bf16"`` or ``"fp16"``; differences from the initial values
+            travel.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+
+    Attributes:
+        slow: ``phi``, as vectors on the CPU, in fp32 or wider.
+        velocity: ``delta``, of the latest outer step.
+    """
+
+    facts = replace(PairAverager.facts, needs_others=False, fresh_start="its slow weights")
+    state = ("slow", "velocity")
+
+    tau: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.5
+    gamma: float = 0.7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_one("tau", self.tau)
+        lr, momentum, gamma = self.outer_lr, self.outer_momentum, self.gamma
+        if not (is_number(lr) and is_number(momentum)) or lr <= 0 or not 0 <= momentum < 1:
+            raise ConfigurationError(
+                f"outer_lr={lr!r}, outer_momentum={momentum!r}: the first must be above 0, the second at least 0 and "
+                "below 1."
+            )
+        bound = 2 * (1 - momentum**2)
+        if not is_number(gamma) or not 0 < gamma < bound:
+            raise ConfigurationError(
+                f"gamma={gamma!r} must be above 0 and below 2 (1 - outer_momentum^2) = {bound:g}: with 0 nothing keeps "
+                "replicas together, and beyond the bound many replicas swing past each other, further each time."
+            )
+
+    @override
+    def prepare(self) -> Outcome | None:
+        outcome = super().prepare()
+        self.slow = [origin.clone() for origin in self.reference]
+        self.velocity = [torch.zeros_like(origin) for origin in self.reference]
+        self._gradient = [torch.zeros_like(origin) for origin in self.reference]
+        return outcome
+
+    @property
+    @override
+    def fresh_values(self) -> list[Tensor]:
+        return self.slow
+
+    @override
+    def after_step(self, context: StepContext) -> Outcome | None:
+        if context.step % self.tau:
+            return None
+        round_number = context.step // self.tau
+        whom = sends(random_matching, range(self.links.count), round_number, self.seed)[self.links.index]
+        if whom:
+            self.offer(context, whom, round_number)
+            met = self.brought(self._endpoint.deadline)
+            if met is None:
+                self.miss(whom[0])
+        else:
+            met = None
+            self.lay_out(self._outgoing)
+        self._step(met)
+        return Outcome(exchanged=met is not None)
+
+    @override
+    def lay_out(self, out: Sequence[Tensor]) -> None:
+        """Write ``u`` where it is sent from, and keep ``g``.
+
+        Raises:
+            NotFiniteError: as for the base class.
+        """
+        for gradient, slow, value in zip(self._gradient, self.slow, self.pack(), strict=True):
+            torch.sub(slow, value.to("cpu", slow.dtype), out=gradient)
+        message = [slow - origin for slow, origin in zip(self.slow, self.reference, strict=True)]
+        for rates, part, gradient in self._by_kind(message, self._gradient):
+            part.mul_(rates.pull).sub_(gradient, alpha=rates.lr)
+        for place, value in zip(out, message, strict=True):
+            place.copy_(value)
+        self.check_wire(out)
+
+    def _step(self, met: tuple[list[Tensor], float] | None) -> None:
+        """The outer step, with the difference from the partner's ``u`` if there is any."""
+        for rates, velocity, gradient in self._by_kind(self.velocity, self._gradient):
+            velocity.mul_(rates.momentum).sub_(gradient, alpha=rates.lr)
+        if met is not None:
+            for velocity, away in zip(self.velocity, met[0], strict=True):
+                velocity.add_(away, alpha=met[1])
+        for slow, velocity in zip(self.slow, self.velocity, strict=True):
+            slow.add_(velocity)
+        self.replica.unpack(self.slow)
+
+    def _by_kind(self, one: Sequence[Tensor], other: Sequence[Tensor]) -> Iterator[tuple[_Rates, Tensor, Tensor]]:
+        """Parts of vectors, with their coefficients: buffers have no momentum, and meet at their mean."""
+        of_parameters = _Rates(self.outer_momentum, self.outer_lr, self.gamma)
+        kinds = of_parameters, _Rates(0.0, 1.0, 1.0)
+        for rates, ones, others in zip(kinds, self.replica.views(one), self.replica.views(other), strict=True):
+            for part, its in zip(ones, others, strict=True):
+                yield rates, part, its
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        carried = {"slow": growth.carry(state["slow"]), "velocity": growth.carry(state["velocity"], 0.0)}
+        return {**super().regrown(state, growth), **carried}

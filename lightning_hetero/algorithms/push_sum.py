@@ -1,0 +1,177 @@
+"""Push-sum gossip: each gives parts of what it has away, with as large a part of its weight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.algorithms.base import Averager, Outcome, StepContext
+from lightning_hetero.algorithms.gossip import PushAverager
+from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of, sends
+from lightning_hetero.checks import at_least_one
+from lightning_hetero.comm.gossip import Push
+from lightning_hetero.replicas.vectors import Regrowth
+
+_LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
+_MOST = 4.0  # times max(s, 1) that a step counts, for one with a low weight that hears from others
+
+
+@dataclass
+class PushSumAverager(PushAverager):
+    """Stochastic gradient push, with weights ``s`` by samples.
+
+    At first ``x = s z`` and ``w = s``, and in each round, with the ``s`` of the plan in force::
+
+        x <- x + s (z_after - z_before)       what the model ``z`` has learned since
+        x <- P x;  w <- P w                   P is column-stochastic: everyone keeps as large a part as it sends to each
+        z <- x / w
+
+    The weight travels with the values, and both are the sender's until the other has them. So the sums of ``x`` and
+    ``w``, over all replicas and what has come to them, are kept on directed and irregular graphs, too, and whatever is
+    late or lost; what comes late counts then.
+
+    A step moves the model by ``s / w`` times itself. In rounds that all keep up with, ``w`` tends to 1. But a replica
+    that lags behind, after it was frozen, could give again and again and get nothing, and its steps would be blown up.
+    So after a round in which nothing came, though others were to send, a replica is *alone*: until something comes it
+    gives nothing, and ``s / w`` counts as ``max(s, 1)`` at most; otherwise as ``4 max(s, 1)`` at most. Being alone it
+    sends pushes of weight 0, so that two who are alone hear from each other and go on.
+
+    Source: SGP, Assran et al. 2019, algorithm 1.
+
+    Args:
+        every_n_steps: optimizer steps from one round to the next.
+        topology: ``"one_peer_exponential"``, ``"exponential"``, ``"ring"``, ``"random"`` or ``"hypercube"``.
+
+    Attributes:
+        rule: the topology as a function.
+    """
+
+    every_n_steps: int = 1
+    topology: str = "one_peer_exponential"
+    rule: Rule = field(init=False, repr=False)
+    # Whether nothing came in the latest round in which something should have.
+    _alone: bool = field(default=False, init=False, repr=False)
+    # w; 0 before the first round, and where no samples were taken and nothing has come yet.
+    _weight: float = field(default=0.0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_one("every_n_steps", self.every_n_steps)
+        self.rule = rule_of(self.topology, DIRECTED, "push-sum")
+
+    @override
+    def prepare(self) -> Outcome | None:
+        self._x = [torch.zeros_like(origin) for origin in self.reference]
+        return super().prepare()
+
+    @override
+    def after_step(self, context: StepContext) -> None:
+        if context.step % self.every_n_steps == 0:
+            self._learn(self.pack(), context.samples_per_replica)
+            round_number = context.step // self.every_n_steps
+            to = sends(self.rule, range(self.links.count), round_number, self.seed)
+            self._give(to[self.links.index], round_number)
+            sources = [peer for peer, targets in to.items() if self.links.index in targets]
+            with self.receiving(round_number, sources) as pushes:
+                self._alone = bool(sources) and not pushes
+                for push in pushes:
+                    self._add(push.vectors, push.weight, 1)
+            self.replica.unpack(self._unbiased())
+
+    def _unbiased(self) -> list[Tensor]:
+        """``z``."""
+        return [x / self._weight for x in self._x] if self._weight else self._packed
+
+    def _learn(self, values: Sequence[Tensor], samples_per_replica: Sequence[int]) -> None:
+        """``x += s (z_after - z_before)``, where ``values`` are ``z_after``."""
+        z = [value.to("cpu", x.dtype) for value, x in zip(values, self._x, strict=True)]
+        s = samples_per_replica[self.links.index] * len(samples_per_replica) / sum(samples_per_replica)
+        if not self._weight:
+            self._weight = s
+            for x, value in zip(self._x, z, strict=True):
+                torch.mul(value, s, out=x)
+        else:
+            s = min(s, (1.0 if self._alone else _MOST) * max(s, 1.0) * self._weight)
+            for x, value in zip(self._x, z, strict=True):
+                x.add_(value - x / self._weight, alpha=s)
+
+    def _give(self, to: Sequence[int], round_number: int) -> None:
+        part = 0.0 if self._alone or self._weight < _LEAST else self._weight / (len(to) + 1)
+        for own, x, origin in zip(self._outgoing, self._x, self.reference, strict=True):
+            own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
+        self.check_wire(self._outgoing)
+        gone = [peer for peer in to if self.send(peer, round_number, part)]
+        for _ in gone:
+            self._add(self._outgoing, part, -1)
+
+    def _add(self, vectors: Sequence[Tensor], weight: float, sign: int) -> None:
+        if not weight:
+            return
+        for x, vector, origin in zip(self._x, vectors, self.reference, strict=True):
+            x.add_(vector.to(x.dtype), alpha=sign)
+            if self.wire != "fp32":
+                x.add_(origin, alpha=sign * weight)
+        self._weight += sign * weight
+
+    @override
+    def consensus(self, context: StepContext) -> list[Tensor]:
+        self.links.gather(None)  # nothing is on its way any more
+        kept = [x.clone() for x in self._x], self._weight
+        self._packed = self.replica.pack(self._packed)  # as it is: who is not finite is left out below, or an error
+        self._learn(self._packed, context.samples_per_replica)
+        for push in [] if self._transport is None else self._transport.waiting():
+            self._add(push.vectors, push.weight, 1)
+        weights = [weight for weight, leads in self.links.gather((self._weight, self.links.leads)) if leads]
+        mean = self.links.average(self._unbiased(), weights, self.reference).mean
+        self._x, self._weight = kept
+        return mean
+
+    @override
+    def finish(self, context: StepContext) -> Outcome | None:
+        self.replica.unpack(self.consensus(context))
+        self.report()
+        return None
+
+    @override
+    def complete(self, context: StepContext) -> None:
+        self.links.gather(None)  # nothing is on its way any more
+        self._learn(self.pack(), context.samples_per_replica)
+        with self.receiving(context.step // self.every_n_steps, ()) as pushes:
+            for push in pushes:
+                self._add(push.vectors, push.weight, 1)
+        self.replica.unpack(self._unbiased())
+
+    @override
+    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+        return {**super().regrown(state, growth), "x": growth.carry(state["x"], self._weight), "arrived": []}
+
+    @override
+    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+        arrived = [] if self._transport is None else self._transport.waiting()
+        for push in arrived:  # weight that was lost with a replica is lost, but not what has come
+            self._add(push.vectors, push.weight, 1)
+        return {**Averager.state_dict(self), "x": self._x, "weight": self._weight, "alone": False, "arrived": []}
+
+    @override
+    def status(self, step: int) -> dict[str, float | str]:
+        return {**super().status(step), "weight": self._weight}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self.links.gather(None)
+        arrived = [] if self._transport is None else self._transport.waiting()
+        pushes = [tuple(push) for push in arrived]
+        own = {"x": self._x, "weight": self._weight, "alone": self._alone, "arrived": pushes}
+        return {**super().state_dict(), **own}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for x, saved in zip(self._x, state["x"], strict=True):
+            x.copy_(saved)
+        self._weight, self._alone = state["weight"], state["alone"]
+        if self._transport is not None:
+            self._transport.put([Push(*push) for push in state["arrived"]])

@@ -1,1 +1,0 @@
-"""How replicas agree: the Averager protocol, and one file per algorithm."""

@@ -1,0 +1,1 @@
+"""Shares of a batch: cost model, planner, samplers, streams, timer, sample accounting."""

@@ -1,0 +1,882 @@
+"""This rank's part of the work: what it draws, how much it weighs, how long it takes, and what the others are told."""
+
+import hashlib
+import json
+import math
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed import Store
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric, MetricCollection
+
+from lightning_hetero.batching.agreement import (
+    Decision,
+    Leader,
+    Member,
+    Proposal,
+    message_of,
+    plan_as_row,
+    plan_of_row,
+    text_of,
+)
+from lightning_hetero.batching.cost import CostModel, Evidence
+from lightning_hetero.batching.planner import Plan, Planner, Regrouping, Report
+from lightning_hetero.batching.preserved import Kept
+from lightning_hetero.batching.sampler import Drawn
+from lightning_hetero.batching.shares import Cost, Curve
+from lightning_hetero.batching.streams import Tally
+from lightning_hetero.batching.timer import Lap, StepTimer
+from lightning_hetero.comm.agreement import AsyncAllGather, gather
+from lightning_hetero.comm.failures import collective, deadline
+from lightning_hetero.comm.job import Job
+from lightning_hetero.comm.progress import Count, Progress
+from lightning_hetero.comm.threads import THREADS, close_at_exit
+from lightning_hetero.comm.topology import widest
+from lightning_hetero.errors import CommunicationError, DataError, UnsupportedError
+from lightning_hetero.replicas.optimizer_states import check_settings, number_of
+from lightning_hetero.sections import FORMAT, KEY, part_of
+
+
+class Draws(Protocol):
+    """Where this rank's parts of the batches come from: its dataloaders."""
+
+    def sources(self) -> Sequence[Any]:
+        """One source per loader; none if the loaders have not been set up here."""
+
+    def next_step(self) -> int:
+        """The first step that this rank has not drawn yet."""
+
+    def take(self) -> Drawn:
+        """What was drawn for the batch that is about to be trained on."""
+
+    def ended(self) -> bool:
+        """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
+
+    own_sizes: list[int]  # of each rank's batches, where its own loader sizes them; 0: not known
+    sizes: "GlobalSizes"  # samples in a step of all ranks
+
+
+class Workshare:
+    """Counts and times every training batch, from the moment it is drawn until its report is sent.
+
+    A batch goes through :meth:`begin`, perhaps :meth:`weigh`, then :meth:`weights`, and :meth:`end`.
+
+    Args:
+        planner: the agreed plans.
+        timer: this rank's stopwatch.
+        loaders: where batches come from.
+        replica: the ranks that average gradients with this one, itself among them.
+        group: gives their process group for small CPU tensors; ``None``: this rank is alone.
+        gathering: gathers the reports of all ranks.
+        defers_reports: act on reports when the next ones are due, rather than at the next batch, for which all ranks
+            would wait.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        timer: StepTimer,
+        loaders: Draws,
+        replica: tuple[int, ...],
+        group: Callable[[], dist.ProcessGroup | None],
+        gathering: AsyncAllGather,
+        defers_reports: bool = False,
+    ) -> None:
+        self.planner, self.timer, self.loaders = planner, timer, loaders
+        self.replica, self._group, self._gathering = replica, group, gathering
+        self._defers, self._owes = defers_reports, False  # a report of the step that has ended
+        self.cost, self.evidence = CostModel(), Evidence()
+        self.step = self.met = 0  # batches done, the same on every rank; after which all have met last, to report
+        self.reports: list[Report] = []  # of all ranks, the latest ones
+        self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
+        self._row, self._quiet = list[float](), 0  # that report; the step up to which there is none, after a loss
+        self._told = self._told_too_slow = False  # that a rank's times bend down; that the job is faster without one
+        self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
+        self._fresh_pass = False  # an epoch's first batch has just been drawn
+        self.drawn: Drawn | None = None  # of the running step, None between steps
+        self._laps: list[Lap] = []  # since the last report
+        self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
+        self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
+        self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
+        self._settings: dict[str, float] = {}  # when the latest report was made
+        self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
+
+    def take_over(self, former: "Workshare", regrouping: Regrouping | None = None) -> None:
+        """Go on where another one has stopped, which was made from an earlier view.
+
+        Args:
+            former: the other one.
+            regrouping: in the midst of a fit: which ranks remain (collective over them then).
+        """
+        self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
+        self._told, self._told_too_slow = former._told, former._told_too_slow
+        self._owes, self.launched = former._owes, former.launched
+        if regrouping is not None:  # in the midst of a step, perhaps
+            kept = regrouping.kept
+            self.reports = [former.reports[rank] for rank in kept] if former.reports else []
+            self.ended, self._laps, self.met = [former.ended[rank] for rank in kept], former._laps, former.met
+            self.drawn, self._fresh_pass = former.drawn and former.drawn.among(kept, self.replica), former._fresh_pass
+            if self._defers:  # replicas may be steps apart: the next reports are of a step that none has done
+                self.launched, self._owes, self._quiet = regrouping.reports, False, regrouping.start
+            elif former.launched > regrouping.reports:  # the others will send theirs, or do so now
+                self._row, self._reported_at = former._row, former._reported_at
+                self._gathering.launch(self._row)
+
+    @property
+    def heard(self) -> int:
+        """How many times this rank has acted on the reports of all."""
+        return self.launched - self._gathering.in_flight
+
+    def forget(self) -> None:
+        """Drop the reports that are on their way: a rank was lost."""
+        self._gathering.forget()
+
+    def assume(self, cost: Cost | Curve, samples: int) -> None:
+        """Go on from what a checkpoint knows of this rank's time, when it last had so many samples."""
+        if isinstance(cost, Curve):
+            self.evidence.shape.assume(cost)
+            cost = Cost(cost.fixed, (cost.seconds(samples) - cost.fixed) / samples)
+        self.cost.assume(cost, samples)
+
+    def begin_pass(self) -> None:
+        """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
+        self.listen()  # or the next plan could begin at a step that is drawn now
+        self._fresh_pass = True
+        self.ended = [False] * self.planner.world
+
+    def begin(self) -> None:
+        """A training batch has arrived.
+
+        Raises:
+            DataError: its dataloader is not one that has been set up here.
+        """
+        if self._fresh_pass:  # starting workers and the like is not what a batch costs
+            self._fresh_pass = False
+            self.timer.restart()
+        if not self._defers:
+            self.listen()
+        if not self.loaders.sources():
+            raise DataError(
+                "the training dataloader was replaced after the Trainer had set it up, so that the weights of its "
+                "batches are unknown. Pass the final one to `fit`, or return it from `train_dataloader`."
+            )
+        if self.agreement is not None:
+            self.agreement.before_batch()
+        self.drawn = self.loaders.take()
+
+    def current(self) -> Drawn:
+        """What was drawn for the running step.
+
+        Raises:
+            UnsupportedError: there is none.
+        """
+        if self.drawn is None:
+            raise UnsupportedError(
+                "a backward pass outside of `training_step`: without a batch there is no number of samples by which "
+                "this rank's gradients could be weighed. Move it into `training_step`; or, for gradients that are not "
+                "to be averaged between ranks, call `loss.backward()` on a model that is not wrapped."
+            )
+        return self.drawn
+
+    def end(self, report: bool) -> None:
+        """This rank has done its work on the batch.
+
+        Args:
+            report: whether the ranks exchange reports after this step; the same on all.
+        """
+        if self.drawn is None:
+            return
+        for lap in self.timer.lap(max(int(self.drawn.samples), 1), padding=not self.drawn.samples):
+            self.cost.observe(lap.samples, lap.work)
+            if self.cost.warm:
+                self.evidence.observe(lap, self.cost.cost)
+                self._laps.append(lap)
+            for watcher in self.watchers:
+                watcher(lap)
+        self.drawn, self._weighing = None, None
+        self.step += 1
+        if self.agreement is not None:
+            self.agreement.after_batch()
+        self._owes = report and self.step > self._quiet
+        self.tell()
+
+    def tell(self) -> None:
+        """Send the report of the step that has ended, if it is due and a loss has kept this rank from that."""
+        if self._owes:
+            self.listen()
+            self._row, self._reported_at = self.report(taken=self.agreement is None).row, self.step
+            self._gathering.launch(self._row)
+            self.launched, self._owes = self.launched + 1, False
+
+    def listen(self) -> None:
+        """Act on the reports that are on their way, if any; on all ranks at the same step."""
+        if not self._gathering.in_flight:
+            return
+        with self.timer.waiting():
+            self.reports, self.met = [Report.of_row(row) for row in self._gathering.collect()], self._reported_at
+        if len({self.reports[rank].settings for rank in self.replica}) > 1:
+            everyone = len(self.replica) == self.planner.world
+            check_settings(self._settings, self.met, None if everyone else self._group())
+        if not all(ended := [bool(report.ended) for report in self.reports]):
+            self.ended = ended
+        self._say_where_times_bend_down()
+        if self.agreement is not None:
+            return
+        # Since the reports were sent every rank has drawn a batch for each step, and one more.
+        drawn_since = self.step - self._reported_at + 1
+        self.planner.update(self.step, [report._replace(drawn=report.drawn + drawn_since) for report in self.reports])
+        self.say_who_is_too_slow()
+
+    def say_who_is_too_slow(self) -> None:
+        """Log once, on rank 0, without which ranks the job would be faster, if the planner has found some."""
+        if self.planner.too_slow is not None and not self._told_too_slow:
+            self._told_too_slow = True
+            rank_zero_info(str(self.planner.too_slow))
+
+    def _say_where_times_bend_down(self) -> None:
+        """Say once on every rank that shares go by a curve that is below some rank's times."""
+        bumps = [(rank, report) for rank, report in enumerate(self.reports) if report.bump]
+        if self._told or not bumps:
+            return
+        self._told = True
+        (rank, report), n = bumps[0], round(bumps[0][1].bump)
+        warnings.warn(
+            f"Rank {rank} takes {1e3 * report.bump_seconds:.3g} ms for {n} samples, more than its times for fewer and "
+            f"for more samples suggest ({1e3 * report.cost.seconds(n):.3g} ms): somewhere they bend down, as on a "
+            "device that works in steps. Measured shares go by the best convex curve below its times, so they may miss "
+            "the best split by a step. If that matters, give shares that fit the device: `balance=[...]`.",
+            stacklevel=2,
+        )
+
+    def samples_per_rank(self) -> Sequence[int]:
+        """What each rank takes of a full batch: by the plan in force, or by its own loader; 1 each where nobody knows.
+
+        Nothing is planned before the training data has been looked at, as in the sanity check.
+        """
+        planned, own = self.planner.shares(self.step), self.loaders.own_sizes
+        return planned if any(planned) else own if all(own) else [1] * self.planner.world
+
+    def weigh(self, measure: Callable[[Any], Any], batch: Any) -> None:
+        """Begin to sum the ranks' own measures of their batches, which replace the numbers of samples as weights."""
+        value = measure(batch) if self.current().samples else 0.0
+        own = torch.as_tensor(value).detach().cpu().double()  # on the CPU, since not every device has float64
+        own = own.reshape(()) if own.numel() == 1 else torch.tensor(float("nan"), dtype=torch.float64)
+        if not 0 <= own < math.inf:
+            own = torch.tensor(float("nan"), dtype=torch.float64)  # reaches every rank through the sum
+        total, work = own.clone(), None
+        with self.timer.waiting():
+            group = self._group()
+        if group is not None:
+            with deadline("sum the batch weights"):
+                work = dist.all_reduce(total, group=group, async_op=True)
+        self._weighing = own, total, work
+
+    @property
+    def fitted(self) -> Cost | Curve | None:
+        """How this rank's time depends on its samples; None while too little is known."""
+        return (self.evidence.shape.curve() or self.cost.cost) if self.cost.ready else None
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples of the running step count; true outside of a step."""
+        return self.drawn is None or self.weights()[0] > 0
+
+    def weights(self) -> tuple[float, float]:
+        """What this rank's samples weigh, and those of all ranks of the replica.
+
+        Raises:
+            DataError: on every rank, if the user's measure of a batch was negative or NaN on any.
+            UnsupportedError: no step is running.
+        """
+        own, total, _ = self.current()
+        if self._weighing is not None:
+            mine, everyone, work = self._weighing
+            if work is not None:
+                with self.timer.waiting(), deadline("sum the batch weights"):
+                    work.wait()
+            self._weighing = mine, everyone, None
+            own, total = mine.item(), everyone.item()
+            if math.isnan(total):
+                raise DataError(
+                    "`batch_weight(batch)` was negative or NaN, infinite, or not one number, on some rank; it must be "
+                    "a finite number of at least 0."
+                )
+        return own, total
+
+    def report(self, taken: bool) -> Report:
+        """What this rank tells the others.
+
+        Args:
+            taken: the next report is about the steps from now on.
+        """
+        count = max(len(self._laps), 1)
+        samples, work, wait = (
+            sum(column) / count for column in zip(*(lap[:3] for lap in self._laps), (0.0, 0.0, 0.0), strict=True)
+        )
+        laps, self._laps = len(self._laps), [] if taken else self._laps
+        speed = self.evidence.speed(self.cost.cost)
+        error = speed.noise if self.cost.ready else math.inf
+        drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
+        means = samples, work, wait
+        self._settings = self.settings()
+        told = speed.since, *speed.bump, ended, number_of(self._settings)
+        return Report(cost.fixed, cost.per_sample, error, drawn, *means, laps, *told, bends=cost.bends)
+
+
+class PlanAgreement:
+    """A thread that tells rank 0 what this rank reports, and hears which plan all are to follow, and from when on.
+
+    Each rank has a box in the job's store, in which it exchanges messages with rank 0: reports, proposals, answers,
+    decisions. A rank writes its report only if nothing new from rank 0 is there, and else reads that instead, so one
+    message in a second does for both. All that belongs to training is read and changed on the training's thread,
+    before and after a batch, and before a step is drawn.
+
+    Args:
+        share: this rank's part of the work.
+        store: of the job, with keys of its own; :meth:`open_boxes` has been called on rank 0.
+        rank: this rank.
+        limit: longest wait for a decision, seconds.
+        lost: says which rank is lost, if one is; where that is known no decision is waited for.
+    """
+
+    #: Seconds from one message to the next, and while ranks agree.
+    POLL, QUICK = 1.0, 0.1
+
+    def __init__(self, share: Workshare, store: Store, rank: int, limit: float, lost: Callable[[], str | None]) -> None:
+        self._share, self._store, self._rank, self._limit, self._lost = share, store, rank, limit, lost
+        self._world = share.planner.world
+        self._closed, self._changed = threading.Event(), threading.Condition()
+        self._broken = ""
+        self._member, self._leader = Member(share.loaders.next_step()), Leader(self._world)
+        self._drawn = time.monotonic(), self._member.next_step  # at the latest message
+        # Between the threads: what is handed over is replaced, never changed.
+        self._wanted, self._report = True, self._report_text(0, [], 0)
+        self._gathered: list[dict[str, Any]] | None = None  # for the training's thread of rank 0
+        self._to_propose: Plan | None = None
+        self._dropped = False
+        share.agreement = self
+        share.planner.in_force = lambda: share.planner.at(max(share.step - 1, 0))  # of which all ranks know
+        work = self._lead if rank == 0 else self._follow
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name=f"{THREADS}plans")
+        self._thread.start()
+        close_at_exit(self)
+
+    @staticmethod
+    def open_boxes(store: Store, world: int) -> None:
+        """Prepare the store, on rank 0, before any other rank uses it."""
+        for rank in range(1, world):
+            store.set(_box(rank), PlanAgreement._report_text(0, [], 0))
+
+    def close(self) -> None:
+        """End the thread; nobody waits for a decision any more. Idempotent."""
+        self._stop()
+        self._thread.join(2.0)  # a thread within the store would break the process's end off
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._closed.set()
+            self._changed.notify_all()
+
+    def settle(self, gather: Callable[[Any], Sequence[Any]]) -> None:
+        """End with the same plan on all ranks, where one may have heard of a decision and another may not (collective).
+
+        Args:
+            gather: values of all ranks, or of all that remain.
+        """
+        self._stop()
+        self._thread.join(0.5)  # if rank 0 is frozen the store does not answer
+        self._adopt()
+        number, plan = self._member.latest
+        everyone = gather((number, None if plan is None else plan_as_row(plan)))
+        latest, row = max(everyone, key=lambda one: one[0])
+        if latest > number:
+            self._share.planner.adopt(plan_of_row(row))
+        self._share.agreement, planner = None, self._share.planner
+        planner.before_draw, planner.in_force = (lambda step: None), (lambda: planner.plans[-1])
+
+    # -- on the training's thread ------------------------------------------------------------------
+
+    def before_draw(self, step: int) -> None:
+        """Wait until it is sure which plan is in force at a step that is about to be drawn.
+
+        Raises:
+            CommunicationError: that is not known in time, or a rank was lost.
+        """
+        until = time.monotonic() + self._limit
+        with self._changed:
+            while not self._member.may_draw(step) and not self._closed.is_set():
+                why = self._lost() or self._broken
+                if not why and time.monotonic() > until:
+                    why = f"no decision of rank 0 within {self._limit:.0f} s"
+                if why:
+                    raise CommunicationError(
+                        f"rank {self._rank} of {self._world} could not agree on new shares with the others, and does "
+                        f"not know by which ones to draw step {step}: {why}."
+                    )
+                self._changed.wait(self.QUICK)
+            self._member.draws(step)
+            self._adopt()
+
+    def before_batch(self) -> None:
+        """Follow the plans that were agreed; on rank 0 look for a better one."""
+        with self._changed:
+            self._adopt()
+            gathered, dropped, self._dropped = self._gathered, self._dropped, False
+        planner = self._share.planner
+        if dropped:
+            planner.drop()
+        if gathered is None:
+            return
+        self._share.reports = [Report.of_row(told["row"]) for told in gathered]
+        plan = planner.propose(min(told["step"] for told in gathered), self._share.reports)
+        self._share.say_who_is_too_slow()
+        with self._changed:
+            self._gathered, self._to_propose = None, plan
+
+    def after_batch(self) -> None:
+        """Report, if that is due."""
+        if self._wanted:
+            self._wanted = False
+            self._reports += 1
+            row = self._share.report(taken=True).row
+            self._report = self._report_text(self._reports, row, self._share.step)
+
+    def _adopt(self) -> None:
+        for plan in self._member.new_plans():
+            self._share.planner.adopt(plan)
+
+    # -- on the thread of its own ------------------------------------------------------------------
+
+    _reports = 0
+
+    @staticmethod
+    def _report_text(number: int, row: list[float], step: int) -> str:
+        return json.dumps({"report": number, "row": row, "step": step})
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except RuntimeError as error:  # the store has gone, and the job with it
+            self._broken = f"the job's store does not answer: {error}"
+
+    def _rate(self) -> float:
+        """Steps that this rank draws in a second."""
+        (then, before), self._drawn = self._drawn, (time.monotonic(), self._member.next_step)
+        return (self._drawn[1] - before) / max(self._drawn[0] - then, self.QUICK)
+
+    def _answer(self, proposal: Proposal) -> int:
+        rate = self._rate()
+        with self._changed:
+            return self._member.answer(proposal, rate)
+
+    def _hear(self, decision: Decision) -> None:
+        with self._changed:
+            if not self._closed.is_set():
+                self._member.decide(decision)
+            self._changed.notify_all()
+
+    def _follow(self) -> None:
+        box, there = _box(self._rank), self._report_text(0, [], 0)
+        while not self._closed.wait(self.QUICK if self._member.waits else self.POLL):
+            mine = there if self._member.waits else self._report
+            found = self._store.compare_set(box, there, mine).decode()
+            if found == mine:
+                if mine != there:
+                    self._wanted = True
+                    self._rate()
+                there = mine
+                continue
+            there, message = found, message_of(json.loads(found))
+            if isinstance(message, Proposal):
+                there = json.dumps({"answer": message.number, "bound": self._answer(message)})
+                self._store.set(box, there)
+            else:
+                self._hear(message)
+
+    def _lead(self) -> None:
+        boxes, leader, reports = [_box(rank) for rank in range(1, self._world)], self._leader, [0] * self._world
+        while not self._closed.wait(self.QUICK if leader.waits else self.POLL):
+            if leader.waits:
+                for rank, told in enumerate(self._read(boxes), start=1):
+                    if "answer" in told:
+                        leader.answered(rank, told["answer"], told["bound"])
+                decision = leader.decide(time.monotonic())
+                if decision is not None:
+                    self._dropped = decision.start is None
+                    self._hear(decision)
+                    self._tell(boxes, decision)
+            elif self._to_propose is not None:
+                proposal = leader.propose(self._to_propose, time.monotonic())
+                self._to_propose = None
+                leader.answered(0, proposal.number, self._answer(proposal))
+                self._tell(boxes, proposal)
+            elif self._gathered is None:
+                self._rate()
+                everyone = [json.loads(self._report), *self._read(boxes)]
+                if all(one.get("report", 0) > number for one, number in zip(everyone, reports, strict=True)):
+                    reports = [one["report"] for one in everyone]
+                    self._gathered, self._wanted = everyone, True
+
+    def _read(self, boxes: list[str]) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self._store.multi_get(boxes)]
+
+    def _tell(self, boxes: list[str], message: Proposal | Decision) -> None:
+        for box in boxes:
+            self._store.set(box, text_of(message))
+
+
+def _box(rank: int) -> str:
+    return f"rank{rank}"
+
+
+class StreamPeers:
+    """The other ranks, for a stream; see :class:`~lightning_hetero.batching.streams.Peers`.
+
+    Args:
+        job: with the view.
+        timer: this rank's stopwatch.
+        length: batches of the longest stream of a rank; ``None``: nobody knows.
+        number: of the stream, the same on every rank.
+    """
+
+    def __init__(self, job: Job, timer: StepTimer, length: int | None, number: int) -> None:
+        self._job, self._timer, self._length = job, timer, length
+        self._compared = False
+        self._ended = False  # this replica, in this pass
+        self._progress: Progress | None = None
+        if job.view.count > 1 and length is None and job.view.leads:
+            ids = [replica.id for replica in job.view.replicas]
+            self._progress = Progress(
+                job.store(f"stream {number}"), ids, job.view.replica.id, job.timeout.total_seconds()
+            )
+
+    def begin(self) -> None:
+        """A pass over the data is about to begin, on all ranks."""
+        self._ended = False
+        if self._progress is not None:
+            self._progress.begin()
+
+    def compare(self, batch: Any) -> None:
+        """Warn if ranks were given the same first batch (collective, the first time)."""
+        if self._compared:
+            return
+        self._compared = True
+        with self._timer.waiting():
+            seen = gather(_fingerprint(batch), "whether ranks have the same samples")
+        same = [rank for rank, own in enumerate(seen) if own is not None and seen.count(own) > 1]
+        if same:
+            rank_zero_warn(
+                f"The first batch is the same on ranks {same}. If every rank reads the same samples, each counts "
+                f"{len(same)} times. Let the iterable dataset yield another part of the data on each rank, or wrap it "
+                "in lightning_hetero.SharedStream."
+            )
+
+    def tell_of_unknown(self, problem: str) -> None:
+        """Say once that a batch counts as many samples as that of every other rank, whatever it holds."""
+        rank_zero_warn(
+            f"The number of samples in a training batch is unknown: {problem}. Batches of all ranks count the same, as "
+            "under ddp. Where they hold unequal numbers, say how much each weighs: define `batch_weight(batch)` on the "
+            "LightningModule, or let all tensors have the batch as their first dimension."
+        )
+
+    def sum(self, tally: Tally) -> Tally:
+        """The tallies of the ranks of this replica together (collective over them)."""
+        row = torch.tensor(tally, dtype=torch.float64)
+        with self._timer.waiting(), deadline("exchange batch sizes"):
+            if (group := self._job.small_group()) is not None:
+                dist.all_reduce(row, group=group)
+        return Tally(*row.tolist())
+
+    def sum_all(self, tally: Tally) -> Tally:
+        """The tallies of all ranks together (collective)."""
+        row = torch.tensor(tally, dtype=torch.float64)
+        with self._timer.waiting(), deadline("learn which ranks have data"):
+            dist.all_reduce(row)
+        return Tally(*row.tolist())
+
+    def goes_on(self, drawn: int, alive: bool) -> bool:
+        """Whether all ranks run another batch in this pass (collective over the replica).
+
+        A replica that has no more data runs padding batches, but never more than the replica that has most. So an
+        epoch has as many steps as the longest stream of a replica, and who has data never waits.
+        """
+        if self._job.view.count == 1:
+            return alive
+        if self._length is not None:
+            return drawn < self._length
+        if alive or not self._ended:
+            self._ended = not alive
+            if self._progress is not None:
+                self._progress.write(Count(drawn + alive, self._ended))
+        if alive:
+            return True
+        with self._timer.waiting():
+            more = self._progress is not None and self._progress.beyond(drawn)
+        return self.sum(Tally(float(more), 0.0, 0.0)).samples > 0
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, in its order; collections of any kind, and dataclasses, are opened."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):  # such as a UserDict
+            yield from tensors_in(list(leaf.values()))
+        elif isinstance(leaf, Sequence) and not isinstance(leaf, str | bytes):
+            yield from tensors_in(list(leaf))
+        elif is_dataclass(leaf):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def samples_in(batch: Any) -> float:
+    """The first dimension that all tensors of a batch share.
+
+    Raises:
+        ValueError: there is none, or the tensors differ.
+    """
+    sizes = {tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim > 0}
+    if len(sizes) != 1:
+        differ = f"its tensors have first dimensions {sorted(sizes)}"
+        raise ValueError(differ if sizes else f"no tensors are found in it (a {type(batch).__name__})")
+    return float(sizes.pop())
+
+
+def _fingerprint(batch: Any) -> str | None:
+    """Tells batches apart; ``None`` where there is nothing to tell them by."""
+    leaves = [leaf for leaf in tensors_in(batch) if not (leaf.is_nested or leaf.is_quantized)]
+    dense = [leaf for leaf in leaves if leaf.layout == torch.strided]  # others have no bytes
+    tensors = [leaf.detach().cpu().resolve_conj().contiguous() for leaf in dense if leaf.numel() > 1]
+    if not any((tensor != tensor.flatten()[0]).any() for tensor in tensors):
+        return None  # none at all, or constant ones
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+_NAME, _GROUPS = "global_batches", 0
+
+
+class GlobalSizes:
+    """The global batch of each loader: ``batch_size`` times the ranks, unless a checkpoint or the user says another.
+
+    A run that goes on with other ranks keeps its global batches: learning rates were chosen for them, and an epoch of
+    which a part is done has no others to go on with. A loader that has another ``batch_size`` than before has been
+    changed by the user, so that counts.
+
+    Args:
+        world: number of ranks.
+        given: the user's ``global_batch_size``, if given.
+    """
+
+    def __init__(self, world: int, given: int | None) -> None:
+        self._world, self._given = world, given
+        self._loaded: dict[int, int] = {}  # of the checkpoint, by a loader's `batch_size`; 0: batch samplers in a group
+        self._kept: dict[int, int] = {}  # what of it this fit goes on with
+        self._taken: dict[int, int] = {}  # in this fit
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take over the sizes of a checkpoint, before the data are set up."""
+        if KEY in checkpoint:  # a shard has none
+            self._loaded = dict(part_of(checkpoint).get(_NAME, ()))
+
+    def add_to(self, checkpoint: dict[str, Any]) -> None:
+        """Add the sizes to a checkpoint; builtins only."""
+        if self._taken:
+            checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = [list(pair) for pair in self._taken.items()]
+
+    def begin(self, resumed: bool) -> None:
+        """Training data are set up.
+
+        Args:
+            resumed: whether the fit goes on from a checkpoint.
+        """
+        self._kept = self._loaded if resumed else {}
+
+    def evaluated(self, size: int) -> int:
+        """The global batch in evaluation of a loader with this ``batch_size``."""
+        return size * self._world if self._given is None else self._given
+
+    def trained(self, size: int) -> int:
+        """The global batch in training of a loader with this ``batch_size``."""
+        return self._take(size, size * self._world, "samples") if self._given is None else self._given
+
+    def of_groups(self) -> int:
+        """How many batches of the user's batch sampler make a global one."""
+        return self._take(_GROUPS, self._world, "batches of the batch sampler")
+
+    def _take(self, key: int, usual: int, what: str) -> int:
+        size = self._kept.get(key, usual)
+        if size != usual and self._taken.get(key) != size:
+            rank_zero_info(
+                f"A step of all ranks takes {size} {what}, as where the checkpoint was saved; with {self._world} ranks "
+                f"it would be {usual}. To choose it yourself, give the strategy global_batch_size."
+            )
+        self._taken[key] = size
+        return size
+
+
+class Losses:
+    """The training loss since the last look at it, and the first step at which it was not finite.
+
+    Nothing here waits for the device until somebody asks; a number that was copied to it would.
+    """
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64)  # of loss times samples, and of samples
+        self._broken = torch.tensor(-1)
+
+    def take(self, loss: Tensor, samples: float, step: int) -> None:
+        """Take in the loss of a batch.
+
+        Args:
+            loss: mean over the batch.
+            samples: of the batch; a padding batch, which has none, does not count.
+            step: optimizer steps taken before.
+        """
+        if not samples:
+            return
+        value = loss.detach().to(widest(loss.device))
+        finite = value.isfinite()
+        row = torch.stack([value * samples, value.new_full((), samples)])
+        self._sums = self._sums.to(value.device, value.dtype) + torch.where(finite, row, 0.0)
+        broken = self._broken.to(value.device)
+        self._broken = torch.where((broken < 0) & ~finite, step + 1, broken)
+
+    @property
+    def broken_at(self) -> int | None:
+        """The optimizer step of the first loss that was not finite."""
+        step = int(self._broken)
+        return None if step < 0 else step
+
+    def mean_over_ranks(self) -> float:
+        """The mean over the samples of all ranks since the last look (collective); NaN if there were none."""
+        sums, self._sums = self._sums.cpu().double(), torch.zeros(2, dtype=torch.float64)
+
+        def total() -> list[float]:
+            everyone = sums.clone()
+            dist.all_reduce(everyone)
+            return everyone.tolist()
+
+        weighted, samples = collective("average the loss", total)
+        return weighted / samples if samples else math.nan
+
+    def state_dict(self) -> list[float]:
+        """Builtins only."""
+        return self._sums.tolist()
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._sums = torch.tensor(state, dtype=torch.float64)
+
+
+_METRICS = (Metric, MetricCollection)
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes: parameters, buffers, hooks, ...
+
+
+@contextmanager
+def no_gradients(module: nn.Module) -> Iterator[None]:
+    """Backward passes in this block give zeros for all parameters.
+
+    A loss times 0 is not enough: where the loss of a padding batch is not finite (a mean over no token, a standard
+    deviation of one sample), its gradient would be NaN for all ranks.
+    """
+    hooks = [p.register_hook(torch.zeros_like) for p in module.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def no_loss(module: nn.Module) -> Tensor:
+    """A loss of 0 in which all parameters have a part, with gradients of zero."""
+    return sum((p.reshape(-1)[:0].abs().sum() for p in module.parameters() if p.requires_grad), torch.zeros(()))
+
+
+def no_gradient(optimizer: Optimizer) -> None:
+    """Set the gradients that an optimizer would take in to zero."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.detach().zero_()
+
+
+@contextmanager
+def same_state(module: nn.Module) -> Iterator[None]:
+    """Forward passes in this block leave the state of a module as it was.
+
+    That covers buffers, such as BatchNorm's running statistics, the states of torchmetrics, tensors that are changed
+    in place, and lists, dictionaries and sets that attributes hold, such as one of outputs. It does not cover numbers
+    that are attributes, or in a dictionary: what counts steps counts this one, as on the other ranks.
+    """
+    kept = Kept(
+        whole=lambda value: isinstance(value, nn.Module | Optimizer) and not isinstance(value, _METRICS), counters=False
+    )
+    for part in module.modules():
+        kept.keep(vars(part)["_buffers"])
+        if isinstance(part, _METRICS):
+            kept.keep(part)
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor | list | dict | set | deque) and name not in _OF_MODULES:
+                kept.keep(value)
+    yield
+    kept.restore()  # past autograd: the backward pass that follows must not take it for a change
+
+
+class _LeftOutError(Exception):
+    """Ends an optimizer's own step after its closure, before it has changed anything."""
+
+
+@contextmanager
+def steps_unless(left_out: Callable[[], bool], optimizer: Optimizer) -> Iterator[None]:
+    """In this block the optimizer's own step may be left out, but none of the hooks around it.
+
+    Parameters, momenta and step counts stay as they are. An optimizer calls its closure first, and Lightning's hooks
+    are part of the closure, or run before the step.
+
+    Args:
+        left_out: whether to leave it out; asked after the closure.
+        optimizer: that is to step.
+    """
+    original: Callable[..., Any] = optimizer.step
+    own = vars(optimizer).get("step")
+
+    @wraps(original)
+    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        def closed() -> Any:
+            output = None if closure is None else closure()
+            if left_out():
+                raise _LeftOutError
+            return output
+
+        if closure is None and not left_out():
+            return original(*args, **kwargs)
+        try:
+            return original(*args, closure=closed, **kwargs)
+        except _LeftOutError:
+            for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+                hook(optimizer, args, kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:  # such as that of a learning rate's schedule, which counts the steps
+            optimizer.step = own  # type: ignore[method-assign]

@@ -1,0 +1,326 @@
+"""How ranks that take steps at their own pace agree on a new plan, and on a step that none of them has drawn yet.
+
+The leader proposes a plan. Each rank answers how far it may draw by the plan before: beyond what it draws while the
+ranks agree. There it waits until the leader has decided. Once all have answered, the plan starts at the farthest of
+these steps; no rank has drawn it. Where one does not answer in time, the proposal is dropped, and all go on.
+
+Nothing here communicates or reads a clock, so that tests can try every order of messages.
+"""
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median_low
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.shares import cost_of, row_of
+from lightning_hetero.comm import failures
+from lightning_hetero.comm.threads import THREADS, close_at_exit
+from lightning_hetero.errors import CommunicationError
+
+
+class Proposal(NamedTuple):
+    """A plan that ranks are asked to follow.
+
+    Attributes:
+        number: of the proposal, from 1 on.
+        plan: its start is not known yet.
+        window: seconds in which the ranks should agree.
+    """
+
+    number: int
+    plan: Plan
+    window: float
+
+
+class Decision(NamedTuple):
+    """What has become of a proposal.
+
+    Attributes:
+        number: of the proposal.
+        start: the step from which all follow it; ``None``: it was dropped.
+    """
+
+    number: int
+    start: int | None
+
+
+class Member:
+    """A rank's side.
+
+    Args:
+        next_step: the first step that it has not drawn yet.
+
+    Attributes:
+        latest: the latest plan that all follow, and the number of its proposal; 0 and ``None`` before the first.
+        waits: whether it has answered, and does not know what was decided.
+    """
+
+    def __init__(self, next_step: int) -> None:
+        self.next_step = next_step
+        self.latest: tuple[int, Plan | None] = 0, None
+        self._open: Proposal | None = None
+        self._bound = 0
+        self._plans: list[Plan] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has answered, and does not know what was decided."""
+        return self._open is not None
+
+    def may_draw(self, step: int) -> bool:
+        """Whether it is sure by which plan to draw a step."""
+        return self._open is None or step < self._bound
+
+    def draws(self, step: int) -> None:
+        """It draws a step."""
+        self.next_step = max(self.next_step, step + 1)
+
+    def answer(self, proposal: Proposal, rate: float) -> int:
+        """The first step that it does not draw before it knows what was decided.
+
+        Args:
+            proposal: that the leader has sent.
+            rate: steps that it draws in a second.
+        """
+        self._open = proposal
+        self._bound = self.next_step + math.ceil(rate * proposal.window) + 1
+        return self._bound
+
+    def decide(self, decision: Decision) -> None:
+        """The leader has decided."""
+        proposal = self._open
+        if proposal is None or decision.number != proposal.number:
+            return  # dropped before this rank had heard of it
+        self._open = None
+        if decision.start is not None:
+            plan = replace(proposal.plan, start=decision.start)
+            self.latest = decision.number, plan
+            self._plans.append(plan)
+
+    def new_plans(self) -> list[Plan]:
+        """Plans to follow that have not been asked for yet."""
+        plans, self._plans = self._plans, []
+        return plans
+
+
+class Leader:
+    """The side of the rank that proposes.
+
+    Args:
+        world: number of ranks.
+
+    Attributes:
+        window: seconds in which the ranks should agree; twice as many after each time that they have not.
+    """
+
+    WINDOW, LONGEST = 1.5, 12.0
+
+    def __init__(self, world: int) -> None:
+        self.window = self.WINDOW
+        self._world, self._number, self._until = world, 0, 0.0
+        self._answers: dict[int, int] = {}
+        self.waits = False
+
+    def propose(self, plan: Plan, now: float) -> Proposal:
+        """Ask all ranks to follow a plan.
+
+        Args:
+            plan: to follow.
+            now: seconds on a clock.
+        """
+        self._number, self._answers, self.waits = self._number + 1, {}, True
+        self._until = now + self.window
+        return Proposal(self._number, plan, self.window)
+
+    def answered(self, rank: int, number: int, bound: int) -> None:
+        """A rank has answered a proposal."""
+        if number == self._number:
+            self._answers[rank] = bound
+
+    def decide(self, now: float) -> Decision | None:
+        """What becomes of the proposal; ``None``: that is not known yet."""
+        if len(self._answers) == self._world:
+            self.waits = False
+            return Decision(self._number, max(self._answers.values()))
+        if now < self._until:
+            return None
+        self.waits, self.window = False, min(2 * self.window, self.LONGEST)
+        return Decision(self._number, None)
+
+
+def text_of(message: Proposal | Decision) -> str:
+    """A message as text."""
+    if isinstance(message, Decision):
+        return json.dumps({"decided": message.number, "start": message.start})
+    plan = plan_as_row(message.plan)
+    return json.dumps({"proposed": message.number, "plan": plan, "window": message.window})
+
+
+def message_of(told: dict[str, Any]) -> Proposal | Decision:
+    """The message that :func:`text_of` has made a text of, and ``json`` a dictionary."""
+    if "decided" in told:
+        return Decision(told["decided"], told["start"])
+    return Proposal(told["proposed"], plan_of_row(told["plan"]), told["window"])
+
+
+def plan_as_row(plan: Plan) -> list[Any]:
+    """A plan as builtins."""
+    return [plan.start, [row_of(c) for c in plan.costs], plan.low, plan.high, plan.reach, plan.need]
+
+
+def plan_of_row(row: list[Any]) -> Plan:
+    """The plan that :func:`plan_as_row` has described."""
+    start, costs, *limits = row
+    return Plan(start, tuple(cost_of(*cost) for cost in costs), *map(tuple, limits))
+
+
+_POLL = 0.25  # seconds between two looks at the store
+
+
+class Ask(NamedTuple):
+    """That a rank wants all to do something.
+
+    Attributes:
+        what: completes "could not agree on a step ...".
+        notice: seconds until then, at least. If all answers are there by then, nobody waits for them. Without any
+            notice all do it as soon as possible, and wait for each other.
+    """
+
+    what: str
+    notice: float
+
+
+class AgreedBatch:
+    """Tells all ranks to do something after the same batch, once any of them asks for it.
+
+    It asks through the job's key-value store, and a thread of each rank answers with the batch beyond which its rank
+    will not go before it knows all answers. The latest of these batches is the one.
+
+    Args:
+        store: of the job, with keys of its own.
+        asks: what this rank asks for, if anything; called again and again, on a thread.
+        limit: longest wait for the other ranks' answers, seconds.
+        done: batches that this rank has done, counted alike on all ranks.
+        patience: gives the seconds for which ranks go on without an answer that does not come. Where they need not
+            meet otherwise, a rank that is lost is known by then, and nobody has waited for it.
+        changing: where lost ranks are survived: whether the ranks are about to agree on who remains. Those begin anew.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        asks: Callable[[], Ask | None],
+        limit: float,
+        done: int = 0,
+        patience: Callable[[], float] = lambda: 0.0,
+        changing: Callable[[], bool] | None = None,
+    ) -> None:
+        self._store, self._asks, self._limit, self._patience, self._changing = store, asks, limit, patience, changing
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._lock, self._closed, self._known = threading.Lock(), threading.Event(), threading.Event()
+        self._done, self._round = done, 0  # the latest batch, and how often ranks have agreed
+        self._silent: list[int] = []  # ranks that have not answered yet
+        self._ended: float | None = None  # when the latest batch was done
+        self._took = deque[float](maxlen=5)  # seconds of the latest batches; some of them are longer, as who saves is
+        self._arm()
+        self._thread = threading.Thread(target=self._listen, daemon=True, name=f"{THREADS}agreed-batch")
+        self._thread.start()
+        close_at_exit(self)
+
+    def _arm(self) -> None:
+        self._at: int | None = None  # the batch that all have agreed on
+        self._bound: int | None = None  # how far this rank may go before it knows
+        self._asked = Ask("", 0.0)
+        self._known.clear()
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank knows that one asks, and has answered."""
+        return self._bound is not None
+
+    def batch_ended(self, batch: int) -> bool:
+        """Whether it is time, which stays so until :meth:`again`.
+
+        Args:
+            batch: the one that has ended.
+
+        Raises:
+            CommunicationError: the other ranks do not answer.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if self._ended is not None:
+                self._took.append(now - self._ended)
+            self._done, self._ended = batch, now
+            wait = self._bound is not None and self._done >= self._bound
+        if wait:
+            self._wait()
+        return self._at is not None and self._done >= self._at
+
+    def again(self) -> None:
+        """It has been done, and ranks may ask for it again."""
+        with self._lock:
+            self._round += 1
+            self._arm()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closed.set()
+        self._thread.join(2.0)  # a thread within the store would break the process's end off
+
+    def _listen(self) -> None:
+        try:
+            while not self._closed.wait(_POLL):
+                if self._at is not None:
+                    continue
+                key = f"{self._round}/asked"
+                if (own := self._asks()) is not None:
+                    self._store.set(key, json.dumps(own))
+                if self._store.check([key]):
+                    self._agree(Ask(*json.loads(self._store.get(key))))
+        except RuntimeError:  # the store has gone, and the job with it
+            self._known.set()
+
+    def _agree(self, asked: Ask) -> None:
+        notice = max(asked.notice, self._patience())
+        with self._lock:
+            ahead = math.ceil(notice / max(median_low(self._took), 1e-4)) if self._took else 0
+            self._bound, self._asked = self._done + 1 + ahead, asked
+        keys = {rank: f"{self._round}/{rank}" for rank in range(self._world)}
+        self._store.set(keys[self._rank], str(self._bound))
+        silent = list(keys)
+        while silent := [rank for rank in silent if not self._store.check([keys[rank]])]:
+            self._silent = silent
+            if self._closed.wait(0.05):
+                return
+        with self._lock:  # `again` must not come between
+            self._at = max(int(self._store.get(key)) for key in keys.values())
+            self._known.set()
+
+    def _wait(self) -> None:
+        """Wait for all answers, unless the ranks that remain after a loss begin anew."""
+        until = time.monotonic() + self._limit
+        while (seconds := until - time.monotonic()) > 0:
+            if self._known.wait(min(seconds, _POLL)):
+                return
+            if self._changing is not None and self._changing():
+                return
+            lost = failures.first(0.0)  # it will not answer any more, unless it has
+            if lost is not None and not self._known.wait(2 * _POLL):
+                if self._changing is not None:
+                    return
+                raise self._error(f"{lost}")
+        ranks = f"rank(s) {', '.join(map(str, self._silent))}" if self._silent else "a rank"
+        raise self._error(f"no answer from {ranks} within {self._limit:.0f} s")
+
+    def _error(self, why: str) -> CommunicationError:
+        me = f"rank {self._rank} of {self._world}"
+        return CommunicationError(f"{me} could not agree with the others on a step {self._asked.what}: {why}.")

@@ -1,0 +1,234 @@
+"""Losses and gradients that are not finite: found within the step, before an optimizer takes them in."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.batching.timer import after_own_backward
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.failures import deadline
+from lightning_hetero.errors import NotFiniteError
+
+OnNaN = Literal["error", "skip", "ignore"]
+
+
+class FiniteSteps:
+    """Finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
+
+    It costs no message. A loss that is not finite makes all gradients of its rank NaN. Averaging spreads these, so that
+    every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
+    at its own gradients while DDP was averaging them.
+
+    Args:
+        mode: what to do: ``"error"``, ``"skip"`` or ``"ignore"``.
+        ranks: those that average gradients.
+        group: gives their process group for small CPU tensors; ``None``: this rank is alone.
+        waiting: counts the time in its block as waiting.
+        where: says which step this is.
+    """
+
+    def __init__(
+        self,
+        mode: OnNaN,
+        ranks: Sequence[int],
+        group: Callable[[], dist.ProcessGroup | None],
+        waiting: Callable[[], AbstractContextManager[None]],
+        where: Callable[[], str],
+    ) -> None:
+        self.mode, self._ranks, self._group, self._waiting, self._where = mode, ranks, group, waiting, where
+        self._buffers: list[Tensor] = []  # as they were before the forward pass
+        self.begin()
+
+    def begin(self, searching: bool = False) -> None:
+        """Begin a fit.
+
+        Args:
+            searching: whether it is a search for a learning rate, in which losses that grow without limit are usual.
+        """
+        self._active: OnNaN = "ignore" if searching else self.mode
+        self._skipped = 0  # times that something was left out
+        self._spoilt = False  # whether the buffers are to be set back
+        self._left_out = False  # whether an optimizer has left out what the latest backward passes have given
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin a step."""
+        # Whether a loss, or a gradient, of this rank was not finite; and one after averaging, the same on every rank.
+        self._loss: bool | Tensor = False
+        self._own: bool | Tensor = False
+        self._spread: bool | Tensor = False
+        self._passes = self._counted = 0  # backward passes; those in which some samples counted
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Remember the buffers, since samples that are left out must not have changed them."""
+        self._restore(module)
+        if self._active == "skip":
+            self._buffers = [buffer.detach().clone() for buffer in module.buffers()]
+
+    def _restore(self, module: nn.Module) -> None:
+        if self._spoilt:
+            self._spoilt = False
+            with torch.no_grad():
+                for buffer, before in zip(module.buffers(), self._buffers, strict=True):
+                    buffer.copy_(before)
+
+    @property
+    def asks(self) -> bool:
+        """Whether ranks tell each other before each backward pass whether their losses count."""
+        return self._active == "skip"
+
+    def count(self, loss: Tensor, own: float, total: float, given: bool = True) -> tuple[float, float]:
+        """What this rank and all ranks weigh in a backward pass; under ``"skip"`` without those with a broken loss.
+
+        Args:
+            loss: of this rank.
+            own: weight of its samples.
+            total: of all ranks.
+            given: whether it is a loss at all; if not, the samples do not count either, as the user wants it.
+        """
+        if self._active != "skip":
+            return own, total
+        self._left_out = False
+        well = own == 0 or (given and bool(loss.detach().isfinite().all()))
+        self._spoilt |= not well  # to be restored when the backward pass needs them no more
+        mine = torch.tensor([own, float(well), float(well or not given)], dtype=torch.float64)
+        rows = [mine]
+        with self._waiting():
+            group = self._group()
+        if group is not None:
+            rows = [torch.empty_like(mine) for _ in self._ranks]
+            with self._waiting(), deadline("learn which losses are finite"):
+                dist.all_gather(rows, mine, group=group)
+        table = torch.stack(rows)
+        bad, total = table[:, 2] == 0, (table[:, 0] * table[:, 1]).sum().item()
+        self._passes += 1
+        self._counted += total > 0
+        if bad.any():
+            their = "its" if bad.sum() == 1 else "their"
+            self._say(f"{self._subject('loss', bad.tolist())} not finite: {their} samples do not count")
+        return own if well else 0.0, total
+
+    def weigh(self, loss: Tensor, weight: float) -> Tensor:
+        """The loss times its weight; under ``"error"`` NaN times it, if it counts and is not finite."""
+        if self._active == "error" and weight:
+            if loss.device.type != "cpu":  # where nothing may wait for it
+                bad = ~loss.detach().isfinite().all()
+                self._loss = bad | self._loss
+                return loss * torch.where(bad, math.nan, weight)
+            if not (math.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.detach().isfinite().all())):
+                self._loss, weight = True, math.nan
+        return loss if weight == 1 else loss * weight
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def _averages(self, model: nn.Module | None) -> bool:
+        return self._active != "ignore" and getattr(model, "require_backward_grad_sync", True)
+
+    def watch(self, start: Tensor, optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
+        """Look at this rank's own gradients once they are ready, before DDP overwrites them.
+
+        Args:
+            start: the tensor with which the backward pass begins.
+            optimizers: take the gradients in.
+            model: perhaps wrapped in DDP.
+        """
+
+        def look() -> None:
+            # Found and not spread before: what an earlier backward pass of this step has spread is not this rank's.
+            self._own = (not_finite(optimizers) > self._spread) | self._own
+
+        if len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
+            after_own_backward(start, look)
+
+    def look(self, optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
+        """Look at the gradients after a backward pass, before hooks of the user, which ranks may have of their own."""
+        if self._averages(model):
+            self._spread = not_finite(optimizers) | self._spread
+
+    def leaves_out(self, module: nn.Module, scaled: bool) -> bool:
+        """Act on what has been found, between the backward passes and the optimizer's step.
+
+        Args:
+            module: that the gradients belong to.
+            scaled: whether a scaler skips steps with infinite gradients by itself.
+
+        Returns:
+            Whether the optimizer is not to step, the same on every rank: under ``"skip"`` a gradient was not finite, or
+            no sample is left.
+
+        Raises:
+            NotFiniteError: on every rank, if something is not finite on one.
+        """
+        if self._active == "ignore":
+            return False
+        self._restore(module)
+        loss, own, spread = self._loss, self._own, bool(self._spread)
+        nothing = self._passes > 0 and self._counted == 0
+        self._forget()
+        if nothing or self._left_out:  # several optimizers may step after the same backward passes
+            self._left_out = True
+            return True
+        if not spread:
+            return False
+        name = next((name for name, p in module.named_parameters() if broken([p.grad])), None)
+        mine = bool(loss), bool(own), name
+        with self._waiting():
+            group = self._group()
+        rows = [(bool(loss), True, name)] if group is None else gather(mine, "what is not finite", group)
+        losses, gradients, names = zip(*rows, strict=True)
+        if any(losses):
+            found = f"{self._subject('loss', losses)} not finite"
+        elif scaled or not any(names):
+            return False  # the scaler's business; or hooks have put all gradients in order
+        else:
+            # Under gradient_as_bucket_view=True averaging may have spread it before they looked.
+            found = f"{self._subject('gradient', gradients)} not finite although the loss was"
+            found += f", first in {next(filter(None, names))!r}"
+        if self._active == "skip":
+            self._say(f"{found}: no optimizer steps")
+            self._left_out = True
+            return True
+        raise NotFiniteError(
+            [0],
+            f"At {self._where()} {found}. The optimizer has not stepped: the weights are those from before. Lower the "
+            "learning rate, clip gradients, or look at the samples of that batch. With on_nan='skip' such samples are "
+            "left out of the step; on_nan='ignore' goes on, as Lightning's ddp does.",
+        ).of_all()
+
+    def _subject(self, what: str, bad: Sequence[bool]) -> str:
+        ranks = [str(rank) for rank, is_bad in zip(self._ranks, bad, strict=True) if is_bad]
+        if len(ranks) == 1:
+            return f"the {what} of rank {ranks[0]} was"
+        return f"the {'losses' if what == 'loss' else what + 's'} of ranks {', '.join(ranks)} were"
+
+    def _say(self, text: str) -> None:
+        self._skipped += 1
+        if self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th time
+            rank_zero_warn(f"At {self._where()} {text} (on_nan='skip'; {self._skipped} times so far).")
+
+
+def not_finite(optimizers: Sequence[Optimizer]) -> bool | Tensor:
+    """Whether a gradient that they would take in is not finite; see :func:`broken`."""
+    return broken([p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]])
+
+
+def broken(gradients: Sequence[Tensor | None]) -> bool | Tensor:
+    """Whether an element of some of them is not finite; beyond the CPU a tensor, which nobody awaits."""
+    values = [g._values() if g.is_sparse else g for g in gradients if g is not None and g.numel()]
+    if not values:
+        return False
+    if values[0].device.type != "cpu":
+        return ~torch.stack(torch._foreach_norm(values, math.inf)).isfinite().all()
+    # Here this norm is a hundred times as fast; it may overflow by itself.
+    if math.isfinite(torch.stack(torch._foreach_norm(values)).sum().item()):
+        return False
+    return not all(bool(value.isfinite().all()) for value in values)

@@ -1,0 +1,682 @@
+"""The agreed plan: which rank takes how many samples of which step.
+
+Every rank derives the same plans, from the same reports. A new one starts at a step that no sampler has drawn yet.
+
+64 samples among 7 ranks are 10 for one of them and 9 for the others. If that is always the same rank, it falls behind
+by a tenth of a step in every step. So what is left over goes to each rank in turn.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from lightning_hetero.batching.shares import (
+    MOST_BENDS,
+    Cost,
+    Curve,
+    TooSlow,
+    bends_of,
+    bound,
+    check_bounds,
+    check_limits,
+    cost_of,
+    fixed_shares,
+    makespan,
+    per_rank,
+    row_of,
+    split,
+    too_slow,
+)
+from lightning_hetero.errors import ShareError
+
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, without their whole parts, lie evenly between 0 and 1
+_TINY = 1e-9  # more than rounding errors of floats
+
+
+def exact_shares(units: int, costs: Sequence[Cost | Curve], low: Sequence[int], high: Sequence[int]) -> list[float]:
+    """Shares with fractions, which let all ranks finish together.
+
+    Args:
+        units: to split.
+        costs: one per rank.
+        low: least units per rank.
+        high: most units per rank.
+
+    Raises:
+        ShareError: the limits leave no such shares.
+    """
+    check_limits(units, costs, low, high)
+    deadline = bound(units, costs, low, high)
+    return [min(h, max(lo, cost.samples(deadline))) for cost, lo, h in zip(costs, low, high, strict=True)]
+
+
+def in_turn(exact: Sequence[float], turn: int) -> list[int]:
+    """Whole shares of a batch, which are the exact ones in the mean over turns.
+
+    Each rank gets its share rounded down. What is left goes to ranks by systematic sampling (Madow 1949): their
+    fractions stand in a row, and who has one of the points ``offset, offset + 1, ...`` gets one more. The offset moves
+    on from turn to turn, so that each rank gets it as often as its fraction says.
+
+    Args:
+        exact: of :func:`exact_shares`; their sum is a whole number.
+        turn: number of the batch.
+
+    Returns:
+        One share per rank, next to its exact one above or below; with the same sum.
+
+    Example: one unit for three ranks that are equally fast::
+
+        >>> from lightning_hetero.batching.planner import in_turn
+        >>> [in_turn([1 / 3] * 3, turn).index(1) for turn in range(6)]
+        [1, 2, 0, 1, 2, 0]
+    """
+    shares = [math.floor(share + _TINY) for share in exact]
+    ends = [0.0, *accumulate(max(x - n, 0.0) for x, n in zip(exact, shares, strict=True))]
+    left, offset = round(sum(exact)) - sum(shares), (turn + 1) * _GOLDEN % 1.0
+    if not left:
+        return shares
+    points = [math.floor(end * left / ends[-1] + offset + _TINY) for end in ends[:-1]] + [left]
+    return [n + after - before for n, (before, after) in zip(shares, pairwise(points), strict=True)]
+
+
+#: Asked at every step, with one answer for all but the tails.
+_remembered = lru_cache(maxsize=256)
+_split, _exact = _remembered(split), _remembered(exact_shares)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How batches are split from step ``start`` on.
+
+    Attributes:
+        start: first step (batches since the start of the fit) of this plan.
+        costs: cost per rank; for fixed shares, ``k`` is the inverse share.
+        low: least samples per rank.
+        high: most samples per rank.
+        reach: largest part of a batch that each rank is trusted with, 0 to 1; beyond what it has been seen to manage
+            its cost is an extrapolation.
+        need: least samples per rank of a batch that is too small for ``low``; default: the same.
+    """
+
+    start: int
+    costs: tuple[Cost | Curve, ...]
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    reach: tuple[float, ...] = ()
+    need: tuple[int, ...] = ()
+
+    def split(self, sizes: Sequence[int], turn: int | None = None) -> list[list[int]]:
+        """Split the batches of one step (one per loader) in equal proportions, as their weights must be equal.
+
+        The unit is the greatest part that divides all batches: with one loader a sample, with batches of 64 and 32
+        two samples and one. Where a tail is too small for all to have their least, the slowest ranks have nothing.
+
+        Args:
+            sizes: samples in the global batch of each loader; 0 for a loader that has run out.
+            turn: the number of the batch, if ranks get what is left over in turn; else the same ones always get it.
+
+        Returns:
+            For each loader the shares per rank, in samples.
+
+        Raises:
+            ShareError: the upper limits leave no room.
+        """
+        units = math.gcd(*sizes)
+        if units == 0:
+            return [[0] * len(self.costs) for _ in sizes]
+        task = _task(self, units, sum(sizes) // units)
+        shares = _split(*task) if turn is None else in_turn(_exact(*task), turn)
+        return [[share * (size // units) for share in shares] for size in sizes]
+
+
+Task = tuple[int, tuple[Cost | Curve, ...], tuple[int, ...], tuple[int, ...]]  # as `split` takes it
+
+
+@_remembered
+def _task(plan: Plan, units: int, width: int) -> Task:
+    """What is to be split into ``units`` units, each of ``width`` samples, and within which limits."""
+    low = [-(-n // width) for n in plan.low]
+    high = [n // width for n in plan.high]
+    if plan.reach:
+        high = [min(h, max(lo, math.ceil(part * units))) for h, lo, part in zip(high, low, plan.reach, strict=True)]
+    order = sorted(range(len(low)), key=lambda rank: (plan.costs[rank].per_sample, rank))
+    if sum(low) > units and plan.need:
+        low = [-(-n // width) for n in plan.need]
+    if sum(low) > units:  # a tail too small for all to have their least
+        low = [n if n > 1 else 0 for n in low]
+    while sum(low) > units:  # the slowest sit this one out
+        rank = order.pop()
+        low[rank] = high[rank] = 0
+    if sum(high) < units:  # too small even for one
+        low, high = [0] * len(low), [n // width for n in plan.high]
+    return units, tuple(cost.in_units(width) for cost in plan.costs), tuple(low), tuple(high)
+
+
+class Report(NamedTuple):
+    """What a rank reports to the others. It fits in a row of floats of a fixed size, so one small tensor carries it.
+
+    Attributes:
+        fixed: ``a`` of its cost, seconds.
+        per_sample: ``k`` of its cost, seconds per sample; of a curve, up to its first bend.
+        error: how far its cost may be off by noise, as a fraction; infinite while nothing is known.
+        drawn: first step that its samplers have not drawn yet.
+        samples: samples per step that it processed since its last report, mean.
+        compute: seconds per step of its own work since its last report, mean.
+        wait: seconds per step that it waited for others since its last report, mean.
+        laps: steps that these means are over.
+        since: seconds of steps since the rank's speed has changed; infinite if it is not known to have.
+        bump: samples of a batch that takes longer than the curve says, because the times bend down; 0 if none does.
+        bump_seconds: how long it takes.
+        ended: whether its replica has come to the end of its own data, and runs padding batches.
+        settings: a number that stands for the hyperparameters of its optimizers.
+        bends: of its cost, at most ``MOST_BENDS``; none if it is a straight line.
+    """
+
+    fixed: float
+    per_sample: float
+    error: float
+    drawn: float
+    samples: float
+    compute: float
+    wait: float
+    laps: float = 0.0
+    since: float = math.inf
+    bump: float = 0.0
+    bump_seconds: float = 0.0
+    ended: float = 0.0
+    settings: float = 0.0
+    bends: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def cost(self) -> Cost | Curve:
+        """The rank's cost."""
+        return Curve(self.fixed, self.per_sample, self.bends) if self.bends else Cost(self.fixed, self.per_sample)
+
+    @property
+    def row(self) -> list[float]:
+        """The report as numbers, always as many."""
+        bends = [number for bend in self.bends for number in bend]
+        return [*self[:-1], *bends, *[0.0] * (2 * MOST_BENDS - len(bends))]
+
+    @classmethod
+    def of_row(cls, row: Sequence[float]) -> "Report":
+        """The report that a row holds."""
+        numbers = len(cls._fields) - 1
+        return cls._make([*row[:numbers], bends_of(row[numbers:])])
+
+
+class Look(NamedTuple):
+    """Steps in a row, of each rank.
+
+    Attributes:
+        steps: how many, by rank: the same number, unless ranks go at their own pace.
+        seconds: that they took, by rank.
+    """
+
+    steps: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def after(self, reports: Sequence[Report]) -> "Look":
+        """With the steps that the ranks report; those of ranks that report at different steps are not the same ones."""
+        none = (0.0,) * len(reports)
+        steps = [before + report.laps for before, report in zip(self.steps or none, reports, strict=True)]
+        seconds = [
+            before + report.laps * (report.compute + report.wait)
+            for before, report in zip(self.seconds or none, reports, strict=True)
+        ]
+        return Look(tuple(steps), tuple(seconds))
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of the rank with the fewest."""
+        return min(self.seconds, default=0.0)
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks go at their own pace."""
+        return len(set(self.steps)) > 1
+
+
+class Trial(NamedTuple):
+    """A re-split that has to prove itself.
+
+    Attributes:
+        before: the plan to return to.
+        bar: seconds per step that it must stay below: halfway from what was to what was promised.
+    """
+
+    before: Plan
+    bar: float
+
+
+def seconds_of(looks: Sequence[Look]) -> float:
+    """Seconds that a step takes, on the rank on which it takes longest.
+
+    Each rank counts by itself first. Where ranks go at their own pace, the longest of each look would be that of a rank
+    on which an exchange, or a disturbance, happened to fall into it.
+    """
+    ranks = range(len(looks[0].steps))
+    return max(median(look.seconds[rank] / look.steps[rank] for look in looks) for rank in ranks)
+
+
+class Planner:
+    """Turns reports into plans.
+
+    Args:
+        world: number of ranks that share a batch.
+        balance: ``"auto"`` measures; ``"off"`` splits evenly; a list gives fixed relative shares.
+        low: least samples per rank: one number for all, or one per rank. Default 1 (0 for a rank of share 0).
+        high: most samples per rank: one number for all, or one per rank. Default: no limit.
+        min_gain: smallest predicted gain for which shares change, as a fraction of the step's time.
+
+    Raises:
+        ConfigurationError: a negative, NaN or all-zero share, a wrong number of shares or limits.
+
+    Attributes:
+        total: samples of a full step; 0 while nobody knows.
+        learns: whether reports tell how large steps are.
+        held: whether shares stay even, whatever is measured.
+        high: most samples per rank.
+        found: whether these limits were found by trying training steps.
+        most: the largest part of a batch that each rank has been given so far.
+        least: samples that a rank can train on, where the user has not said.
+        before_draw: waits until it is sure which plan is in force at a step.
+        in_force: the plan by which all ranks evaluate now.
+        turns: whether ranks get in turn what is left over when a batch is split, by its number in the epoch, ...
+        origin: ... which is that of the step, and this.
+        too_slow: the ranks without which the job would be faster, by the latest reports.
+    """
+
+    #: Noise that is expected before any has been seen, as a fraction of a rank's time.
+    DOUBT = 0.25
+    #: Looks at the steps over which doubt fades. Each re-split that has to be taken back doubles them.
+    PATIENCE = 8
+    #: Looks after which a re-split must have made steps shorter.
+    TRIAL = 4
+    #: As many times that where ranks go at their own pace: they report different steps, some with an exchange.
+    APART = 3
+    #: Seconds of steps that a look takes in at least, as for a rank's own stretches.
+    LOOK = 0.1
+    #: Shares stay away from even ones as long as their gain exceeds this part of the noise.
+    STAY = 0.5
+    #: Ranks that normalise over their batch (BatchNorm) get a quarter of an even share, or so many samples: with fewer,
+    #: their statistics are too noisy to train well (Wu and He 2018, figure 1).
+    USEFUL = 16
+    #: No rank's share grows beyond this multiple of what it has been seen to manage.
+    GROWTH = 2.0
+    #: Plans that are remembered: ranks that are behind still draw by earlier ones, and what is lost is counted by them.
+    KEPT = 16
+
+    def __init__(
+        self,
+        world: int,
+        balance: Literal["auto", "off"] | Sequence[float] = "auto",
+        low: int | Sequence[int] | None = None,
+        high: int | Sequence[int] | None = None,
+        min_gain: float = 0.03,
+    ) -> None:
+        self.world = world
+        self.auto = balance == "auto"
+        self.min_gain = min_gain
+        self.total, self.learns, self.held, self.least, self.turns, self.origin = 0, False, False, 1, False, 0
+        self._may_raise = low is None
+        self.found = False
+        self.too_slow: TooSlow | None = None
+        shares = [1.0] * world if isinstance(balance, str) else fixed_shares(balance, world)
+        self._low = per_rank("min_batch_size", [min(1, math.ceil(s)) for s in shares] if low is None else low, world)
+        self.high = per_rank("max_batch_size", 2**62 if high is None else high, world)
+        check_bounds(self._low, self.high)
+        self._bars = tuple(share == 0 for share in shares)  # ranks that take nothing, whatever their limits
+        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
+        costs = tuple(Cost(0.0, 1.0 / s if s else 1.0) for s in shares)
+        self._need = self._low
+        self.plans = [Plan(0, costs, self._low, barred)]
+        self.most = [0.0] * world
+        self._updated = 0  # the step of the latest update
+        self._look = Look()  # since the latest one
+        self._looks: list[Look] = []  # under the plan in force
+        self._doubt, self._patience = self.DOUBT, self.PATIENCE
+        self._trial: Trial | None = None
+        self._before: tuple[Trial | None, float, int] = self._trial, self._doubt, self._patience  # the latest proposal
+        self.before_draw: Callable[[int], None] = lambda step: None
+        self.in_force: Callable[[], Plan] = lambda: self.plans[-1]
+
+    def limit(self, high: Sequence[int]) -> bool:
+        """Set the most samples that each rank may take, from the first step on; called before that.
+
+        Args:
+            high: one number per rank.
+
+        Returns:
+            Whether that changes anything.
+
+        Raises:
+            ShareError: the limits cannot be met.
+        """
+        changed, self.high, self.found = tuple(high) != self.high, tuple(high), True
+        self._low = tuple(max(n, min(lo, h)) for n, lo, h in zip(self._need, self._low, self.high, strict=True))
+        check_bounds(self._low, self.high)
+        barred = tuple(0 if bar else h for bar, h in zip(self._bars, self.high, strict=True))
+        self.plans = [replace(plan, low=self._low, high=barred) for plan in self.plans]
+        if self.total:
+            self.most = [min(most, h / self.total) for most, h in zip(self.most, self.high, strict=True)]
+            self._note(self.plans[-1].split([self.total])[0])
+        return changed
+
+    def hold(self, held: bool) -> None:
+        """Keep measured shares even from the first step on, as where every rank has data of its own, or let them move.
+
+        Called before the first batch of a dataloader is drawn, which is when all plans may be forgotten.
+        """
+        self.held = held
+        if held and self.auto:
+            self.plans = [Plan(0, (Cost(0.0, 1.0),) * self.world, self._low, self.high, need=self._need)]
+
+    def expect(self, total: int | None) -> None:
+        """Say how many samples a full step holds (of all loaders together).
+
+        Args:
+            total: samples; ``None`` if steps differ in size, so that only reports can tell what is usual; 0 if no plan
+                sizes them.
+
+        Raises:
+            ShareError: the limits per rank cannot be met with ``total`` samples.
+        """
+        if total != self.total:
+            self._trial, self._looks = None, []
+        self.total, self.learns = total or 0, total is None
+        if total == 0:
+            return
+        if self._may_raise and (total is None or self.least * self.world <= total):
+            useful = min(self.total // self.world // 4 if self.auto and self.least > 1 else 0, self.USEFUL)
+            self._need = tuple(self.least if n else 0 for n in self._need)
+            self._low = tuple(max(n, min(useful, h)) if n else 0 for n, h in zip(self._need, self.high, strict=True))
+            self.plans = [replace(plan, low=self._low, need=self._need) for plan in self.plans]
+        if total is None:
+            return
+        if any(self._low) and sum(self._low) > total:
+            raise ShareError(
+                f"a global batch of {total} samples is too small for {self.world} ranks that take at least "
+                f"{list(self._low)}. Raise the batch size, lower `min_batch_size`, or use fewer ranks."
+            )
+        self._note(self.plans[-1].split([total])[0])
+
+    def at(self, step: int) -> Plan:
+        """The plan in force at ``step``, if that is one of the latest :attr:`KEPT` ones."""
+        for plan in reversed(self.plans):
+            if plan.start <= step:
+                return plan
+        raise LookupError(f"the plan of step {step} is no longer known; there are those from {self.plans[0].start} on")
+
+    def ready(self, step: int) -> Plan:
+        """The plan by which a step is drawn now, once it is sure that it is that of all ranks."""
+        self.before_draw(step)
+        return self.at(step)
+
+    def shares(self, step: int) -> list[int]:
+        """Shares of a full batch at ``step``, in samples, whoever's turn it is."""
+        return self.at(step).split([self.total])[0]  # zeros where streams decide the sizes of batches
+
+    def turn(self, step: int) -> int | None:
+        """Whose turn it is at a step, as a number; ``None``: what is left over always goes to the same ranks."""
+        return step + self.origin if self.turns else None
+
+    def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
+        """Solve the split again; deterministic in its arguments, so that all ranks agree.
+
+        Args:
+            step: the present step, the same on every rank.
+            reports: one per rank, all taken at the same earlier step.
+
+        Returns:
+            The new plan if it pays, else ``None``.
+        """
+        if (plan := self.propose(step, reports)) is not None:
+            plan = replace(plan, start=max(int(r.drawn) for r in reports))
+            self.adopt(plan)
+        return plan
+
+    def propose(self, step: int, reports: Sequence[Report]) -> Plan | None:
+        """The new plan if it pays, without a start yet; followed by :meth:`adopt` or :meth:`drop`.
+
+        Args:
+            step: the present step, of the rank that has come least far.
+            reports: one per rank.
+        """
+        latest, mixed, self._updated = self.plans[-1], self._updated < self.plans[-1].start, step
+        if self.learns and (total := round(sum(report.samples for report in reports))):
+            self.total = total
+            if not any(self.most):
+                self._note(latest.split([total])[0])
+        moves = self.auto and self.total and not self.held
+        if not moves or any(math.isinf(r.error) for r in reports):
+            return None
+        self.too_slow = self._too_slow(reports)
+        self._see(reports, mixed)
+        if latest.start > step:
+            return None
+        self._before = self._trial, self._doubt, self._patience
+        return self._judged() or self._better(latest, reports)
+
+    def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
+        """Who makes the job slower, if that was measured: at the least share, not by its times for larger ones."""
+        costs, noise = [r.cost for r in reports], [r.error for r in reports]
+        found = too_slow(self.total, costs, self._low, self.high, noise)
+        measured = found and all(reports[rank].samples < max(self._low[rank], 1) + 1 for rank in found.ranks)
+        return found if measured else None
+
+    def drop(self) -> None:
+        """Forget the latest proposal: not all ranks have agreed."""
+        self._trial, self._doubt, self._patience = self._before
+
+    def adopt(self, plan: Plan) -> None:
+        """Follow a plan from its start on. All ranks have agreed on it; it starts at a step that none has drawn."""
+        self._look, self._looks = Look(), []
+        self._note(plan.split([self.total])[0])
+        self.plans = [*self.plans, plan][-self.KEPT :]
+
+    def _see(self, reports: Sequence[Report], mixed: bool) -> None:
+        """Look at how long steps take now; not if they are ``mixed`` ones, of the plan in force and of that before."""
+        if mixed:
+            return
+        self._look = self._look.after(reports)
+        if self._look.shortest >= self.LOOK:
+            self._looks.append(self._look)
+            self._look = Look()
+            self._doubt *= 1 - 1 / self._patience
+
+    def _judged(self) -> Plan | None:
+        """The plan to return to if the latest re-split did not make steps shorter."""
+        if self._trial is None or not self._looks:
+            return None
+        if seconds_of(self._looks) < self._trial.bar:
+            self._trial, self._doubt, self._patience = None, 0.0, self.PATIENCE
+        elif len(self._looks) >= self.TRIAL * (self.APART if any(look.apart for look in self._looks) else 1):
+            plan, self._trial = self._trial.before, None
+            self._doubt, self._patience = max(self.DOUBT, 2 * self._doubt), 2 * self._patience
+            return plan
+        return None
+
+    def _better(self, latest: Plan, reports: Sequence[Report]) -> Plan | None:
+        """The best split if it surely beats the latest; the even one if nothing surely beats that."""
+        costs, noise = tuple(r.cost for r in reports), [r.error for r in reports]
+        reach = tuple(min(1.0, self.GROWTH * part) for part in self.most)
+        best, even = (
+            Plan(0, c, self._low, self.high, reach, self._need) for c in (costs, (Cost(0.0, 1.0),) * self.world)
+        )
+        present, wanted, level = (plan.split([self.total])[0] for plan in (latest, best, even))
+        if not self._pays(level, wanted, costs, [self.STAY * x for x in noise]):
+            self._trial = None
+            return None if present == level else even
+        if not self._pays(present, wanted, costs, [max(self._doubt, x) for x in noise]):
+            return None
+        looks, since = list(self._looks), min(r.since for r in reports)
+        while looks and sum(look.shortest for look in looks) > since:
+            del looks[0]  # it began before the latest change of a rank's speed
+        if looks:
+            gain = makespan(present, costs) - makespan(wanted, costs)
+            self._trial = Trial(latest, seconds_of(looks) - gain / 2)
+        elif self._looks:
+            self._trial = None  # nobody knows how long steps would take now without the re-split
+        return best
+
+    def _pays(
+        self, old: Sequence[int], new: Sequence[int], costs: Sequence[Cost | Curve], noise: Sequence[float]
+    ) -> bool:
+        """Whether ``new`` is faster, even if who gives was measured at its slowest, and who takes at its fastest."""
+        factors = [1 + x if n > o else 1 / (1 + x) if n < o else 1.0 for o, n, x in zip(old, new, noise, strict=True)]
+        likely = [c.times(f) for f, c in zip(factors, costs, strict=True)]
+        return makespan(new, likely) < (1 - self.min_gain) * makespan(old, likely)
+
+    def trust_as(self, former: "Planner") -> None:
+        """Doubt measurements no more than another planner of such ranks, which has seen how far they are noise."""
+        self._doubt, self._patience = former._doubt, former._patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The latest plan and what it rests on; builtins only."""
+        plan = self.plans[-1]
+        costs = [row_of(cost) for cost in plan.costs]
+        return {"costs": costs, "reach": list(plan.reach), "most": list(self.most)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the plan of :meth:`state_dict` from the first step on, within this planner's limits."""
+        costs = tuple(cost_of(*cost) for cost in state["costs"])
+        self.plans = [Plan(0, costs, self._low, self.high, tuple(state["reach"]), self._need)]
+        self.most = list(state["most"])
+
+    def _note(self, shares: Sequence[int]) -> None:
+        self.most = [max(most, n / self.total) for most, n in zip(self.most, shares, strict=True)]
+
+
+_MOST = 8  # changes of who takes part that are remembered; steps of all ranks lie closer together
+
+
+class _Stretch(NamedTuple):
+    """From a step on, these ranks shared the batches.
+
+    Attributes:
+        start: that step.
+        ids: of the ranks, in the order of the shares.
+        plans: that were in force.
+        total: samples of a full batch.
+        origin: what makes a step the number of a turn; ``None``: there are no turns.
+    """
+
+    start: int
+    ids: tuple[int, ...]
+    plans: tuple[Plan, ...]
+    total: int
+    origin: int | None
+
+    def share(self, id: int, step: int) -> int:
+        """A rank's samples of a full batch."""
+        if id not in self.ids:
+            return 0
+        plan = next((plan for plan in reversed(self.plans) if plan.start <= step), self.plans[0])
+        turn = None if self.origin is None else step + self.origin
+        return plan.split([self.total], turn)[0][self.ids.index(id)]
+
+
+class PastShares:
+    """Remembers by which plans batches were shared before ranks were lost. Ranks are known by their ids."""
+
+    def __init__(self) -> None:
+        self._stretches: list[_Stretch] = []
+        self._start = 0  # the first step that those who remain share
+
+    def end(self, ids: Sequence[int], planner: Planner, start: int) -> None:
+        """Others share the batches from a step on.
+
+        Args:
+            ids: of the ranks that have shared them, in the order of the shares.
+            planner: of these ranks.
+            start: the first step that others share.
+        """
+        ended = _Stretch(self._start, tuple(ids), tuple(planner.plans), planner.total, planner.turn(0))
+        self._stretches, self._start = [*self._stretches, ended][-_MOST:], start
+
+    def samples(self, id: int, step: int) -> int:
+        """What a rank that is lost was to take from a step on, until others took its share.
+
+        A batch that is smaller than others, at the end of an epoch, counts as a full one. Where plans are so old that
+        they are not remembered, the oldest one counts.
+
+        Args:
+            id: of the rank.
+            step: the first one that it has not done.
+        """
+        return sum(self._at(each).share(id, each) for each in range(step, self._start))
+
+    def _at(self, step: int) -> _Stretch:
+        return next((one for one in reversed(self._stretches) if one.start <= step), self._stretches[0])
+
+
+class Regrouping(NamedTuple):
+    """From a step on other ranks share the batches: some were lost.
+
+    Attributes:
+        kept: of each rank, its number before.
+        start: the first step that they share; no rank has drawn it yet.
+        reports: how many times all ranks have acted on their reports, on the rank that has done so most often.
+    """
+
+    kept: tuple[int, ...]
+    start: int
+    reports: int
+
+
+class Knowledge(NamedTuple):
+    """What a rank knows of the plans; ranks that have acted on the same reports know the same.
+
+    Attributes:
+        plans: in force, and to come.
+        most: the largest part of a batch that each rank has been given so far.
+    """
+
+    plans: list[Plan]
+    most: list[float]
+
+    @classmethod
+    def of(cls, planner: Planner) -> "Knowledge":
+        """What a planner knows."""
+        return cls(list(planner.plans), list(planner.most))
+
+    def teach(self, planner: Planner) -> None:
+        """Let another planner of the same ranks know it, which may have missed the latest reports."""
+        planner.plans, planner.most = list(self.plans), list(self.most)
+
+
+def plan_among(former: Planner, kept: Sequence[int], planner: Planner) -> Planner:
+    """Let a planner go on for the ranks that remain, with what an earlier one knows of them.
+
+    Args:
+        former: of all ranks.
+        kept: of each rank that remains, its number there.
+        planner: a new one for these ranks, with the user's options for them.
+
+    Returns:
+        The new planner. It splits anew at once, by the costs of the latest plan.
+
+    Raises:
+        ShareError: the ranks that remain cannot take a whole batch.
+    """
+    planner.least, planner.held = former.least, former.held
+    planner.turns, planner.origin = former.turns, former.origin
+    if former.found:
+        planner.limit([former.high[rank] for rank in kept])
+    planner.trust_as(former)
+    state = {name: [rows[rank] for rank in kept] if rows else [] for name, rows in former.state_dict().items()}
+    planner.load_state_dict(state)
+    if former.total:
+        planner.expect(former.total)
+        planner.learns = former.learns
+        if sum(planner.high) < former.total:
+            raise ShareError(
+                f"the ranks that remain take at most {list(planner.high)} samples, less than the global batch of "
+                f"{former.total}. Raise max_batch_size, or start again with a smaller batch."
+            )
+    return planner

@@ -1,0 +1,604 @@
+"""Batches of sizes that only their own rank knows: iterable datasets, and loaders that the user has sharded."""
+
+import copy
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lightning_hetero.batching.planner import Plan
+from lightning_hetero.batching.sampler import Drawn, Position, batch_slice
+from lightning_hetero.errors import DataError
+
+
+class Tally(NamedTuple):
+    """What all ranks have together at one step of a stream.
+
+    Attributes:
+        samples: samples in the batches of all ranks; NaN if a rank could not tell.
+        alive: ranks that still have data.
+        empty: ranks that had no data at all.
+    """
+
+    samples: float
+    alive: float
+    empty: float
+
+
+class Place(NamedTuple):
+    """Where a stream stands.
+
+    Attributes:
+        epoch: epochs done before the running one.
+        batches: of this epoch that have been trained on, padding batches included.
+        state: of the loader after its latest batch; before it if the loader has come to its end, since that batch
+            serves for padding. ``None``: the loader cannot tell, or this is its first batch.
+        ended: whether the loader has come to its end.
+    """
+
+    epoch: int
+    batches: int
+    state: Any
+    ended: bool
+
+
+class Peers(Protocol):
+    """The ranks that iterate over a stream at the same time, each over its own part."""
+
+    def begin(self) -> None:
+        """A pass over the data is about to begin, on all ranks."""
+
+    def compare(self, batch: Any) -> None:
+        """Look whether ranks were given the same first batch; ``None``: this one has none (collective)."""
+
+    def tell_of_unknown(self, problem: str) -> None:
+        """Say that the sizes of batches are unknown, so that all count the same."""
+
+    def sum(self, tally: Tally) -> Tally:
+        """The tallies of the ranks of this replica together (collective over them)."""
+
+    def sum_all(self, tally: Tally) -> Tally:
+        """The tallies of all ranks together (collective)."""
+
+    def goes_on(self, drawn: int, alive: bool) -> bool:
+        """Whether all ranks run another batch in this pass, maybe a padding batch (collective over the replica).
+
+        Args:
+            drawn: batches of this pass so far.
+            alive: whether a rank of this replica has another one with data.
+        """
+
+
+class AroundLoader:
+    """Stands in for a loader: attributes that are not found here are looked up on it.
+
+    Args:
+        loader: any iterable of batches.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: unpickling, copying
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def _iterator(self) -> Any:  # Lightning resets a DataLoader's workers through this
+        return getattr(self.loader, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        if hasattr(self.loader, "_iterator"):
+            self.loader._iterator = iterator
+
+
+class Stream(AroundLoader):
+    """Iterates over a loader in step with the other ranks, which learn its batch sizes as they come.
+
+    A rank that has no more data repeats its last batch with weight 0 until all have ended: every sample counts
+    exactly once, every rank runs the same number of steps, and nobody waits for a rank that has left.
+
+    Args:
+        loader: any iterable of batches. Attributes that are not found here are looked up on it.
+        size_of: samples in a batch; raises if it cannot tell.
+        begin: says where training stands; called whenever an epoch's first batch is drawn.
+        peers: the other ranks.
+        usual: samples as which every rank's batch counts where sizes cannot be told; ``None``: that is an error, since
+            those of ranks surely differ.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        size_of: Callable[[Any], float],
+        begin: Callable[[], Position],
+        peers: Peers,
+        usual: float | None = None,
+    ) -> None:
+        super().__init__(loader)
+        self._size_of, self._begin, self._peers, self._usual = size_of, begin, peers, usual
+        self._unknown = False  # whether the size of some batch was
+        self.drawn: deque[Drawn] = deque()
+        self._count = 0  # batches of this pass so far
+        self._over = False  # whether the pass is
+        self._states: deque[Place] = deque()  # after each batch drawn but not yet trained on
+        self._place: Place | None = None  # after the batch that is trained on, of a loader that can tell
+        self._resumed: Place | None = None  # where to go on, until a batch has been trained on
+        self.goes_on = False  # whether that is within the running epoch
+
+    @property
+    def padding_follows(self) -> bool:
+        """Whether the batch after the one that is trained on is a padding batch on all ranks of this replica."""
+        return self.drawn[0].total == 0 if self.drawn else self._over
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict") and self.stateful:
+            return _keep_nothing  # Lightning saves rank 0's state only; this tells it that the loader resumes
+        return super().__getattr__(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn.clear()
+        self._states.clear()
+        epoch = self._begin().epoch
+        self._peers.begin()
+        end = object()
+        first = self._count = self._go_on(epoch)
+        batches = iter(self.loader)
+        batch = next(batches, end) if first and self._resumed and self._resumed.ended else end
+        before = after = None if self._resumed is None else self._resumed.state
+        self._over, ended = False, False
+        while True:
+            current = end if ended else next(batches, end)
+            ended = current is end
+            samples, problem = self._measure(current) if not ended else (0.0, None)
+            mine = Tally(samples, float(not ended), float(ended and batch is end))
+            if self._count == first:
+                self._peers.compare(None if ended else current)
+                if not self._somebody_has_data(self._peers.sum_all(mine), problem):
+                    break
+            tally = self._peers.sum(mine)
+            self._check_size(tally, problem)
+            if self._unknown and self._usual is not None:
+                samples, tally = self._usual * mine.alive, tally._replace(samples=self._usual * tally.alive)
+            if not self._peers.goes_on(self._count, tally.alive > 0):
+                break
+            batch, self._count = batch if ended else current, self._count + 1
+            self.drawn.append(Drawn(samples, tally.samples))
+            if self.stateful and not ended:
+                before, after = after, copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
+            self._states.append(Place(epoch, self._count, before if ended else after, ended))
+            yield batch
+        self._over = True
+
+    def take(self) -> Drawn:
+        """What was drawn for the batch that is about to be trained on."""
+        self._place, self._resumed = self._states.popleft(), None
+        return self.drawn.popleft()
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the loader can tell where it stands, and go on there."""
+        return all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def position(self) -> dict[str, Any] | None:
+        """Where the data stand after the batch that is trained on; builtins, and what the loader tells."""
+        return self._place._asdict() if self.stateful and self._place is not None else None
+
+    def go_on_from(self, position: dict[str, Any]) -> None:
+        """Let the next iteration begin at what :meth:`position` has told."""
+        self._resumed = Place(**position)
+
+    def _go_on(self, epoch: int) -> int:
+        """Bring the loader where the checkpoint says; the batches of this epoch that come before."""
+        if (place := self._resumed) is None:
+            return 0
+        if place.state is not None:
+            self.loader.load_state_dict(place.state)  # type: ignore[attr-defined]
+        self.goes_on = place.epoch == epoch
+        if self.goes_on:
+            return place.batches
+        for _, _ in zip(range(1 + place.ended), self.loader, strict=False):
+            pass  # ends the epoch that the checkpoint knows; the next iteration begins another
+        return 0
+
+    def _somebody_has_data(self, everyone: Tally, problem: str | None) -> bool:
+        """Look at the first batches of all ranks; an error is raised on every rank at once."""
+        self._check_size(everyone, problem)
+        if everyone.alive and everyone.empty:
+            raise DataError(
+                f"{int(everyone.empty)} rank(s) got no training batch at all while others did. Give every rank at "
+                "least one: check how the dataset is sharded."
+            )
+        return everyone.alive > 0
+
+    def _check_size(self, tally: Tally, problem: str | None) -> None:
+        """Look whether all sizes are known; where one is not, none counts from then on."""
+        if not math.isnan(tally.samples) or self._unknown:  # on every rank of the replica at once
+            return
+        if self._usual is None:
+            raise DataError(
+                "the number of samples in a training batch is unknown"
+                + (f": {problem.rstrip('.')}." if problem else " on another rank.")
+                + " Ranks have batches of different sizes here, so each must say what it weighs. Return tensors with "
+                "the batch as their first dimension, or define `batch_weight(batch)` on the LightningModule."
+            )
+        self._unknown = True
+        self._peers.tell_of_unknown(problem.rstrip(".") if problem else "another rank cannot tell")
+
+    def _measure(self, batch: Any) -> tuple[float, str | None]:
+        try:
+            return float(self._size_of(batch)), None
+        except Exception as error:
+            return float("nan"), str(error)
+
+
+class SizedStream(Stream):
+    """A :class:`Stream` with a known number of batches.
+
+    Args:
+        loader: iterates over this rank's batches.
+        size_of: counts the samples of a batch.
+        begin: says where training stands; called whenever an epoch's first batch is drawn.
+        peers: the other ranks.
+        length: batches until the last rank's stream ends.
+        replica_length: batches until the last one ends in this replica.
+        usual: see :class:`Stream`.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        size_of: Callable[[Any], float],
+        begin: Callable[[], Position],
+        peers: Peers,
+        length: int,
+        replica_length: int,
+        usual: float | None = None,
+    ) -> None:
+        super().__init__(loader, size_of, begin, peers, usual)
+        self._length, self._replica_length = length, replica_length
+
+    @property
+    def padding_follows(self) -> bool:
+        """See :class:`Stream`."""
+        return super().padding_follows or self._count >= self._replica_length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def _keep_nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+class EvaluatedStream(AroundLoader):
+    """Iterates over this rank's own part of the data, in evaluation.
+
+    Ranks may run different numbers of steps, and need not wait for each other, unless a step calls a collective: all
+    ranks must have the same number then, or some would wait for ranks that are at the end of the epoch. Before that
+    happens an error is raised on all of them.
+
+    Args:
+        loader: any iterable of batches.
+        name: of the stage, such as ``"validation"``.
+        lengths: batches of each rank's loader, ``None`` if unknown.
+        gather: one value per rank (collective).
+        needs_data: whether each rank must have a batch, if any rank has.
+
+    Raises:
+        DataError: on every rank, if only some have a batch, when they are to draw the first one.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        name: str,
+        lengths: Sequence[int | None],
+        gather: Callable[[Any], list[Any]],
+        needs_data: bool,
+    ) -> None:
+        super().__init__(loader)
+        self._name, self._gather, self._needs_data = name, gather, needs_data
+        self._drawn, self._ended, self._in_step = 0, False, False
+        self._sized = all(length is not None for length in lengths)
+        if self._sized:
+            self._check_data([bool(length) for length in lengths])
+
+    def __len__(self) -> int:
+        if not self._sized:
+            raise TypeError(f"the {self._name} dataloader has no length, on some rank")
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn, self._ended, self._in_step = 0, False, False
+        end = object()
+        batches = iter(self.loader)
+        while True:
+            batch = next(batches, end)
+            self._ended = batch is end
+            if self._sized:  # and compared before; nobody draws beyond the end
+                pass
+            elif not self._drawn:
+                self._check_data(self._gather(not self._ended))
+            elif self._in_step:
+                self._check_steps(self._gather((self._drawn + (not self._ended), self._ended)))
+            if self._ended:
+                return
+            self._drawn += 1
+            yield batch
+
+    def before_collective(self, steps: float) -> None:
+        """A step calls a collective, on all ranks (collective, the first time in a pass).
+
+        Args:
+            steps: that this rank will run, if its loader has a length.
+
+        Raises:
+            DataError: on every rank, if they run different numbers of steps.
+        """
+        if self._in_step:
+            return
+        self._in_step = True
+        self._check_steps(self._gather((int(steps), True) if self._sized else (self._drawn, self._ended)))
+
+    def _check_data(self, has_data: Sequence[bool]) -> None:
+        without = [rank for rank, some in enumerate(has_data) if not some]
+        if self._needs_data and 0 < len(without) < len(has_data):
+            raise DataError(
+                f"rank(s) {', '.join(map(str, without))} got no {self._name} batch at all while others did, so that "
+                "ranks would not log the same values. Give every rank at least one batch: check how the dataset is "
+                "sharded."
+            ).of_all(without)
+
+    def _check_steps(self, everyone: Sequence[tuple[int, bool]]) -> None:
+        if len(set(everyone)) > 1:
+            fewest = min(number for number, ended in everyone if ended) if any(e for _, e in everyone) else 0
+            steps = ", ".join(f"rank {r}: {n}" if e else f"rank {r}: {n} or more" for r, (n, e) in enumerate(everyone))
+            raise DataError(
+                f"ranks have different numbers of {self._name} batches ({steps}), and the {self._name} step calls a "
+                "collective, such as self.log(..., on_step=True, sync_dist=True) or self.all_gather: some rank would "
+                "wait for one that has no batch left. Log with on_step=False, give every rank the same number of "
+                f"batches, or limit them to {fewest} with the Trainer's limit_..._batches."
+            ).of_all()
+
+
+class VaryingBatchSizes:
+    """Batch sampler for an iterable dataset: asks it for this rank's share of samples, which may change by the step.
+
+    Args:
+        share: samples for this rank at a given step.
+        step: first step of the pass; asked when an epoch begins.
+    """
+
+    def __init__(self, share: Callable[[int], int], step: Callable[[], int]) -> None:
+        self._share, self._step = share, step
+        self.next_step = 0
+
+    def __iter__(self) -> Iterator[list[None]]:
+        self.next_step = self._step()
+        while True:
+            share = max(self._share(self.next_step), 1)
+            self.next_step += 1
+            yield [None] * share
+
+
+class SharedStream(IterableDataset):
+    """An iterable dataset that a strategy may split by speed: each sample counts once, and shares move.
+
+    Every rank reads the whole stream, and takes its part of each global batch by the sample's number. So a fast rank
+    takes more, the global batch keeps its size, ranks end together, and a resumed run goes on at the right sample.
+    That costs each rank, and each of its workers, the reading of the samples of others, unless the dataset can jump.
+
+    Under strategies that are not of this package, such as ``ddp``, ranks and workers take samples in turns.
+
+    Args:
+        dataset: iterable over samples. It must yield the same samples in the same order on every rank and in every
+            worker: shuffle by a seed, and do not shard it. It may have
+
+            * ``__len__``: samples of an epoch; the Trainer then knows how many steps there are;
+            * ``set_epoch(epoch)``: called before each epoch is read, for instance to shuffle anew;
+            * ``iter_from(index)``: an iterator that begins at a sample, so that those before it need not be read.
+
+    Example::
+
+        from lightning_hetero import SharedStream
+        from torch.utils.data import DataLoader, IterableDataset
+
+
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                return iter(range(1000))
+
+
+        loader = DataLoader(SharedStream(Numbers()), batch_size=8)
+        assert next(iter(loader)).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]  # in one process
+    """
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # an error that says so where there is no length
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return islice(self.dataset, rank * workers + worker, None, world * workers)
+
+
+class Request(NamedTuple):
+    """A global batch that a rank, or a worker of it, is to read.
+
+    Attributes:
+        epoch: epochs done before it.
+        first: number of its first sample in the epoch.
+        size: samples.
+        plan: how they are split.
+    """
+
+    epoch: int
+    first: int
+    size: int
+    plan: Plan
+
+
+class Requests:
+    """Batch sampler of global batches, without an end: where the stream ends is known when it has been read.
+
+    Args:
+        size: samples in a global batch.
+        plan: in force at a given step.
+        begin: says where training stands; called whenever an epoch's first batch is drawn.
+    """
+
+    def __init__(self, size: int, plan: Callable[[int], Plan], begin: Callable[[], Position]) -> None:
+        self.batch_size, self._plan, self._begin = size, plan, begin
+        self.begun: Position | None = None  # where the running epoch began, or was resumed
+        self.next_step = 0  # first step not drawn yet
+
+    def __iter__(self) -> Iterator[Request]:
+        self.begun = position = self._begin()
+        self.next_step = position.step
+        while True:
+            done = position.batch + self.next_step - position.step
+            self.next_step += 1
+            yield Request(position.epoch, done * self.batch_size, self.batch_size, self._plan(self.next_step - 1))
+
+
+class Slice(NamedTuple):
+    """A rank's part of a global batch.
+
+    Attributes:
+        batch: collated; ``None``: the stream has ended.
+        drawn: how many samples it holds.
+    """
+
+    batch: Any
+    drawn: Drawn
+
+
+class Reader(Dataset):
+    """Reads global batches from a stream, and keeps one rank's part of each. Looks like a map-style dataset.
+
+    Args:
+        stream: the same on every rank.
+        rank: this rank.
+        replica: the ranks that average gradients with this one, itself among them.
+        padding: samples of a padding batch.
+    """
+
+    def __init__(self, stream: Iterable[Any], rank: int, replica: Sequence[int], padding: int) -> None:
+        self.stream, self._rank, self._replica, self._padding = stream, rank, replica, padding
+        self._epoch, self._next = -1, 0  # the sample that comes next
+        self._samples: Iterator[Any] = iter(())
+
+    def __getitems__(self, request: Request) -> tuple[list[Any], Drawn]:
+        """This rank's samples of a global batch; padding if it has none, nothing where the stream has ended."""
+        self._seek(request.epoch, request.first)
+        batch = list(islice(self._samples, request.size))
+        self._next += len(batch)
+        shares = request.plan.split([len(batch)])[0]
+        own = batch_slice(batch, shares, self._rank)
+        drawn = Drawn(len(own), sum(shares[rank] for rank in self._replica))
+        return own or (batch * self._padding)[: self._padding], drawn
+
+    def _seek(self, epoch: int, first: int) -> None:
+        """Go to a sample of an epoch."""
+        anew = epoch != self._epoch or first < self._next
+        if anew and callable(set_epoch := getattr(self.stream, "set_epoch", None)):
+            set_epoch(epoch)
+        jump = getattr(self.stream, "iter_from", None)
+        if callable(jump) and (anew or first > self._next):
+            self._samples, self._next = iter(jump(first)), first
+        elif anew:
+            self._samples, self._next = iter(self.stream), 0
+        self._epoch = epoch
+        self._next += sum(1 for _ in islice(self._samples, first - self._next))
+
+
+def collate_part(collate: Callable[[list[Any]], Any], read: tuple[list[Any], Drawn]) -> Slice:
+    """Collate a rank's samples as the user's loader does."""
+    samples, drawn = read
+    return Slice(collate(samples) if samples else None, drawn)
+
+
+class SharedStreamLoader:
+    """Iterates over this rank's parts of the global batches of a :class:`SharedStream`.
+
+    Args:
+        loader: of the user's.
+        requests: the global batches.
+        rank: this rank.
+        replica: the ranks that average gradients with this one.
+        padding: samples of a padding batch.
+
+    Attributes:
+        like: the user's loader.
+        loader: what reads the parts.
+    """
+
+    def __init__(self, loader: DataLoader, requests: Requests, rank: int, replica: Sequence[int], padding: int) -> None:
+        self.stream, self.batch_sampler, self.like = loader.dataset, requests, loader
+        self.drawn: deque[Drawn] = deque()
+        self._length = -(-n // requests.batch_size) if (n := _length_of(self.stream)) is not None else None
+        same = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor")
+        more = ("multiprocessing_context", "persistent_workers")
+        self.loader = DataLoader(
+            Reader(self.stream.dataset, rank, replica, padding),  # type: ignore[attr-defined]
+            batch_sampler=requests,  # type: ignore[arg-type]
+            collate_fn=partial(collate_part, loader.collate_fn),
+            **{name: getattr(loader, name) for name in (*same, *more)},
+        )
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self.stream
+
+    @property
+    def begun(self) -> Position | None:
+        """Where the running epoch began, or was resumed."""
+        return self.batch_sampler.begun
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self.stream.dataset).__name__} has no length")  # type: ignore[attr-defined]
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn.clear()
+        read = 0
+        for batch, drawn in self.loader:
+            if batch is None:
+                break
+            read += 1
+            self.drawn.append(drawn)
+            yield batch
+        if read == 0 and self.batch_sampler.begun is not None and self.batch_sampler.begun.batch == 0:
+            raise DataError("the training stream is empty: it must yield at least one sample.")
+
+    def take(self) -> Drawn:
+        """What was drawn for the batch that is about to be trained on."""
+        return self.drawn.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the Trainer saves the position itself. With this it knows that the loader resumes there."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing; see :meth:`state_dict`."""
+
+
+def _length_of(stream: Any) -> int | None:
+    try:
+        return len(stream)
+    except (TypeError, NotImplementedError):
+        return None

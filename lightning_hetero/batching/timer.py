@@ -1,0 +1,259 @@
+"""A stopwatch for a rank's own work, which stands still while the rank waits for others."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Points(Protocol):
+    """Takes points in time, and tells the seconds between two of them."""
+
+    def take(self) -> Any:
+        """The point that is reached here: now, or when all work that has been given to the device is done."""
+
+    def passed(self, point: Any) -> bool:
+        """Whether it has been passed. Points are passed in the order in which they were taken."""
+
+    def between(self, earlier: Any, later: Any) -> float:
+        """Seconds between two points that have been passed."""
+
+
+class HostPoints:
+    """By the host's clock.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.take = clock
+
+    def passed(self, point: float) -> bool:
+        """Always: a point is taken when it is passed."""
+        return True
+
+    def between(self, earlier: float, later: float) -> float:
+        """Seconds between two points."""
+        return later - earlier
+
+
+class StreamPoints:
+    """By events in a device's current stream.
+
+    The host runs ahead of a device, until something waits for it: ``loss.item()``, or a progress bar. What the host
+    then spends may be the wait for another rank, which a collective in the stream contains. Only the device knows.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def take(self) -> torch.Event:
+        """An event, recorded here."""
+        if self._device.type == "cuda":
+            event: Any = torch.cuda.Event(enable_timing=True)
+        else:
+            event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, point: torch.Event) -> bool:
+        """Whether the device has done all that came before."""
+        return point.query()
+
+    def between(self, earlier: torch.Event, later: torch.Event) -> float:
+        """Seconds between two events, by the device's own clock."""
+        return earlier.elapsed_time(later) / 1e3
+
+
+def points_of(device: torch.device, clock: Callable[[], float]) -> Points:
+    """The points in time of work on a device: those of its stream, or the host's where it has none that can be timed.
+
+    Args:
+        device: where the model runs.
+        clock: the host's; returns seconds.
+    """
+    if device.type == "cpu":
+        return HostPoints(clock)
+    stream = StreamPoints(device)
+    try:
+        first, second = stream.take(), stream.take()
+        second.synchronize()
+        stream.between(first, second)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):  # each kind of device has its own error
+        return HostPoints(clock)
+    return stream
+
+
+class Lap(NamedTuple):
+    """One step of this rank.
+
+    Attributes:
+        samples: samples that it processed, a padding batch included.
+        work: seconds of its own work: loading data, forward, backward, optimizer, callbacks.
+        wait: seconds in which it could only wait for other ranks.
+        data: of the work, seconds in which the next batch was fetched.
+        exchange: of the wait, seconds that an exchange between replicas took from the training thread.
+        began: when the step began, by the timer's clock.
+        padding: whether the samples are only padding, because the rank had none of the batch.
+    """
+
+    samples: int
+    work: float
+    wait: float
+    data: float
+    exchange: float
+    began: float
+    padding: bool = False
+
+
+class Doing(Enum):
+    """What a rank does at a time."""
+
+    WORK, WAIT, EXCHANGE = range(3)
+
+
+class StepTimer:
+    """Tells a rank's own work from waiting.
+
+    At the end of a data-parallel backward pass every rank reads the same time, because all wait for the slowest. The
+    work ends earlier: when the rank's last own gradient is ready.
+
+    On a device with streams, such as a GPU, the device's own clock counts alone. Laps then come out a few steps late,
+    when their events have passed. Fetching data is timed by the host, which does it.
+
+    Args:
+        device: where the model runs.
+        clock: the host's, returns seconds; for tests.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._depth = 0
+        self.move_to(device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Measure what runs on this device from here on, and forget all else."""
+        self._points = points_of(device, self._clock)
+        self._pending: deque[tuple[Lap, list[tuple[Doing, Any]]]] = deque()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step here: forget what has been measured of the running one."""
+        self._begin((Doing.WORK, self._points.take()))
+
+    def _begin(self, first: tuple[Doing, Any]) -> None:
+        self._spans = [first]  # what the rank does from which point on
+        self._data = self._waited = 0.0
+        self._after_backward = False  # whether the running backward pass only waits any more
+        self._loading: tuple[float, float] | None = None  # when fetching began, and what had been waited until then
+        self._began = self._since = self._clock()
+
+    @contextmanager
+    def waiting(self, exchange: bool = False) -> Iterator[None]:
+        """Time in this block is waiting for others, or goes to an ``exchange`` between replicas."""
+        before = self._doing
+        if self._depth == 0:
+            self._turn_to(Doing.EXCHANGE if exchange else Doing.WAIT)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._turn_to(before)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a block of :meth:`waiting` is open."""
+        return self._depth > 0
+
+    @property
+    def waited(self) -> float:
+        """Seconds of the host that the running step has waited so far, without a wait that goes on."""
+        return self._waited
+
+    def works(self) -> bool:
+        """Whether this rank does work of its own right now; may be asked on another thread."""
+        return self._doing is Doing.WORK
+
+    def fetching(self) -> None:
+        """The next batch is being fetched from here on: this rank's own work, except for what it waits meanwhile."""
+        self._loading = self._clock(), self._waited
+
+    def fetched(self) -> None:
+        """The next batch is here."""
+        if self._loading is not None:  # or the step has been restarted meanwhile
+            began, waited = self._loading
+            self._data += self._clock() - began - (self._waited - waited)
+            self._loading = None
+
+    def watch(self, loss: Tensor) -> None:
+        """Note when the backward pass of ``loss`` has done all of this rank's own work."""
+        if loss.requires_grad:
+            after_own_backward(loss, self._own_work_done)
+
+    def backward_done(self) -> None:
+        """The backward pass has returned: all since the own work was done was waiting."""
+        if self._after_backward:
+            self._after_backward = False
+            self._turn_to(Doing.WORK)
+
+    def lap(self, samples: int, padding: bool = False) -> list[Lap]:
+        """End a step of ``samples`` samples here and begin the next.
+
+        Args:
+            samples: that the rank processed.
+            padding: whether they count for nothing.
+
+        Returns:
+            The laps known by now, oldest first.
+        """
+        self._turn_to(Doing.WORK)
+        self._pending.append((Lap(samples, 0.0, 0.0, self._data, 0.0, self._began, padding), self._spans))
+        self._begin(self._spans[-1])
+        known = []
+        while self._pending and self._points.passed(self._pending[0][1][-1][1]):
+            known.append(self._timed(*self._pending.popleft()))
+        return known
+
+    def _timed(self, lap: Lap, spans: list[tuple[Doing, Any]]) -> Lap:
+        seconds = dict.fromkeys(Doing, 0.0)
+        for (doing, start), (_, end) in pairwise(spans):
+            seconds[doing] += self._points.between(start, end)
+        work, exchange = seconds[Doing.WORK], seconds[Doing.EXCHANGE]
+        return lap._replace(work=work, wait=seconds[Doing.WAIT] + exchange, exchange=exchange, data=min(lap.data, work))
+
+    @property
+    def _doing(self) -> Doing:
+        return self._spans[-1][0]
+
+    def _turn_to(self, doing: Doing) -> None:
+        now = self._clock()
+        if self._doing is not Doing.WORK:
+            self._waited += now - self._since
+        self._since = now
+        self._spans.append((doing, self._points.take()))
+
+    def _own_work_done(self) -> None:
+        if self._doing is Doing.WORK:
+            self._turn_to(Doing.WAIT)
+            self._after_backward = True
+
+
+def after_own_backward(loss: Tensor, callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass of a loss has done this rank's own work, before it waits for others.
+
+    Autograd runs callbacks that a pass has queued once all gradients are ready, in order. This one is queued when the
+    pass begins, and so comes before that in which DDP waits.
+    """
+    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(callback))

@@ -1,0 +1,1 @@
+"""Checkpoints: format, shards, writing, and the newest one that is whole."""

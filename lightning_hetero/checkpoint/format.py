@@ -1,0 +1,189 @@
+"""What this package adds to a checkpoint. Any strategy can load the checkpoint without it.
+
+The checkpoint itself holds the consensus, the plan, and what is small of each rank. Where replicas differ, each one's
+own state is in a shard (:mod:`~lightning_hetero.checkpoint.shards`).
+"""
+
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_hetero.batching.accounting import Losses, Workshare
+from lightning_hetero.batching.shares import cost_of, row_of
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.view import View
+from lightning_hetero.errors import CheckpointError
+from lightning_hetero.sections import FORMAT, KEY, _unreadable, part_of
+
+COMMON = "lightning_hetero_common"  #: In memory only, when others join: what the averager holds alike on all replicas.
+
+
+@contextmanager
+def readable(path: Any) -> Iterator[None]:
+    """Say in plain words that a file is no whole checkpoint.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    try:
+        yield
+    except (EOFError, UnpicklingError, OSError, RuntimeError) as error:
+        cut_off = isinstance(error, EOFError | UnpicklingError) or "PytorchStreamReader" in str(error)
+        if not cut_off and getattr(error, "errno", None) != errno.EINVAL:  # of a seek to before the beginning
+            raise
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint: it was cut off while it was written or copied, or is something else. "
+            f"Nothing has been changed; resume from an earlier one. Cause: {error}"
+        ) from error
+
+
+def warn_if_unreadable(checkpoint: Mapping[str, Any]) -> None:
+    """Say that this version leaves out what another one has added."""
+    if (problem := _unreadable(checkpoint)) is not None:
+        rank_zero_warn(f"{problem} Only what Lightning itself has saved is restored.")
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def add_plan(checkpoint: dict[str, Any], share: Workshare) -> None:
+    """Add the plan, and what it rests on, to a checkpoint; builtins only, for weights-only loading."""
+    loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    if not any(loops.get("combined_loader", [True])):
+        del loops["combined_loader"]  # placeholders of the samplers, which other strategies would not expect
+    fits = [[r.fixed, r.per_sample, max(r.samples, 1.0), *row_of(r.cost)[2:]] for r in share.reports]
+    part = checkpoint.setdefault(KEY, {"format": FORMAT})
+    part.update(planner=share.planner.state_dict(), fits=fits)
+
+
+def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int, grown: bool = False) -> None:
+    """Continue with the plan of a checkpoint, if it has one for as many ranks.
+
+    Args:
+        checkpoint: that was read.
+        share: this rank's part of the work.
+        rank: this rank.
+        grown: whether others have just joined, so that the plan cannot fit.
+    """
+    state = part_of(checkpoint)
+    if "planner" not in state or not share.planner.auto:
+        return
+    saved = len(state["planner"]["costs"])
+    if saved != share.planner.world:
+        (rank_zero_info if grown else rank_zero_warn)(
+            f"The checkpoint's shares are for {saved} ranks; this job has {share.planner.world} and measures anew."
+        )
+        return
+    share.planner.load_state_dict(state["planner"])
+    if state["fits"]:
+        fixed, per_sample, samples, *bends = state["fits"][rank]
+        share.assume(cost_of(fixed, per_sample, *bends), int(samples))
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+
+class Identity(NamedTuple):
+    """Who saves, or wants to go on.
+
+    Attributes:
+        strategy: name of the strategy's class, for people.
+        algorithm: tells which states fit. It stays when a subclass of a strategy gets another name.
+    """
+
+    strategy: str
+    algorithm: str
+
+
+def add_replicas(
+    checkpoint: dict[str, Any], who: Identity, view: View, save: str, losses: Losses, trainable: Sequence[str]
+) -> None:
+    """Describe the replicas in rank 0's checkpoint (collective).
+
+    Args:
+        checkpoint: to add to.
+        who: saves.
+        view: who takes part.
+        save: the name of this save, which its shards bear.
+        losses: of this rank.
+        trainable: names of the parameters that are trainable.
+    """
+    everyone = gather(losses.state_dict(), "the ranks' losses to save")
+    if view.rank == 0:
+        ids = [member.id for member in view.replicas]
+        names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
+        replicas = {**names, "trainable": list(trainable), "losses": everyone}
+        checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
+
+
+def of_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:
+    """See that the values of a replica in a checkpoint are in the layout of this fit, and return them.
+
+    Raises:
+        CheckpointError: on every rank: they are not.
+    """
+    saved = [value.numel() for value in values]
+    here = [sum(value.numel() for value in group.values()) for group in layout]
+    if saved == here:
+        return values
+    raise CheckpointError(
+        f"The replicas of the checkpoint hold vectors of {saved} values; in this fit they are of {here}. Resume with "
+        "the fragments and exclude of the run that was saved."
+    )
+
+
+def save_of(checkpoint: Mapping[str, Any]) -> str | None:
+    """The name of the save to which a checkpoint belongs, if it has shards."""
+    return part_of(checkpoint).get("replicas", {}).get("save")
+
+
+def trainable_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
+    """Names of the parameters that were trainable; ``None`` if the checkpoint does not tell."""
+    return part_of(checkpoint).get("replicas", {}).get("trainable")
+
+
+def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | None:
+    """In words, why the states of a checkpoint's replicas do not fit; ``None`` if they do."""
+    saved = part_of(checkpoint).get("replicas")
+    if saved is None:
+        return _unreadable(checkpoint) or (
+            "The checkpoint holds no state of replicas: it was saved by a strategy without them, after the end of a "
+            "fit, or while a rank had failed."
+        )
+    if saved["algorithm"] != who.algorithm:
+        return f"The checkpoint was saved by {saved['strategy']}, this is {who.strategy}."
+    ids, ranks = saved["ids"], len(saved["losses"])
+    if len(ids) != view.count or ranks != view.world:
+        then = f"{len(ids)} replicas with {ranks} ranks"
+        return f"The checkpoint was saved by {then}; this job has {view.count} with {view.world}."
+    here = [member.id for member in view.replicas]
+    return None if ids == here else f"The checkpoint was saved by replicas {ids}; this job has {here}."
+
+
+def nearest_first(checkpoint: Mapping[str, Any], who: Identity, view: View) -> list[int]:
+    """The replicas from which this one may take an optimizer's state where there are others than were saved.
+
+    The first is the one with the same id; else with the nearest id, the lower of two. Replicas are numbered by their
+    ranks, so these are neighbours, of the same node or the next one.
+
+    Returns:
+        Their ids; none if what was saved does not fit this strategy.
+    """
+    saved = part_of(checkpoint).get("replicas", {})
+    if not saved or saved["algorithm"] != who.algorithm:
+        return []
+    return sorted(saved["ids"], key=lambda other: (abs(other - view.replica.id), other))
+
+
+def warn_of_replicas(checkpoint: Mapping[str, Any], strategy: str) -> None:
+    """Say that a strategy with one replica leaves out what a checkpoint holds of several."""
+    if (saved := part_of(checkpoint).get("replicas")) is not None:
+        rank_zero_warn(
+            f"The checkpoint was saved by {saved['strategy']}, this is {strategy}. Training starts from the "
+            "checkpoint's weights, the consensus of its replicas, with the optimizer state of the first one."
+        )

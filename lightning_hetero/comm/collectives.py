@@ -1,0 +1,250 @@
+"""The collectives that Lightning and users call on a strategy: weighted where samples are, timed as waiting."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.comm.agreement import gather, gather_samples, of_rank
+from lightning_hetero.comm.failures import collective
+from lightning_hetero.comm.objects import CPU, check_sum, number_of
+from lightning_hetero.comm.topology import widest
+from lightning_hetero.errors import UnsupportedError
+
+_REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
+
+
+class Trial(NamedTuple):
+    """A batch that a rank tries alone.
+
+    Attributes:
+        samples: of this rank, each with the number that all ranks of a step would have; of the whole batch, and of each
+            loader's part of it.
+        world: number of ranks.
+    """
+
+    samples: Mapping[int, int]
+    world: int
+
+    def gathered(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        """Stands in for the tensors of all ranks, as large as they would be together."""
+        own = tensor if sync_grads else tensor.detach()
+        if tensor.ndim == 0 or tensor.shape[0] not in self.samples:  # such as a loss
+            return own.expand(self.world, *tensor.shape).clone()
+        total = self.samples[tensor.shape[0]]
+        return own[torch.arange(total, device=tensor.device) % tensor.shape[0]][None]
+
+
+class Collectives:
+    """Collectives over all ranks, on a gloo world of CPUs and GPUs; tensors on an accelerator pass through the CPU.
+
+    Args:
+        timer: counts what they take as waiting.
+        alone: whether there is nobody to meet, so that a collective returns what it was given.
+        loss_counts: whether this rank's loss has a part in the gradient; asked in a backward pass.
+    """
+
+    def __init__(self, timer: StepTimer, alone: Callable[[], bool], loss_counts: Callable[[], bool]) -> None:
+        self.alone, self._timer, self._loss_counts = alone, timer, loss_counts
+        self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
+        self._warned = False  # that a mean could not be weighted
+        self._trial: Trial | None = None  # under way, if one is
+        self._name: str | None = None  # of the value that is being logged with a weight of its own
+        self._logged = ""  # the value that is being logged, in words
+        self._told: set[str] = set()  # names of values of which nothing was left
+        self._before: Callable[[], None] | None = None  # the next collective
+
+    @contextmanager
+    def weighing(
+        self, samples: Callable[[], float | None], name: str | None = None, logged: str = ""
+    ) -> Iterator[None]:
+        """Let means in this block weigh this rank by its samples.
+
+        Args:
+            samples: their number, ``None`` if it is unknown; asked only if something is reduced.
+            name: of the value to which the user has given this number.
+            logged: the value that is logged in this block, in words, the same on all ranks.
+        """
+        before = self._samples, self._name, self._logged
+        self._samples, self._name, self._logged = samples, name, logged
+        try:
+            yield
+        finally:
+            self._samples, self._name, self._logged = before
+
+    @contextmanager
+    def preceding(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call a function before each collective in this block that reduces or gathers over all ranks."""
+        self._before = call
+        try:
+            yield
+        finally:
+            self._before = None
+
+    def tell_of_nothing(self, name: str) -> None:
+        """Say once why a logged value is not a number."""
+        if name not in self._told:
+            self._told.add(name)
+            rank_zero_warn(
+                f"What self.log({name!r}, ...) gave is NaN: its batch_size was 0 throughout, so that no value counts. "
+                "Give the samples that a value stands for; 0 only where another rank or batch has some."
+            )
+
+    @contextmanager
+    def trying(self, trial: Trial) -> Iterator[None]:
+        """In this block, in which this rank is alone, what is gathered is made of its own samples."""
+        self._trial = trial
+        try:
+            yield
+        finally:
+            self._trial = None
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if not self.alone():
+            with self._timer.waiting():
+                collective("pass a barrier", dist.barrier)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """One value per rank, in the order of ranks.
+
+        Args:
+            value: this rank's; anything that can be pickled.
+            what: completes "rank 1 of 4 could not gather ..." in an error.
+        """
+        if self.alone():
+            return [value]
+        with self._timer.waiting():
+            return gather(value, what)
+
+    def broadcast(self, obj: Any, src: int = 0, home: torch.device = CPU, place: str = "") -> Any:
+        """The object of rank ``src``, on every rank.
+
+        Args:
+            obj: that of the source counts; anything that can be pickled.
+            src: the source.
+            home: the device on which this rank computes, for tensors that are on that of the source. All others, and
+                by default these too, arrive on the CPU.
+            place: names the function that asks, the same on every rank.
+
+        Raises:
+            DisagreementError: rank ``src`` broadcasts in another place.
+        """
+        if self.alone():
+            return obj
+        with self._timer.waiting():
+            return of_rank(obj, src, home, place)
+
+    def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
+        """Reduce a tensor over all ranks.
+
+        Within a step, a mean weighs each rank by its samples, as ``self.log(..., sync_dist=True)`` means it: by the
+        ``batch_size`` given to ``self.log``, else by what the batch holds. If that is unknown on some rank, every
+        rank counts the same, with a warning. At the end of an epoch Lightning has weighted the values itself. The mean
+        of integers is not truncated.
+
+        Args:
+            tensor: of any shape and dtype; anything else is returned as it is.
+            group: a process group; default: all ranks.
+            reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``; ``None`` is a sum.
+
+        Returns:
+            The result on every rank, of the same dtype; a mean of integers in float64, or fp32 on devices without it.
+
+        Raises:
+            UnsupportedError: an unknown ``reduce_op``.
+            DisagreementError: of a mean, on every rank, if one of them logs another value.
+        """
+        if not isinstance(tensor, Tensor) or self.alone():
+            return tensor
+        if self._before is not None and group in (None, dist.group.WORLD):
+            self._before()
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        if isinstance(name, str) and name not in _REDUCTIONS:
+            raise UnsupportedError(f"reduce_op={reduce_op!r} must be one of {', '.join(map(repr, _REDUCTIONS))}.")
+        mean = name in ("mean", "avg", ReduceOp.AVG)
+        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.float64
+        value = tensor.detach().to("cpu", wide if mean else tensor.dtype, copy=True).reshape(-1)
+        if mean:
+            value = self._with_weight(value)
+        op: Any = ReduceOp.SUM
+        if not mean and name is not None:
+            op = getattr(ReduceOp, name.upper()) if isinstance(name, str) else name
+
+        what = f"reduce {self._logged or 'a tensor'}"
+
+        def reduced() -> Tensor:
+            number = number_of(what, group)
+            total = torch.cat([value, value.new_tensor([number])]) if mean else value.clone()
+            dist.all_reduce(total, op=op, group=group)
+            if not mean:
+                return total
+            check_sum(total[-1].item(), number, group)
+            return total[:-1]
+
+        with self._timer.waiting():
+            total = collective(what, reduced)
+        value = self._mean(total) if mean else total
+        whole = widest(tensor.device) if mean else value.dtype  # of integers
+        return value.reshape(tensor.shape).to(tensor.device, tensor.dtype if tensor.is_floating_point() else whole)
+
+    def _with_weight(self, value: Tensor) -> Tensor:
+        """What to sum over ranks for a mean: weighted and plain values, weights, ranks, and how many know no weight."""
+        samples = self._samples() if self._samples is not None else 1.0
+        weight = 1.0 if samples is None else samples
+        plain = value if weight else torch.zeros_like(value)  # that of a padding batch may not be finite
+        return torch.cat([plain * weight, plain, value.new_tensor([weight, weight != 0, samples is None])])
+
+    def _mean(self, sums: Tensor) -> Tensor:
+        """The mean that summed rows of :meth:`_with_weight` make; the same on every rank."""
+        weighted, plain = sums[:-3].chunk(2)
+        weight, ranks, unknown = sums[-3:].tolist()
+        if not unknown:
+            if not weight and self._name is not None:
+                self.tell_of_nothing(self._name)
+            return weighted / weight
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"A mean over ranks counted every rank the same: on {int(unknown)} of them nobody can tell how many "
+                "samples the batch holds. Pass `batch_size=` to `self.log`; elsewhere reduce sums of values and of "
+                "samples (`reduce_op='sum'`) and divide them."
+            )
+        return plain / ranks
+
+    def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+        """Gather the tensors of all ranks.
+
+        Ranks may have different numbers of samples. ``gathered.flatten(0, 1)`` holds all samples either way, in the
+        order of ranks.
+
+        Args:
+            tensor: of the same shape on every rank, except for its first dimension.
+            group: a process group; default: all ranks.
+            sync_grads: let gradients flow back to each rank's tensor.
+
+        Returns:
+            On every rank the same: if all shapes are equal, a tensor of shape ``(ranks, *tensor.shape)``, as Lightning
+            returns it; else of shape ``(1, samples of all ranks, *tensor.shape[1:])``.
+
+        Raises:
+            DataError: on every rank, if dtypes differ, or more than the first dimension.
+        """
+        if self._trial is not None:
+            return self._trial.gathered(tensor, sync_grads)
+        if self.alone():
+            return tensor
+        if self._before is not None and group in (None, dist.group.WORLD):
+            self._before()
+
+        def gathering() -> Tensor:
+            return gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)
+
+        gathered = collective("gather a tensor", gathering)
+        return gathered.to(tensor.device)

@@ -1,0 +1,713 @@
+"""Messages with deadlines between gossiping replicas, two at a time."""
+
+import random
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.comm.all_reduce import ReplicaLinks
+from lightning_hetero.comm.gossip_peers import (
+    EXCHANGE,
+    TOKEN_BYTES,
+    Channel,
+    HostPort,
+    Kind,
+    Message,
+    Peers,
+    RefusedError,
+    Session,
+    nowhere,
+    others_boxes,
+)
+from lightning_hetero.comm.shared_memory import Mapped
+from lightning_hetero.comm.threads import close_at_exit
+from lightning_hetero.errors import CommunicationError, ConfigurationError, DisagreementError, HeteroError
+
+ANY = -1.0  # round of an offer that any peer may take, whatever its own round
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between two questions
+_SECOND_ASKS = 1.0  # seconds until the second of a pair asks by itself; at most half a deadline
+
+
+class PeerSelector:
+    """Chooses peers for one offer at a time: those that asked this peer without success first, then any at random.
+
+    After each refusal it waits longer before it asks again (backoff). Little is lost by that: a peer that refused asks
+    by itself as soon as it has something to offer.
+
+    Args:
+        me: this peer.
+        limit: seconds within which a message must be answered.
+        there: peers that can be reached.
+
+    Attributes:
+        round_number: of the offer.
+        candidates: peers of the offer, including those that cannot be reached.
+    """
+
+    def __init__(self, me: int, limit: float, there: Container[int]) -> None:
+        self._me, self._limit, self._there = me, limit, there
+        self.round_number, self.candidates = ANY, list[int]()
+        self._wanted: dict[int, float] = {}  # peers that asked without success, with their round
+        self._pause, self._at = _FIRST_PAUSE, 0.0
+
+    def begin(self, candidates: Sequence[int], round_number: float) -> None:
+        """Begin a new offer. In a round, the second peer of a pair first waits for the question of the first."""
+        self.candidates, self.round_number, self._pause = list(candidates), round_number, _FIRST_PAUSE
+        second = round_number != ANY and self._me > max(candidates, default=-1) and not self._wanting()
+        self._at = time.monotonic() + (min(self._limit / 2, _SECOND_ASKS) if second else 0.0)
+
+    @property
+    def asked(self) -> list[int]:
+        """The peers of the offer that can be reached."""
+        return [peer for peer in self.candidates if peer in self._there]
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the offer can still be taken: some of its peers can be reached, or any peer may take it."""
+        return not self.candidates or bool(self.asked)
+
+    def early(self) -> float:
+        """Seconds until the next question is due."""
+        return self._at - time.monotonic()
+
+    def choose(self) -> int | None:
+        """A peer to ask now; ``None``: no peer can be reached."""
+        if not (asked := self._wanting() or self.asked):
+            return None
+        peer = random.choice(asked)
+        self.met(peer)
+        return peer
+
+    def back_off(self, missed: bool) -> None:
+        """Wait longer before the next question.
+
+        Args:
+            missed: whether the exchange failed; otherwise the peer refused it.
+        """
+        if not self._wanting():
+            self._pause = _LONGEST_PAUSE if missed else min(2 * self._pause, _LONGEST_PAUSE)
+            self._at = max(self._at, time.monotonic() + random.uniform(0.5, 1.0) * self._pause)
+
+    def wants(self, peer: int, round_number: float) -> None:
+        """Remember that a peer asked for a round without success."""
+        self._wanted[peer] = round_number
+
+    def met(self, peer: int) -> None:
+        """Forget that a peer asked without success."""
+        self._wanted.pop(peer, None)
+
+    def _wanting(self) -> list[int]:
+        return [peer for peer in self.candidates if self._wanted.get(peer) == self.round_number]
+
+
+class Swap(NamedTuple):
+    """What an exchange has brought.
+
+    Attributes:
+        peer: the other peer.
+        weight: its weight.
+        vectors: its values, as it offered them. Use them before the next offer.
+        sent: bytes sent over the network.
+    """
+
+    peer: int
+    weight: float
+    vectors: Sequence[Tensor]
+    sent: int
+
+
+class GoneOnError(Exception):
+    """The peer that was asked has gone on to a later round."""
+
+
+class Swapping:
+    """Exchanges values with a peer, in six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``.
+
+    The two in the middle travel at the same time. The peer that was asked counts the exchange when ``COMMIT`` comes, if
+    that is in time. The one that asked counts it when ``DONE`` comes. If ``DONE`` does not come, it connects again and
+    asks whether the exchange has counted. So both count it or neither does. Only a peer that dies in this moment, or is
+    frozen for longer than that, may leave the other with a wrong answer.
+
+    Peers of one host write their values into shared memory. The messages are the same, without vectors.
+
+    Args:
+        peers: connections to the others.
+        outbox: where this peer writes what it offers.
+    """
+
+    def __init__(self, peers: Peers, outbox: Mapped) -> None:
+        self._peers, self._outbox = peers, outbox
+        self.inbox = [torch.empty_like(value) for value in outbox.vectors]
+        self._boxes: dict[int, Mapped] = {}  # of the peers of this host
+        self._number = float(time.time_ns() // 1000)  # of the exchanges that this peer asks for
+
+    def know_boxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where the peers of this host write their values."""
+        self._boxes = others_boxes(self._outbox, paths)
+
+    def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> Swap | None:
+        """Ask a peer for an exchange, and exchange.
+
+        Args:
+            peer: the one to ask.
+            round_number: of this peer's offer.
+            weight: of this peer.
+            agreed: called when the peer has said yes. ``False``: this peer no longer wants to.
+
+        Returns:
+            ``None``: the peer has said no.
+
+        Raises:
+            GoneOnError: the peer has gone on to a later round.
+            OSError: the exchange broke off, or was too late. It does not count.
+            RefusedError: a message came that must not be believed. The exchange does not count.
+        """
+        self._number += 1
+        channel, numbers = self._peers.channel(peer), (round_number, weight, self._number)
+        sent = channel.send(Kind.ASK, numbers, (), self._peers.soon())
+        reply = channel.receive(nowhere, self._peers.soon())
+        if reply.kind is not Kind.YES:
+            if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
+                raise GoneOnError
+            return None
+        if not agreed():
+            raise RefusedError("uninvited")
+        weight, more = self._swap(channel, peer, numbers, 2)
+        sent += more + self._peers.commit(channel, peer, self._number)
+        self._peers.attendance.met(peer)
+        return Swap(peer, weight, self.inbox, sent)
+
+    def answer(self, channel: Channel, peer: int, number: float, offer: tuple[float, float]) -> Swap:
+        """Exchange with a peer that has asked, until it is to be told that the exchange is done.
+
+        Args:
+            channel: over which it asked.
+            peer: the one that asked.
+            number: that it gave the exchange.
+            offer: the round of this peer's offer, and this peer's weight.
+
+        Raises:
+            OSError: the exchange broke off, or was too late. It does not count.
+            RefusedError: a message came that must not be believed. The exchange does not count.
+        """
+        sent = channel.send(Kind.YES, (), (), self._peers.soon())
+        weight, more = self._swap(channel, peer, offer, 3)
+        self._peers.await_commit(channel, peer, number)
+        return Swap(peer, weight, self.inbox, sent + more)
+
+    def _swap(self, channel: Channel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
+        """Send what lies in the outbox, and fill the inbox; the peer's weight, and the bytes sent."""
+        near = peer in self._boxes
+        vectors = () if near else self._outbox.vectors
+        theirs, sent = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self.inbox, self._peers.soon())
+        if theirs.kind is not Kind.SWAP or len(theirs.numbers) != expected:
+            raise RefusedError("uninvited")
+        if near:
+            for own, value in zip(self.inbox, self._boxes[peer].vectors, strict=True):
+                own.copy_(value)
+        return theirs.numbers[1], sent
+
+
+_PATIENCE = 0.1  # seconds that a peer that asks waits for the answer to this peer's own question
+
+
+class _State(Enum):
+    CLOSED = 1  # nothing is offered, or it has been exchanged
+    OPEN = 2
+    ENGAGED = 3  # with one peer: others are refused
+
+
+class Pairing:
+    """Offers values, and exchanges them with one peer at a time; see :class:`Swapping` for the messages.
+
+    A thread asks other peers. Other threads, one per connection, answer the questions of others.
+
+    Args:
+        me: this peer.
+        session: what all peers share.
+        interface: address to listen on.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+
+    Attributes:
+        misses: of each peer, exchanges with it that failed: it was late, frozen, dead or unreachable.
+        outbox: where this peer writes what it offers.
+        peers: the connections to others.
+    """
+
+    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
+        self.me = me
+        self.misses = Counter[int]()
+        self.outbox = Mapped(like)
+        self._changed = threading.Condition()  # guards all that follows
+        self._state, self._with, self._asking = _State.CLOSED, -1, False
+        self._agreed = False  # the peer that was asked has said yes
+        self._offers = 0  # made so far
+        self._failure: BaseException | None = None  # that has ended the thread that asks
+        self._waiting = 0  # peers that have asked, and wait for the answer to this peer's own question
+        self._paused = self._closed = False
+        self._weight = 1.0
+        self._swap: Swap | None = None
+        self.peers = Peers(me, session, interface, self._attend, changed=self._wake)
+        self._swapping = Swapping(self.peers, self.outbox)
+        self._selector = PeerSelector(me, session.deadline, self.peers.attendance)
+        close_at_exit(self)
+        threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
+
+    def know_boxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where the peers of this host write their values."""
+        self._swapping.know_boxes(paths)
+
+    def offer(self, weight: float, candidates: Sequence[int], round_number: float = ANY) -> None:
+        """Offer what lies in the outbox, until it is exchanged or withdrawn. Returns at once.
+
+        Args:
+            weight: of this peer.
+            candidates: peers to ask. Those that have ended or are silent are neither asked nor waited for.
+            round_number: only a peer that offers for the same round will do. The offer is closed if that peer has gone
+                on to a later round or cannot be reached. The first of such a pair asks. The second asks only if it was
+                asked without success, or is not asked for long.
+        """
+        with self._changed:
+            assert self._state is _State.CLOSED
+            self._weight, self._swap, self._offers = weight, None, self._offers + 1
+            self._selector.begin(candidates, round_number)
+            self._state = _State.OPEN
+            self._changed.notify_all()
+
+    def result(self, wait: float = 0.0) -> Swap | None:
+        """What the offer has brought, or ``None`` if it has brought nothing yet.
+
+        Args:
+            wait: seconds to wait for it at most. A peer that has ended or is silent is not waited for.
+
+        Raises:
+            CommunicationError: the thread that asks has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(self._settled, wait)
+            if self._failure is not None:
+                raise CommunicationError(
+                    f"replica {self.me} can exchange no more: its thread that asks others has failed with "
+                    f"{self._failure!r}."
+                ) from self._failure
+            return self._swap if self._state is _State.CLOSED else None
+
+    def _settled(self) -> bool:
+        waits = self._state is _State.ENGAGED or (self._state is _State.OPEN and self._selector.awaits)
+        return not waits
+
+    def withdraw(self) -> Swap | None:
+        """Close the offer. If an exchange is under way, wait for its end, and return what it has brought."""
+        with self._changed:
+            self._wait_for_exchange()
+            self._state = _State.CLOSED
+            return self._swap
+
+    def _wait_for_exchange(self) -> None:
+        self._changed.wait_for(lambda: self._state is not _State.ENGAGED, EXCHANGE * self.peers.session.deadline)
+
+    def pause(self) -> None:
+        """Exchange nothing more for now. Waits for an exchange that is under way."""
+        with self._changed:
+            self._paused = True
+            self._wait_for_exchange()
+
+    def resume(self) -> None:
+        """Go on, after :meth:`pause`."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is offered that has not been exchanged."""
+        with self._changed:
+            return self._state is not _State.CLOSED
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._state = _State.CLOSED
+            self._changed.notify_all()
+        self.peers.close()
+
+    # -- the peer that asks ------------------------------------------------------------------------
+
+    def _ask_until_closed(self) -> None:
+        """Ask for an exchange of what is offered; in a thread. :meth:`result` raises its failure."""
+        try:
+            self._ask_around()
+        except BaseException as error:
+            with self._changed:
+                self._failure, self._state = error, _State.CLOSED
+                self._changed.notify_all()
+
+    def _ask_around(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_ask)
+                if self._closed:
+                    return
+                if (early := self._selector.early()) > 0:
+                    self._changed.wait(early)
+                    continue
+                peer, offer, weight = self._selector.choose(), self._offers, self._weight
+                round_number = self._selector.round_number
+                if peer is None:
+                    continue  # it has gone in this moment
+                self._state, self._with, self._asking, self._agreed = _State.ENGAGED, peer, True, False
+            swap, missed, gone_on, began = None, False, False, time.monotonic()
+            try:
+                swap = self._swapping.ask(peer, round_number, weight, self._peer_agrees)
+            except GoneOnError:
+                gone_on = True
+            except (OSError, RefusedError) as error:
+                missed = True
+                self.peers.failed(peer, began, error)
+            with self._changed:
+                if self._asking:  # else it was asked itself meanwhile, and said yes
+                    self._asking = False
+                    self._end(swap)
+                if offer != self._offers:
+                    continue  # exchanged when the peer asked for it: the answer says nothing about the next offer
+                if missed:
+                    self.misses[peer] += 1
+                if swap is None:
+                    self._selector.back_off(missed)
+                if self._state is _State.OPEN and round_number != ANY and (missed or gone_on):
+                    self._state = _State.CLOSED
+                    self._changed.notify_all()
+
+    def _may_ask(self) -> bool:
+        able = self._state is _State.OPEN and bool(self._selector.asked) and not self._paused
+        return self._closed or (able and not self._waiting)
+
+    def _peer_agrees(self) -> bool:
+        """The peer that was asked has said yes; whether this one still wants to exchange with it."""
+        with self._changed:
+            self._agreed |= self._asking
+            self._changed.notify_all()
+            return self._asking
+
+    # -- the peer that is asked --------------------------------------------------------------------
+
+    def _attend(self, channel: Channel, ask: Message) -> None:
+        """Exchange with a peer that asks for it, if something is offered."""
+        if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
+            raise RefusedError("uninvited")
+        if not self._engage(ask):
+            channel.send(Kind.NO, (self._selector.round_number,), (), self.peers.soon())
+            return
+        swap = None
+        try:
+            offer = self._selector.round_number, self._weight
+            swap = self._swapping.answer(channel, ask.sender, ask.numbers[2], offer)
+        finally:
+            with self._changed:
+                self._end(swap)
+                if swap is None:
+                    self.misses[ask.sender] += 1
+        channel.send(Kind.DONE, (), (), self.peers.soon())
+
+    def _engage(self, ask: Message) -> bool:
+        """Whether this peer exchanges with one that asks."""
+        asked_for = ask.numbers[0]
+        with self._changed:
+            own = self._selector.round_number
+            if asked_for >= own:  # a peer that lags behind would be waited for without success
+                self.peers.attendance.heard(ask.sender)
+            if ask.sender < self.me and self._with != ask.sender and asked_for == own:
+                # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
+                # circle could do so for ever. Only peers with a lower number wait, so they never wait in a circle.
+                self._waiting += 1
+                self._changed.wait_for(lambda: not self._asking or self._agreed, _PATIENCE)
+                self._waiting -= 1
+                own = self._selector.round_number
+            # Of two peers that ask each other, the question of the first counts.
+            crossing = self._asking and not self._agreed and self._with == ask.sender and ask.sender < self.me
+            willing = (self._state is _State.OPEN or crossing) and not self._paused
+            if willing and asked_for == own:
+                self._state, self._with, self._asking = _State.ENGAGED, ask.sender, False
+                self._selector.met(ask.sender)
+                return True
+            self._selector.wants(ask.sender, asked_for)
+            if self._state is _State.OPEN and ANY != own < asked_for and ask.sender in self._selector.candidates:
+                self._state = _State.CLOSED  # the other has gone on to a later round
+            self._changed.notify_all()
+            return False
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def _end(self, swap: Swap | None) -> None:
+        if swap is not None:
+            self._swap, self._state = swap, _State.CLOSED
+        elif self._state is _State.ENGAGED:
+            self._state = _State.OPEN
+        self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Push(NamedTuple):
+    """What has come from a peer.
+
+    Attributes:
+        peer: the one that sent it.
+        round_number: round in which it was sent.
+        weight: that came with the vectors.
+        vectors: give them back with :meth:`Pushing.recycle`.
+    """
+
+    peer: int
+    round_number: int
+    weight: float
+    vectors: list[Tensor]
+
+
+class Pushing:
+    """Sends values to peers and collects what comes from them.
+
+    A push takes four messages: ``PUSH, YES; COMMIT, DONE``. The receiver counts it when ``COMMIT`` comes, if that is in
+    time. The sender counts it as gone when ``DONE`` comes. If ``DONE`` does not come, it connects again and asks
+    whether the push has counted. What has not gone still belongs to the sender. A push of weight 0 has no vectors: it
+    only says that its sender has reached the round.
+
+    From each peer, one push more than there are peers can wait to be collected. Further ones are refused
+    (``PUSH, NO``): this peer no longer collects them.
+
+    Args:
+        me: this peer.
+        session: what all peers share.
+        interface: address to listen on.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+
+    Attributes:
+        misses: of each peer, pushes to it that failed.
+        outbox: where this peer writes what it sends.
+        peers: the connections to others.
+    """
+
+    def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
+        self.me = me
+        self.misses = Counter[int]()
+        self.outbox = Mapped(like)
+        self._boxes: dict[int, Mapped] = {}
+        self._changed = threading.Condition()  # guards what follows
+        self._arrived: list[Push] = []
+        self._free: list[list[Tensor]] = []
+        self._latest: dict[int, int] = {}  # of each peer, the latest round from which something has come
+        self._missed: dict[int, int] = {}  # and the latest in which nothing had
+        self._number = float(time.time_ns() // 1000)  # of this peer's pushes
+        self.peers = Peers(me, session, interface, self._attend, self._place, self._wake)
+
+    def know_boxes(self, paths: Mapping[int, str]) -> None:
+        """Learn where the peers of this host write their values."""
+        self._boxes = others_boxes(self.outbox, paths)
+
+    def push(self, peer: int, round_number: int, weight: float) -> int | None:
+        """Give a peer what lies in the outbox; blocks.
+
+        Args:
+            peer: the one to give it to.
+            round_number: of this peer.
+            weight: to send with the vectors; 0: nothing is sent but the round.
+
+        Returns:
+            The bytes sent over the network; ``None``: the vectors have not gone.
+        """
+        sent, began = None, time.monotonic()
+        if peer in self.peers.attendance:
+            try:
+                sent = self._push(peer, round_number, weight)
+            except (OSError, RefusedError) as error:
+                self.peers.failed(peer, began, error)
+        self.misses[peer] += sent is None
+        return sent
+
+    def _push(self, peer: int, round_number: int, weight: float) -> int | None:
+        channel = self.peers.channel(peer)
+        vectors = self.outbox.vectors if weight and peer not in self._boxes else ()
+        self._number += 1
+        sent = channel.send(Kind.PUSH, (round_number, weight, self._number), vectors, self.peers.soon())
+        answer = channel.receive(nowhere, self.peers.soon()).kind
+        if answer is Kind.NO:
+            return None
+        if answer is not Kind.YES:
+            raise RefusedError("uninvited")
+        sent += self.peers.commit(channel, peer, self._number)
+        self.peers.attendance.met(peer)
+        return sent
+
+    def collect(self, round_number: int, sources: Sequence[int], wait: float) -> list[Push]:
+        """Take all that has come, in the order of rounds and peers.
+
+        A fast peer may be some rounds ahead: by at most the number of peers, unless it no longer waits for this one,
+        which lags behind. What comes from up to so many rounds ahead stays for its round, so that sums do not depend on
+        which peer is fast. What comes from farther ahead is taken now.
+
+        Args:
+            round_number: of this peer.
+            sources: peers to wait for; not those that have ended or are silent, nor those that have sent nothing since
+                they were waited for without success.
+            wait: seconds to wait at most.
+        """
+
+        def missing() -> list[int]:
+            return [peer for peer in sources if self._latest.get(peer, -1) < round_number]
+
+        def awaited() -> list[int]:
+            there = self.peers.attendance
+            return [p for p in missing() if p in there and self._latest.get(p, -1) >= self._missed.get(p, -1)]
+
+        with self._changed:
+            self._changed.wait_for(lambda: not awaited(), wait)
+            self._missed.update(dict.fromkeys(missing(), round_number))
+            later = range(round_number + 1, round_number + self.peers.count + 1)
+            taken = sorted((p for p in self._arrived if p.round_number not in later), key=lambda push: push[:2][::-1])
+            self._arrived = [push for push in self._arrived if push.round_number in later]
+            return taken
+
+    def waiting(self) -> list[Push]:
+        """What has come and has not been taken."""
+        with self._changed:
+            return list(self._arrived)
+
+    def put(self, pushes: Sequence[Push]) -> None:
+        """Let these have come, as in a checkpoint."""
+        with self._changed:
+            for push in pushes:
+                self._arrive(push)
+
+    def _arrive(self, push: Push) -> None:
+        self._arrived.append(push)
+        self._latest[push.peer] = max(push.round_number, self._latest.get(push.peer, -1))
+
+    def recycle(self, pushes: Sequence[Push]) -> None:
+        """Give back the memory of pushes that are not needed any more."""
+        with self._changed:
+            self._free += [push.vectors for push in pushes if push.vectors]
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        self.peers.close()
+
+    def _attend(self, channel: Channel, push: Message) -> None:
+        """Receive a push."""
+        if push.kind is not Kind.PUSH or len(push.numbers) != 3:
+            raise RefusedError("uninvited")
+        round_number, weight, number = push.numbers
+        vectors = list(push.vectors)
+        if bool(vectors) is not (bool(weight) and push.sender not in self._boxes):
+            raise RefusedError("size")
+        if weight and push.sender in self._boxes:
+            vectors = self._memory()
+            for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
+                own.copy_(value)
+        came = Push(push.sender, int(round_number), weight, vectors)
+        self.peers.attendance.heard(push.sender)
+        if self._full(push.sender):
+            self.recycle([came])
+            channel.send(Kind.NO, (), (), self.peers.soon())
+            return
+        channel.send(Kind.YES, (), (), self.peers.soon())
+        self.peers.await_commit(channel, push.sender, number)
+        with self._changed:
+            self._arrive(came)
+            self._changed.notify_all()
+        channel.send(Kind.DONE, (), (), self.peers.soon())
+
+    def _full(self, peer: int) -> bool:
+        with self._changed:
+            return sum(push.peer == peer for push in self._arrived) > self.peers.count
+
+    def _place(self, kind: Kind) -> Sequence[Tensor]:
+        return self._memory() if kind is Kind.PUSH else nowhere(kind)
+
+    def _memory(self) -> list[Tensor]:
+        with self._changed:
+            return self._free.pop() if self._free else [torch.empty_like(v) for v in self.outbox.vectors]
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+T = TypeVar("T", Pairing, Pushing)
+
+
+class Endpoint(NamedTuple):
+    """Where a peer can be reached.
+
+    Attributes:
+        interface: address to listen on, of the network between the peers.
+        host: name of the machine. Peers with the same one can share memory.
+        deadline: seconds within which a message must be answered.
+    """
+
+    interface: str
+    host: str
+    deadline: float
+
+
+def introduce(
+    kind: Callable[[int, Session, str, Sequence[Tensor]], T],
+    endpoint: Endpoint,
+    links: ReplicaLinks,
+    like: Sequence[Tensor],
+) -> T | None:
+    """Let the leaders of all replicas know where to reach each other (collective over all ranks).
+
+    Args:
+        kind: class of the transport.
+        endpoint: this rank's.
+        links: of this replica. The number of the replica is that of the peer.
+        like: vectors of the sizes and dtypes to come, on the CPU.
+
+    Returns:
+        The transport on leaders, ``None`` elsewhere.
+
+    Raises:
+        HeteroError: on every rank: some peers cannot be reached, or have another model.
+    """
+    token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
+    mine = kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.leads else None
+    card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
+    cards = [card for card in links.gather(card) if card is not None]
+    problem = _unreachable([(host, address) for _, address, host, _ in cards])
+    if mine is not None and problem is None:
+        mine.peers.know({peer: address for peer, address, *_ in cards})
+        try:
+            mine.know_boxes(
+                {peer: path for peer, _, host, path in cards if host == endpoint.host and peer != links.index}
+            )
+        except HeteroError as error:
+            problem = error
+    problems = links.gather(None if problem is None else str(problem))  # all have opened what they need
+    if mine is not None:
+        mine.outbox.hide()
+    if any(problems):
+        if mine is not None:
+            mine.close()
+        raise problem or DisagreementError(next(text for text in problems if text))
+    return mine
+
+
+def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:
+    """Why peers of several hosts could not reach each other; ``None``: no reason is known."""
+    inner = [f"{host} ({address[0]})" for host, address in places if address[0].startswith("127.")]
+    if len({host for host, _ in places}) == 1 or not inner:
+        return None
+    return ConfigurationError(
+        f"peers on {', '.join(inner)} would listen where other hosts cannot reach them: the job's main address is "
+        "their loopback. Give MASTER_ADDR as an IP address of the network between the hosts."
+    )

@@ -1,1 +1,0 @@
-"""Messages with deadlines between gossiping replicas, two at a time."""

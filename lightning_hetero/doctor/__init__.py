@@ -1,1 +1,0 @@
-"""``lightning-hetero doctor``: measures the machines, and suggests what to train with."""

@@ -1,0 +1,572 @@
+"""How the ranks of a job agree on who takes part after one has died, frozen or been cut off.
+
+====================  ==============================  ==========================================================
+message               from, to                        means
+====================  ==============================  ==========================================================
+``state``             both ends, first of all         where I stand: leader, last view, what I have acknowledged
+``state``             member to coordinator           my training thread has come to ``agree()``
+``beat``              both, every 2 s                 I am alive, and have done so many steps
+``news``              coordinator to all              who is lost or has left; a new view is wanted
+``bye``, ``heard``    one that ends, and the answer   my run is over, or: I have failed
+``propose``           coordinator to those to stay    the next view
+``ack``               member to coordinator           I shall count that view, whatever happens
+``commit``            coordinator to those to stay    all have acknowledged: this is the view
+``out``               anybody to one that must end    you have been left out, or too few remain
+====================  ==============================  ==========================================================
+
+A member is in one of four phases:
+
+==============  =================================================================  ================================
+phase           what it does                                                       ends with
+==============  =================================================================  ================================
+steady          exchanges heartbeats with the coordinator                          a loss, or somebody asks for a
+                                                                                   new view: *changing*
+changing        calls ``on_change`` until its training thread calls ``agree()``    ``agree()``: *come*
+come            waits for the others; acknowledges what the coordinator proposes   ``commit``: *steady*; or *over*
+over            must end: ``agree()`` raises                                       its process
+==============  =================================================================  ================================
+"""
+
+import errno
+import hmac
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from lightning_hetero.comm.threads import close_at_exit, spare
+from lightning_hetero.elastic.majority import Roster, decide
+from lightning_hetero.elastic.protocol import Agreed, Event, Member, Proposal, Terms
+from lightning_hetero.errors import MembershipLostError
+
+HostPort = tuple[str, int]
+
+_GREETING = 256  # bytes of the first line, before which nothing is known about the other end
+_PART = 1 << 16  # bytes that are read at once
+_LINE = 1 << 18  # bytes of a message; the largest names some thousand members
+_BACKLOG = 1 << 20  # bytes that wait to be sent
+_STRANGERS = 16  # connections at a time, beside those of members, that have not said who they are
+_HURRY = 5.0  # seconds within which they must say it, and within which a connection must be made
+
+
+class Happening(NamedTuple):
+    """Something that has happened on a connection.
+
+    Attributes:
+        what: ``opened``, ``message``, ``closed``, or ``refused`` (nobody listens there).
+        link: the connection.
+        message: that has come.
+    """
+
+    what: str
+    link: "Link"
+    message: dict[str, Any]
+
+
+class Link:
+    """A connection to another member.
+
+    Args:
+        wire: of which it is a part.
+        connection: the socket.
+        peer: id of the other member; ``None`` until it has said it.
+
+    Attributes:
+        mine: whether this member made the connection.
+        open: whether both ends have said who they are.
+        closed: whether it has ended.
+        dropped: whether this member has closed it.
+        since: when it began, by ``time.monotonic()``.
+    """
+
+    def __init__(self, wire: "Wire", connection: socket.socket, peer: int | None) -> None:
+        self.wire, self.connection, self.peer = wire, connection, peer
+        spare(connection)
+        self.mine, self.open, self.closed = peer is not None, False, False
+        self.dropped = False
+        self.connecting = self.mine
+        self.since = time.monotonic()
+        self.incoming, self.outgoing = b"", b""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, now or as soon as the other end takes it."""
+        self.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, now or as soon as the other end takes them."""
+        if not self.closed:
+            self.outgoing += data
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        if self.outgoing and not self.connecting:
+            try:
+                self.outgoing = self.outgoing[self.connection.send(self.outgoing) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.outgoing = b""  # the end of the connection will be read
+        if len(self.outgoing) > _BACKLOG:
+            self.wire.end(self)
+        elif not self.closed:
+            self.wire.watch(self)
+
+    def close(self) -> None:
+        """Close the connection; nothing is heard of it any more, not even what has come already."""
+        self.dropped = True
+        self.wire.forget(self)
+
+
+class Wire:
+    """Listens for other members, and connects to them. Only one thread may use it, except for :meth:`wake`.
+
+    Each connection begins with a line from both ends: the job's token and the id. Nothing else is read before.
+
+    Args:
+        me: this member.
+        interface: address to listen on.
+        token: the job's secret.
+
+    Attributes:
+        address: where this member listens.
+        addresses: where others do.
+    """
+
+    def __init__(self, me: int, interface: str, token: str) -> None:
+        self._token = token.encode()
+        self._greeting = f"{token} {me}\n".encode()
+        self.addresses: dict[int, HostPort] = {}
+        self._listener = socket.create_server((interface, 0), backlog=256)
+        self._listener.setblocking(False)
+        self.address: HostPort = self._listener.getsockname()[:2]
+        self._wakes, self._woken = socket.socketpair()
+        for end in (self._wakes, self._woken):
+            end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._links: set[Link] = set()
+        self._happened: deque[Happening] = deque()
+
+    def connect(self, peer: int) -> Link:
+        """Begin to connect to a member. What becomes of it is told by :meth:`poll`."""
+        connection = socket.socket()
+        connection.setblocking(False)
+        link = Link(self, connection, peer)
+        link.outgoing = self._greeting
+        self._links.add(link)
+        self._selector.register(connection, selectors.EVENT_WRITE, link)
+        try:
+            error = connection.connect_ex(self.addresses[peer])
+        except OSError:  # a name that is not known
+            error = errno.EHOSTUNREACH
+        if error not in (0, errno.EINPROGRESS):
+            self.end(link, _ending(error))
+        return link
+
+    def poll(self, seconds: float) -> Collection[Happening]:
+        """What has happened; waits for the first thing."""
+        for key, ready in self._selector.select(0.0 if self._happened else seconds):
+            if key.fileobj is self._woken:
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            elif key.fileobj is self._listener:
+                self._accept()
+            elif not key.data.closed:
+                self._handle(key.data, ready)
+        now = time.monotonic()
+        for link in [link for link in self._links if not link.open and now - link.since > _HURRY]:
+            self.end(link)
+        happened, self._happened = self._happened, deque()
+        return happened
+
+    def wake(self) -> None:
+        """Let :meth:`poll` return; from any thread."""
+        with suppress(OSError):
+            self._wakes.send(b"\0")
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            time.sleep(0.01)  # too many open files, say
+            return
+        connection.setblocking(False)
+        link = Link(self, connection, None)
+        self._links.add(link)
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        strangers = sorted((link for link in self._links if link.peer is None), key=lambda link: link.since)
+        if len(strangers) > _STRANGERS + len(self.addresses):
+            self.forget(strangers[0])
+
+    def _handle(self, link: Link, ready: int) -> None:
+        if link.connecting and ready & selectors.EVENT_WRITE:
+            if error := link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.end(link, _ending(error))
+                return
+            link.connecting = False
+        if ready & selectors.EVENT_WRITE:
+            link.flush()
+        if ready & selectors.EVENT_READ and not link.closed:
+            self._read(link)
+
+    def _read(self, link: Link) -> None:
+        try:
+            part = link.connection.recv(_PART)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        *lines, link.incoming = (link.incoming + part).split(b"\n")
+        try:
+            for line in lines:
+                if not link.open:
+                    self._meet(link, line)
+                else:
+                    self._happened.append(Happening("message", link, json.loads(line)))
+        except (ValueError, RecursionError):
+            part = b""
+        if not part or len(link.incoming) > (_LINE if link.open else _GREETING):
+            self.end(link)
+
+    def _meet(self, link: Link, line: bytes) -> None:
+        """Read the first line of the other end. A process that wants to join would say so here."""
+        token, _, name = line.partition(b" ")
+        if len(line) > _GREETING or not hmac.compare_digest(token, self._token):
+            raise ValueError("a stranger")
+        peer = int(name)
+        if peer not in self.addresses or link.peer not in (None, peer):
+            raise ValueError("no member of the job")
+        link.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.peer, link.open = peer, True
+        if not link.mine:
+            link.write(self._greeting)
+        self._happened.append(Happening("opened", link, {}))
+
+    def watch(self, link: Link) -> None:
+        """Wait for what a connection can do next."""
+        writes = selectors.EVENT_WRITE if link.connecting or link.outgoing else 0
+        events = writes or selectors.EVENT_READ
+        self._selector.modify(link.connection, events if link.connecting else events | selectors.EVENT_READ, link)
+
+    def end(self, link: Link, what: str = "closed") -> None:
+        """Close a connection, and tell that it has ended."""
+        if not link.closed:
+            self.forget(link)
+            if link.peer is not None:
+                self._happened.append(Happening(what, link, {}))
+
+    def forget(self, link: Link) -> None:
+        """Close a connection."""
+        if not link.closed:
+            link.closed = True
+            self._selector.unregister(link.connection)
+            self._links.discard(link)
+            link.connection.close()
+
+    def close(self) -> None:
+        """Close all connections, and listen no longer."""
+        for link in list(self._links):
+            if not link.connecting:
+                with suppress(OSError):  # unread messages would take what was sent last with them
+                    link.connection.recv(_PART)
+            self.forget(link)
+        for one in (self._selector, self._listener, self._wakes, self._woken):
+            one.close()
+
+    def after_fork(self) -> None:
+        """Close the connections in a child process, which would keep them open for as long as it lives."""
+        connections = [self._listener, self._wakes, self._woken, *(link.connection for link in self._links)]
+        for connection in connections:
+            if connection.fileno() >= 0:
+                os.close(connection.detach())
+        self._selector.close()
+
+
+def _ending(error: int) -> str:
+    return "refused" if error == errno.ECONNREFUSED else "closed"
+
+
+_PATIENCE = 1.5  # seconds to let others know that this member ends
+_AGAIN = 1.0  # seconds after which a training thread that has not come is called again
+_BUSY, _QUIET = 0.02, 0.25  # seconds between two turns of the thread
+_TEXT = 500  # characters of an error's text that are sent
+
+_all: weakref.WeakSet["Membership"] = weakref.WeakSet()
+
+
+class Membership:
+    """A member's part of the agreement on who takes part.
+
+    Every member keeps one connection to the coordinator: the lowest living member. A thread sends heartbeats, notices
+    who is lost, and lets the training thread know that a new view is wanted: it calls ``on_change``, and
+    :attr:`changing` becomes true. The training thread then calls :meth:`agree`.
+
+    Args:
+        me: id of this member.
+        interface: address to listen on.
+        token: the job's secret. Connections without it are closed.
+        terms: what the user has asked for.
+        on_change: called by the thread when the training thread must come to :meth:`agree`; again each second until
+            it has come.
+        offer: called on the coordinator, by its thread, with the number of a new view; returns what its members need
+            to meet, as JSON has it. It must return soon.
+        steps: called by the thread, for how many steps this member has done; the others hear of it in its heartbeats.
+
+    Attributes:
+        events: what has happened, for a monitor.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        interface: str,
+        token: str,
+        terms: Terms,
+        *,
+        on_change: Callable[[], None],
+        offer: Callable[[int], Any],
+        steps: Callable[[], int],
+    ) -> None:
+        self.me, self.terms, self.events = me, terms, list[Event]()
+        self._on_change, self._offer, self._steps = on_change, offer, steps
+        self._wire = Wire(me, interface, token)
+        self._member: Member | None = None
+        self._members: tuple[int, ...] = ()
+        self._thread: threading.Thread | None = None
+        self._posted: deque[Callable[[], None]] = deque()
+        self._turn = threading.Condition()  # notified after each turn of the thread
+        self._closed = self._ending = False
+        self._pid = os.getpid()
+        self._called = -_AGAIN
+        self._last_turn = time.monotonic()
+        _all.add(self)
+        close_at_exit(self)
+
+    @property
+    def address(self) -> HostPort:
+        """Where this member listens."""
+        return self._wire.address
+
+    @property
+    def changing(self) -> bool:
+        """Whether a new view is wanted, or this member must end."""
+        return self._member is not None and self._member.changing
+
+    @property
+    def grace(self) -> float:
+        """Seconds of silence after which a member counts as lost, now; 0 before the beginning."""
+        return 0.0 if self._member is None else self._member.hearing.grace
+
+    @property
+    def longest(self) -> float | None:
+        """The longest time between two messages of a member; ``None`` if too little was heard."""
+        return None if self._member is None else self._member.hearing.longest
+
+    def begin(
+        self,
+        number: int,
+        units: Sequence[Sequence[int]],
+        addresses: Mapping[int, HostPort],
+        longest: float | None = None,
+    ) -> None:
+        """Begin to take part, in a view of which all members are known.
+
+        Args:
+            number: of the view.
+            units: ids of each unit's members. A unit is lost as a whole if one of its members is.
+            addresses: where each member listens.
+            longest: what :attr:`longest` was before, to learn from where the grace is learned.
+        """
+        first = Roster(number, -1, tuple(sorted(tuple(sorted(unit)) for unit in units)))
+        self._wire.addresses = {member: (host, port) for member, (host, port) in addresses.items() if member != self.me}
+        self._members = first.members
+        self._member = Member(self.me, first, self.terms, self)
+        self._member.hearing.before = longest
+        self._last_turn = time.monotonic()
+        self._thread = threading.Thread(target=self._serve, name="hetero-membership", daemon=True)
+        self._thread.start()
+
+    def agree(self, standing: tuple[int, ...]) -> Agreed:
+        """Agree with all living members on a new view; asks them to come, and waits until they have.
+
+        Args:
+            standing: how far this member has come; the others learn it.
+
+        Raises:
+            MembershipLostError: this member must end: it was left out, a member of its unit is lost, or too few
+                remain.
+        """
+        member = self._member
+        assert member is not None, "begin() comes first"
+        before, until = member.agreed, time.monotonic() + self.terms.timeout + 4 * member.hearing.grace + 10.0
+        while (agreed := self._next(member, standing, before, until)) is not None:
+            if not member.changing or time.monotonic() > until:
+                return self._result(agreed)
+            before = agreed  # somebody else has been lost meanwhile
+        raise MembershipLostError(f"Rank {self.me} cannot go on: {member.over}")
+
+    def _next(
+        self, member: Member, standing: tuple[int, ...], before: Proposal | None, until: float
+    ) -> Proposal | None:
+        """The view after another one; ``None`` if this member must end."""
+        self._post(lambda: member.come(standing))
+        with self._turn:
+            self._turn.wait_for(
+                lambda: self._closed or member.over is not None or member.agreed is not before,
+                max(until - time.monotonic(), 0.0),
+            )
+        if member.over is None and member.agreed is before:
+            member.finish("it was closed." if self._closed else "the members have not agreed in time.")
+        return None if member.over is not None else member.agreed
+
+    def _result(self, agreed: Proposal) -> Agreed:
+        roster, lost = agreed.roster, {}
+        for one in set(self._members).difference(roster.members):
+            lost[one] = agreed.lost.get(one, "was not among those that went on")
+        self._members = roster.members
+        standings = {one: agreed.standings[one] for one in roster.members}
+        steps = {one: agreed.steps[one] for one in sorted(lost) if one in agreed.steps}
+        lost = dict(sorted(lost.items()))
+        return Agreed(roster.number, roster.members, standings, lost, agreed.offer, roster.host, steps)
+
+    def failed(self, how: str) -> None:
+        """Let the others know that this member ends with an error, and close.
+
+        Args:
+            how: completes "rank 2 ...".
+        """
+        self._end(how[:_TEXT])
+
+    def leave(self) -> None:
+        """Let the others know that this member ends because its run is over, and close. Nobody counts it as lost."""
+        self._end(None)
+
+    def _end(self, how: str | None) -> None:
+        member = self._member
+        if member is not None and not self._closed and self._pid == os.getpid():
+            self._ending = True
+            self._post(lambda: member.farewell.begin(how))
+            with self._turn:
+                self._turn.wait_for(lambda: self._closed or member.farewell.done, _PATIENCE)
+        self.close()
+
+    def close(self) -> None:
+        """End the thread and close all connections; idempotent."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        self._wire.wake()
+        if self._thread is None:
+            self._wire.close()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE)
+
+    def after_fork(self) -> None:
+        """Close the connections in a child process, which would keep them open for as long as it lives."""
+        if not self._closed:
+            self._wire.after_fork()
+
+    # -- what the member's part needs --------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds, on a clock that never goes back."""
+        return time.monotonic()
+
+    def connect(self, peer: int) -> Link:
+        """Begin to connect to a member."""
+        return self._wire.connect(peer)
+
+    def busy(self) -> float:
+        """How many processes there are for each core of this machine, at least 1; in the last minute."""
+        return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
+
+    def steps(self) -> int:
+        """How many steps this member has done."""
+        return self._steps()
+
+    def offer(self, number: int) -> Any:
+        """What the members of a view need to meet."""
+        return self._offer(number)
+
+    def note(self, what: str, member: int, why: str = "") -> None:
+        """Take note of an event."""
+        self.events.append(Event(time.time(), what, member, why))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._posted.append(action)
+        self._wire.wake()
+
+    def _serve(self) -> None:
+        member = self._member
+        assert member is not None
+        try:
+            while not self._closed:
+                self._take_turn(member)
+                with self._turn:
+                    self._turn.notify_all()
+        except Exception as error:
+            member.finish(f"its membership thread has failed with {type(error).__name__}: {error}.")
+            self._call(member)
+            raise
+        finally:
+            self._wire.close()
+            with self._turn:
+                self._turn.notify_all()
+
+    def _take_turn(self, member: Member) -> None:
+        busy = member.changing or self._ending or not member.connected
+        pause = _BUSY if busy else min(member.hearing.beat / 4, _QUIET)
+        happened = self._wire.poll(pause)
+        before, self._last_turn = self._last_turn, time.monotonic()
+        if self._last_turn - before - pause > member.hearing.lapse:
+            member.restart()  # this process was stopped, or another thread held Python's lock
+        while self._posted:
+            self._posted.popleft()()
+        for what, link, message in happened:
+            if link.dropped:
+                continue
+            if what == "opened":
+                member.opened(link)
+            elif what == "message":
+                try:
+                    member.received(link, message)
+                except (KeyError, TypeError, ValueError, AttributeError):
+                    self._wire.end(link)
+            else:
+                member.closed(link, what == "refused")
+        member.tick()
+        self._call(member)
+
+    def _call(self, member: Member) -> None:
+        """Let the training thread know that it must come."""
+        wanted = member.changing and member.standing is None and not self._ending
+        if wanted and time.monotonic() - self._called > _AGAIN:
+            self._called = time.monotonic()
+            try:
+                self._on_change()
+            except Exception as error:
+                self.note("error", self.me, f"on_change failed with {type(error).__name__}: {error}")
+        elif not member.changing:
+            self._called = -_AGAIN
+
+
+def _after_fork() -> None:
+    for membership in list(_all):
+        membership.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+__all__ = ["Agreed", "Event", "Membership", "Terms", "decide"]

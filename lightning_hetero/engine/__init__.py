@@ -1,1 +1,0 @@
-"""What a strategy is made of; nothing here knows Lightning."""

@@ -1,0 +1,1 @@
+"""The arithmetic of cost: a cluster, predictions, and the choice of a strategy."""

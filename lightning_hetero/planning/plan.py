@@ -1,0 +1,328 @@
+"""``lightning-hetero plan``: predict, for machines that one has measured, or does not have."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_hetero.batching.shares import Cost, too_slow
+from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.planning.choice import changes, draw, efficiencies
+from lightning_hetero.planning.cluster import HANDLING, MEMORY, Cluster, Way
+from lightning_hetero.planning.predictions import Prediction, predictions
+
+MOST_RANKS = 100_000
+#: Of the files of ``lightning-hetero doctor --save``; the first ones had no number.
+FORMAT = 1
+#: What a user may say of a cluster that was measured; the rest of :class:`Wish` describes its ranks, which are known.
+OVER_A_FILE = ("nodes", "params", "batch", "link", "latency", "inside", "handling")
+
+
+class Wish(NamedTuple):
+    """What a user gives instead of measurements.
+
+    Attributes:
+        nodes: their number.
+        ranks: of each node.
+        params: parameters of the model.
+        step: seconds of a step of a rank of speed 1.
+        speeds: of the nodes' ranks, repeated: relative to each other.
+        batch: samples of each rank in a step.
+        fixed: part of a step that does not depend on the samples.
+        link: bytes per second out of a node.
+        latency: seconds, one way.
+        inside: bytes per second between the ranks of a node.
+        handling: bytes of parameters per second that a rank packs, mixes and unpacks around an exchange.
+    """
+
+    nodes: int = 2
+    ranks: int = 4
+    params: float = 25e6
+    step: float = 0.3
+    speeds: Sequence[float] = (1.0,)
+    batch: int = 32
+    fixed: float = 0.1
+    link: float = 125e6
+    latency: float = 2e-4
+    inside: float = 5e9
+    handling: float = HANDLING
+
+
+def of_wish(wish: Wish) -> Cluster:
+    """The cluster that a user describes.
+
+    Args:
+        wish: the description.
+
+    Raises:
+        ConfigurationError: a number that no cluster has.
+    """
+    _check(wish._asdict())
+    world = wish.nodes * wish.ranks
+    few_enough(world)
+    if wish.fixed >= 1:
+        raise ConfigurationError(f"--fixed={wish.fixed} is the part of a step that no sample needs: below 1.")
+    if len(wish.speeds) > world:
+        raise ConfigurationError(
+            f"--speeds: {len(wish.speeds)} speeds for {world} ranks: give at most one each, or more --nodes or --ranks."
+        )
+    fixed, each = wish.fixed * wish.step, (1 - wish.fixed) * wish.step / wish.batch
+    costs = [Cost(fixed / speed, each / speed) for speed in wish.speeds]
+    ranks = [costs[i % len(costs)] for i in range(world)]
+    nodes = tuple(tuple(ranks[i : i + wish.ranks]) for i in range(0, world, wish.ranks))
+    ways = Way(MEMORY.latency, wish.inside), Way(wish.latency, wish.link)
+    return Cluster(nodes, wish.batch * world, 4 * wish.params, *ways, handling=wish.handling)
+
+
+def of_file(path: Path) -> Cluster:
+    """The cluster that ``lightning-hetero doctor --save`` has measured.
+
+    Args:
+        path: of its JSON file.
+
+    Returns:
+        The cluster, with ``MEMORY`` for a link that no two of its ranks have.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["format"] > FORMAT:
+            raise ValueError(f"format {found['format']}, of a later version; this one reads up to {FORMAT}")
+        nodes = tuple(tuple(Cost(*cost) for cost in node) for node in found["nodes"])
+        ways = _way(found, "within", any(len(node) > 1 for node in nodes)), _way(found, "between", len(nodes) > 1)
+        return Cluster(nodes, found["samples"] * sum(map(len, nodes)), found["size"], *ways)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"{path} is no file that the doctor has saved with its option --save ({type(error).__name__}: {error})."
+        ) from error
+
+
+def of_file_but(path: Path, over: Mapping[str, Any]) -> tuple[Cluster, bool]:
+    """The cluster of a file, but for what a user knows better.
+
+    Args:
+        path: of the file.
+        over: fields of :class:`Wish` that count instead. More nodes are like those that were measured.
+
+    Returns:
+        The cluster, and whether the link between nodes is known: the file of one node has none.
+
+    Raises:
+        ConfigurationError: the file is none, or has what is given; or there are to be more nodes, but no link.
+    """
+    if known := [name for name in over if name not in OVER_A_FILE]:
+        options, others = (", ".join(f"--{name}" for name in names) for names in (known, OVER_A_FILE))
+        raise ConfigurationError(
+            f"{options}: how fast the ranks are was measured, and is in {path}. Leave that out, or --from. Beside "
+            f"--from you can give {others}."
+        )
+    _check(over)
+    cluster = of_file(path)
+    linked = len(cluster.nodes) > 1 or "link" in over
+    if not linked and ("latency" in over or over.get("nodes", 1) > 1):
+        raise ConfigurationError(
+            f"{path} is of one node, so no link between nodes was measured: give its rate, too, such as --link 1gbit."
+        )
+    way = cluster.between if len(cluster.nodes) > 1 else Way(Wish().latency, Wish().link)
+    if linked:
+        link = Way(over.get("latency", way.latency), over.get("link", way.bandwidth))
+        cluster = replace(cluster, between=link)
+    cluster = replace(
+        cluster,
+        size=4 * over["params"] if "params" in over else cluster.size,
+        samples=over["batch"] * cluster.world if "batch" in over else cluster.samples,
+        within=cluster.within._replace(bandwidth=over.get("inside", cluster.within.bandwidth)),
+        handling=over.get("handling", cluster.handling),
+    )
+    few_enough(over.get("nodes", 1) * cluster.largest)
+    return (cluster.with_nodes(over["nodes"]) if "nodes" in over else cluster), linked
+
+
+def few_enough(ranks: int) -> None:
+    """See that there are not so many ranks that predictions take long.
+
+    Raises:
+        ConfigurationError: there are too many.
+    """
+    if ranks > MOST_RANKS:
+        raise ConfigurationError(f"{ranks} ranks are more than {MOST_RANKS}: give fewer --nodes, or a smaller --most.")
+
+
+def _way(found: Mapping[str, Any], name: str, used: bool) -> Way:
+    """A link of the file; memory, if no two ranks have it."""
+    if used and found.get(name) is None:
+        raise KeyError(name)
+    return Way(*found[name]) if used else MEMORY
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """See that numbers are finite, and none below its least."""
+    for name, value in given.items():
+        values = value if name == "speeds" else [value]
+        least = 0.0 if name in ("fixed", "latency") else math.ulp(0.0)
+        if not all(math.isfinite(number) and number >= least for number in values):
+            raise ConfigurationError(f"--{name}: {value} must be finite and {'at least' if least == 0 else 'above'} 0.")
+
+
+_BAR = 6  # characters of a full bar
+_LEGEND = (
+    "exposed: part of a step in which ranks only communicate. MB sent: out of a node, per step. efficiency: part of "
+    "the samples/s that the ranks would reach together if each trained alone."
+)
+_SELDOM = (
+    "seldom: this link lets it exchange less than half as often as it is to, and it waits for nobody, so that its "
+    "replicas drift apart. It stands last, however fast, and is no advice."
+)
+
+
+def run(measured: Path | None, given: Mapping[str, Any], every: int, wire: str, most: int, out: Path | None) -> None:
+    """What the command does.
+
+    Args:
+        measured: a file of ``doctor --save``. Default: the cluster is described.
+        given: fields of :class:`~lightning_hetero.planning.plan.Wish` that the user has given.
+        every: as for :func:`plan`.
+        wire: as for :func:`plan`.
+        most: as for :func:`plan`; left out if no link between nodes is known.
+        out: as for :func:`plan`.
+
+    Raises:
+        ConfigurationError: as for :func:`plan`, or there is no such cluster.
+    """
+    cluster, linked = (of_wish(Wish(**given)), True) if measured is None else of_file_but(measured, given)
+    plan(cluster, every, wire, most if linked else None, out)
+
+
+def plan(
+    cluster: Cluster, every: int, wire: str, most: int | None, out: Path | None, console: Console | None = None
+) -> None:
+    """Print what each strategy makes of a cluster, the best one and why, and what would help.
+
+    Args:
+        cluster: to plan for.
+        every: steps between two exchanges of strategies that meet now and then.
+        wire: number format between replicas.
+        most: largest number of nodes of the weak scaling; ``None``: it is left out, since no link between nodes is
+            known.
+        out: where to draw that as a PNG. Default: nowhere.
+        console: to print to.
+
+    Raises:
+        ConfigurationError: the picture cannot be drawn, or not be written there, or there are too many ranks.
+    """
+    if out is not None:
+        _can_draw(out, most)
+    few_enough(max(cluster.world, (most or 0) * cluster.largest))
+    console = console or Console()
+    found = predictions(cluster, every, wire)
+    link = f"; {_link(cluster.between)}" if len(cluster.nodes) > 1 else ""
+    console.print(
+        f"{len(cluster.nodes)} nodes, {cluster.world} ranks; {cluster.size / 4e6:.4g} million parameters; "
+        f"{cluster.samples} samples a step, {_ms(cluster.even)} if split evenly, {_ms(cluster.split)} by speed{link}"
+    )
+    console.print(_table(found))
+    console.print(_LEGEND)
+    if any(one.seldom for one in found):
+        console.print(_SELDOM)
+    if whole := [one.name for one in found if not one.exact and one.options.get("wire", "fp32") != wire]:
+        console.print(f'In fp32, since they have no wire="{wire}": {", ".join(whole)}.')
+    console.print()
+    for line in why(cluster, found):
+        console.print(line)
+    if not cluster.given and (slow := too_slow(cluster.samples, cluster.ranks)):
+        console.print(str(slow))
+    console.print("\nWhat would help:")
+    for change in changes(cluster, every, wire):
+        gain = f"{change.gain:.2f} times the samples/s" if change.gain > 1.005 else "nothing gained"
+        console.print(f"  {change.what}: {gain}, with {change.best.strategy}")
+    if most is None:
+        console.print(
+            "\nWeak scaling is left out: no link between nodes was measured. Give its rate, such as --link 1gbit."
+        )
+    else:
+        names = list(dict.fromkeys(["ddp", "hetero_ddp", *(one.name for one in found)]))[:4]
+        _scaling(console, cluster, efficiencies(cluster, names, most, every, wire), most, out)
+    console.print("Predicted, not measured: docs/planning.md says what the arithmetic leaves out.")
+
+
+def _can_draw(out: Path, most: int | None) -> None:
+    if out.suffix.lower() != ".png" or not out.absolute().parent.is_dir():
+        raise ConfigurationError(f"--out {out}: give the name of a PNG, such as scaling.png, in a folder that exists.")
+    if most is None:
+        raise ConfigurationError(
+            f"--out {out}: weak scaling cannot be drawn, since no link between nodes was measured. Give its rate, such "
+            "as --link 1gbit."
+        )
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            f"--out {out}: drawing needs matplotlib: python -m pip install 'lightning-hetero[plots]'"
+        )
+
+
+def _table(found: Sequence[Prediction]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("strategy", "step", "exposed", "MB sent", "samples/s", "efficiency", ""):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("strategy", "") else "right")
+    for one in found:
+        note = "exact" if one.exact else "seldom" if one.seldom else "" if one.repeatable else "async"
+        share, sent = f"{one.exposed / one.step:.0%}", f"{one.sent / 1e6:.3g}"
+        speed = f"{one.speed:,.0f}" if one.speed >= 100 else f"{one.speed:.3g}"
+        table.add_row(one.name, _ms(one.step), share, sent, speed, f"{one.efficiency:.0%}", note)
+    return table
+
+
+def _scaling(
+    console: Console, cluster: Cluster, curves: dict[str, dict[int, float]], most: int, out: Path | None
+) -> None:
+    console.print(f"\nWeak scaling: efficiency by the number of ranks, up to {most} nodes, {_link(cluster.between)}")
+    grid = Table("ranks", *curves, box=None, pad_edge=False)
+    for ranks in next(iter(curves.values())):
+        grid.add_row(str(ranks), *(f"{curve[ranks]:4.0%} {_bar(curve[ranks])}" for curve in curves.values()))
+    console.print(grid)
+    if out is not None:
+        draw(curves, out)
+        console.print(f"drawn: {out}")
+
+
+def why(cluster: Cluster, found: Sequence[Prediction]) -> list[str]:
+    """The best strategy, and the arithmetic behind it, in two or three lines.
+
+    Args:
+        cluster: the ranks, links and model.
+        found: predictions for it, the fastest first.
+    """
+    best, plain = found[0], next(one for one in found if one.name == "ddp")
+    exact = next(one for one in found if one.exact)
+    gain = best.speed / plain.speed
+    than = f"{gain:.2f} times the samples/s of ddp" if gain > 1.005 else "and about as fast is ddp"
+    lines = [
+        f"Best: {best.strategy}, {'and no other is faster' if best is plain else than}. An all-reduce of the gradients "
+        f"over all ranks takes {_ms(cluster.gradients())}, that is {cluster.gradients() / cluster.split:.2f} steps; "
+        f"hidden behind the backward pass are at most {cluster.hidden:.0%} of a step."
+    ]
+    if exact is not best:
+        lines.append(
+            f"Best that is exact: {exact.strategy}, {exact.speed / best.speed:.0%} of that speed. The others train "
+            "replicas apart, and may need more samples to the same loss."
+        )
+    return lines
+
+
+def _link(way: Way) -> str:
+    return f"{way.bandwidth / 1e6:.4g} MB/s and {_ms(way.latency)} between nodes"
+
+
+def _bar(part: float) -> str:
+    return "█" * round(_BAR * part)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,273 @@
+"""Seconds, bytes and samples of a step under each strategy, by the arithmetic of section "A model of cost"."""
+
+from typing import Any, Literal, NamedTuple
+
+from lightning_hetero.planning.cluster import Cluster
+
+#: Bytes on each wire for one byte of fp32, scales included.
+WIRES = {"fp32": 1.0, "bf16": 0.5, "int8": 0.254, "int4": 0.129}
+DASO_EVERY = 4  # steps between two exchanges, by default
+_FRAGMENTS = 4
+_ANY, _WIDE, _NONE = tuple(WIRES), ("fp32", "bf16"), ("fp32",)
+
+
+class Kind(NamedTuple):
+    """Strategies that differ in little.
+
+    Attributes:
+        name: the strategy string.
+        strategy: its class.
+        every: its option for the steps between two exchanges; ``None``: its default stays.
+        options: that make it what it is here.
+        wires: number formats that it has for exchanges.
+        nodes: whether a replica is a node.
+        behind: what an exchange passes in the background of: nothing, one step, or the steps until the next exchange.
+        repeatable: whether two runs give the same weights.
+        least: the fewest steps between two exchanges.
+    """
+
+    name: str
+    strategy: str
+    every: str | None = "tau"
+    options: dict[str, Any] = {}
+    wires: tuple[str, ...] = _ANY
+    nodes: bool = False
+    behind: Literal["nothing", "a step", "all steps"] = "nothing"
+    repeatable: bool = True
+    least: int = 1
+
+    def waited(self, seconds: float, work: float, every: int) -> float:
+        """Seconds of each step, in the mean, for which a rank waits for an exchange.
+
+        Args:
+            seconds: that the exchange takes.
+            work: seconds of the step's work.
+            every: steps between two exchanges.
+        """
+        hidden = {"nothing": 0.0, "a step": work, "all steps": every * work}[self.behind]
+        return max(seconds - hidden, 0.0) / every
+
+    def wire(self, wished: str) -> str:
+        """The number format of its exchanges: the one that is wished for, or fp32 if it has none such."""
+        return wished if wished in self.wires else "fp32"
+
+    def given(self, every: int, wished: str = "fp32") -> dict[str, Any]:
+        """The strategy's options, with a number format that is wished for."""
+        own = {} if self.every is None else {self.every: every}
+        if "fragments" in self.options:
+            own["delay"] = max(every // _FRAGMENTS, 1)
+        wire = self.wire(wished)
+        return {**own, **self.options, **({"wire": wire} if wire != "fp32" else {})}
+
+
+_AUTO = {"moving_rate": "auto"}
+_NODES = {"replica": "node"}
+#: An all-reduce between all replicas.
+AVERAGES = (
+    Kind("hetero_node", "NodeAverageStrategy", "every_n_steps", nodes=True),
+    Kind("hetero_easgd", "EASGDStrategy", options=_AUTO),
+    Kind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO),
+    Kind("hetero_diloco", "DiLoCoStrategy", options=_NODES, nodes=True),
+    Kind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, behind="a step"),
+    Kind(
+        "hetero_diloco (streaming)",
+        "DiLoCoStrategy",
+        options={"fragments": _FRAGMENTS, **_NODES},
+        nodes=True,
+        behind="all steps",
+        least=2,  # an exchange of a fragment lasts a step at least, and is over before its next one begins
+    ),
+)
+#: The same, every few steps, whatever is asked for.
+DASO = Kind(
+    "hetero_daso",
+    "DASOStrategy",
+    None,
+    {"wait": "auto", "warmup": 0, "cooldown": 0},
+    nodes=True,
+    behind="all steps",
+)
+#: Replicas that visit a center, in turn or as they come.
+CENTERS = (
+    Kind("hetero_easgd_round_robin", "EASGDRoundRobinStrategy", options=_AUTO, wires=_WIDE),
+    Kind("hetero_easgd_async", "EASGDAsyncStrategy", options=_AUTO, wires=_WIDE, behind="a step", repeatable=False),
+    Kind("hetero_measgd_async", "MEASGDAsyncStrategy", options=_AUTO, wires=_WIDE, behind="a step", repeatable=False),
+    Kind("hetero_diloco_async", "DiLoCoAsyncStrategy", wires=_NONE, repeatable=False),
+)
+#: Replicas that meet in pairs.
+PAIRS = (
+    Kind("hetero_gossip", "GossipStrategy", "every_n_steps", wires=_WIDE, behind="a step"),
+    Kind("hetero_gossip_push_sum", "GossipPushSumStrategy", "every_n_steps", wires=_WIDE),
+    Kind("hetero_gossip_async", "GossipAsyncStrategy", "every_n_steps", wires=_WIDE, repeatable=False),
+    Kind("hetero_noloco", "NoLoCoStrategy", wires=_WIDE),
+)
+
+
+class Prediction(NamedTuple):
+    """What a strategy makes of a cluster.
+
+    Attributes:
+        name: the strategy string.
+        options: of the strategy.
+        strategy: both as Python, for ``Trainer(strategy=...)``.
+        step: seconds of a step of the slowest rank, in the mean: a fit takes as many of them as each rank has steps.
+        exposed: of these, seconds in which a rank only communicates.
+        sent: bytes that leave a node in a step, in the mean; of a center, the node that sends most.
+        speed: samples per second over all ranks.
+        efficiency: that speed over the sum of what the ranks reach alone.
+        exact: whether the weights are those of one process.
+        repeatable: whether two runs give the same weights.
+        seldom: whether the link lets it exchange less than half as often as its options say. It waits for nobody, and
+            its replicas drift apart.
+    """
+
+    name: str
+    options: dict[str, Any]
+    strategy: str
+    step: float
+    exposed: float
+    sent: float
+    speed: float
+    efficiency: float
+    exact: bool = False
+    repeatable: bool = True
+    seldom: bool = False
+
+
+def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Prediction]:
+    """What every strategy makes of a cluster, the fastest first, but last those that could exchange too seldom.
+
+    Args:
+        cluster: the ranks, links and model.
+        every: steps between two exchanges of strategies that meet now and then.
+        wire: number format between replicas; fp32 where a strategy has none such.
+    """
+    found = [
+        _ddp(cluster),
+        _hetero_ddp(cluster),
+        *(_average(cluster, every, wire, kind) for kind in AVERAGES if every >= kind.least),
+        _average(cluster, DASO_EVERY, wire, DASO),
+        *(_center(cluster, every, wire, kind) for kind in CENTERS),
+        *(_pairs(cluster, every, wire, kind) for kind in PAIRS),
+    ]
+    return sorted(found, key=lambda one: (one.seldom, -one.speed, not one.exact))
+
+
+class _Load(NamedTuple):
+    """What a step holds.
+
+    Attributes:
+        work: seconds.
+        exposed: seconds in which ranks only communicate.
+        sent: bytes that leave a node.
+        seldom: see :class:`Prediction`.
+    """
+
+    work: float
+    exposed: float
+    sent: float
+    seldom: bool = False
+
+
+def _ddp(cluster: Cluster) -> Prediction:
+    return _gradients(cluster, "ddp", cluster.even, by_link=False)
+
+
+def _hetero_ddp(cluster: Cluster) -> Prediction:
+    return _gradients(cluster, "hetero_ddp", cluster.split, by_link=True)
+
+
+def _gradients(cluster: Cluster, name: str, work: float, by_link: bool) -> Prediction:
+    """One all-reduce of the gradients over all ranks in a step, behind a part of it."""
+    exposed = cluster.exposed(cluster.gradients(), work, by_link=by_link)
+    load = _Load(work, exposed, _ring(cluster.size, cluster.world, len(cluster.nodes)))
+    return _made(cluster, name, load, exact=True)
+
+
+def _average(cluster: Cluster, every: int, wire: str, kind: Kind) -> Prediction:
+    """An all-reduce between replicas, once in a while; of fragments in turn that is the same."""
+    gradients, seconds, sent = _between(cluster, WIRES[kind.wire(wire)], kind.nodes)
+    waited = kind.waited(seconds, cluster.split + gradients, every)  # it passes behind the gradients, too
+    load = _Load(cluster.split, gradients + waited + _handled(cluster, every), sent / every)
+    return _made(cluster, kind, load, kind.given(every, wire))
+
+
+def _center(cluster: Cluster, every: int, wire: str, kind: Kind) -> Prediction:
+    """Replicas visit a center on the first node, which serves one after the other.
+
+    Nobody does the steps of another rank: the slowest one, with its visits, says when all are done.
+    """
+    size = cluster.size * WIRES[kind.wire(wire)]
+    visits = [_visit(cluster, number, size) for number, node in enumerate(cluster.nodes) for _ in node]
+    each = [pace + kind.waited(visit, pace, every) for pace, visit in zip(cluster.paces, visits, strict=True)]
+    step = max(max(each) + _handled(cluster, every), sum(visits) / every)
+    away = cluster.world - len(cluster.nodes[0])
+    sent = max(away, cluster.largest) * size / every  # what comes to the center, and goes back: two directions
+    return _made(cluster, kind, _Load(cluster.split, step - cluster.split, sent), kind.given(every, wire))
+
+
+def _visit(cluster: Cluster, node: int, size: float) -> float:
+    """Seconds for a rank of a node to visit a center on the first node."""
+    return (cluster.between if node else cluster.within).visit(size)
+
+
+def _pairs(cluster: Cluster, every: int, wire: str, kind: Kind) -> Prediction:
+    """Pairs of ranks swap parameters, drawn at random; ranks of a node share its link."""
+    size = cluster.size * WIRES[kind.wire(wire)]
+    if len(cluster.nodes) == 1:
+        swap, away, crossing = cluster.within.pair(size), 1.0, 0.0
+    else:
+        world, node = cluster.world, cluster.largest
+        # How often a rank's peer is on another node. (Who is left out of an odd number waits for its next peer.)
+        away = (world - node) / (world - 1)
+        beside = (node - 1) * max(world - node - 1, 0) / max(world - 3, 1)  # then, how many others' peers beside it
+        swap, crossing = cluster.between.pair(size * (1 + beside)), node * away
+    work, exposed, interval = cluster.split, 0.0, float(every)
+    if kind.repeatable:
+        exposed = away * kind.waited(swap, work, every)
+    else:  # nobody waits: replicas offer again once they have met, as often as the link allows
+        interval = max(interval, away * swap / work)
+    load = _Load(work, exposed + _handled(cluster, every), size * crossing / interval, interval > 2 * every)
+    return _made(cluster, kind, load, kind.given(every, wire))
+
+
+# -- parts -------------------------------------------------------------------------------------------------
+
+
+def _between(cluster: Cluster, part: float, nodes: bool) -> tuple[float, float, float]:
+    """What replicas that are nodes, or ranks, exchange, at a part of fp32's bytes.
+
+    Returns:
+        Seconds of each step in which ranks wait for gradients within a replica; seconds of an all-reduce between
+        replicas; and the bytes that leave a node in it.
+    """
+    size, count = cluster.size * part, len(cluster.nodes)
+    if not nodes:
+        return 0.0, cluster.gradients(size), _ring(size, cluster.world, count)
+    return cluster.exposed(cluster.inside(), cluster.split), cluster.across(size), _ring(size, count, count)
+
+
+def _handled(cluster: Cluster, every: int) -> float:
+    """Seconds of each step in which a rank packs, mixes and unpacks its parameters."""
+    return cluster.size / cluster.handling / every
+
+
+def _ring(size: float, members: int, nodes: int) -> float:
+    """Bytes that leave each node in a ring all-reduce."""
+    return 2 * (members - 1) / members * size if nodes > 1 else 0.0
+
+
+def _made(
+    cluster: Cluster, kind: Kind | str, load: _Load, options: dict[str, Any] | None = None, exact: bool = False
+) -> Prediction:
+    step, options = load.work + load.exposed, options or {}
+    speed, sent = cluster.samples / step, load.sent if len(cluster.nodes) > 1 else 0.0
+    if isinstance(kind, str):
+        return Prediction(kind, options, f'"{kind}"', step, load.exposed, sent, speed, speed / cluster.alone, exact)
+    strategy = f"{kind.strategy}({', '.join(f'{name}={_python(value)}' for name, value in options.items())})"
+    costs = step, load.exposed, sent, speed, speed / cluster.alone
+    return Prediction(kind.name, options, strategy, *costs, exact, kind.repeatable, load.seldom)
+
+
+def _python(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,0 +1,1 @@
+"""A replica's values as flat vectors, and states of its optimizers."""

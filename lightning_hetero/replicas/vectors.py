@@ -1,0 +1,340 @@
+"""Packs a replica's values into a few flat vectors: one message is far cheaper than one per layer."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from fnmatch import fnmatchcase
+from functools import partial
+from operator import itemgetter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.comm.failures import collective
+
+#: Cuts a model into fragments; see :class:`Replica`.
+Cut = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
+
+
+class Replica:
+    """The values that replicas exchange: trainable floating parameters, and floating buffers such as BatchNorm's.
+
+    Frozen parameters are not exchanged, nor are buffers that are not finite at first, such as masks, which have no
+    mean. Tied parameters are exchanged once.
+
+    Args:
+        module: the model, on its device.
+        settle: makes buffers the same on all ranks of the replica (collective over the replica). It is called before
+            values are read.
+        excluded: names, or patterns of names such as ``"*.norm.*"``, of values that get vectors of their own, after the
+            others.
+        buffers: names of the buffers that are exchanged. Default: the floating ones that are finite now.
+        cut: cuts the included values into fragments, with vectors of their own: given the model and the sizes of
+            parameters by name, it returns a function that gives the fragment of a name.
+
+    Attributes:
+        included: number of the vectors that come before those of excluded values.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settle: Callable[[], None] | None = None,
+        excluded: Sequence[str] = (),
+        buffers: Collection[str] | None = None,
+        *,
+        cut: Cut | None = None,
+    ) -> None:
+        self._settle = settle
+        self._trainable = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+        self._module, self._excluded, self._cut = module, excluded, cut
+        parameters = [p for p in module.parameters() if p.requires_grad and p.is_floating_point()]
+        if buffers is None:
+            buffers = {name for name, b in module.named_buffers() if b.is_floating_point() and b.isfinite().all()}
+        self._exchanged = buffers
+        taken = [b for name, b in module.named_buffers() if name in buffers]
+        self._names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
+        left = {id(v) for v in parameters + taken if any(fnmatchcase(self._names[id(v)], name) for name in excluded)}
+        sizes = {self._names[id(p)]: p.numel() for p in parameters if id(p) not in left}
+        fragment_of = cut(module, sizes) if cut else lambda name: 0
+        groups: tuple[dict[tuple[int, torch.dtype], list[Tensor]], ...] = {}, {}  # included, excluded
+        for value in parameters + taken:
+            is_excluded = id(value) in left
+            fragment = 0 if is_excluded else fragment_of(self._names[id(value)])
+            groups[is_excluded].setdefault((fragment, value.dtype), []).append(value)
+        vectors = sorted(groups[False], key=itemgetter(0))
+        self.included = len(vectors)
+        self._fragments = [fragment for fragment, _ in vectors]
+        self._groups = [*map(groups[False].__getitem__, vectors), *groups[True].values()]
+        self._buffers = {id(buffer) for buffer in taken}
+
+    @property
+    def fragments(self) -> list[slice]:
+        """Of each fragment, which of the vectors are its own."""
+        count = max(self._fragments, default=0) + 1
+        return [slice(bisect_left(self._fragments, p), bisect_right(self._fragments, p)) for p in range(count)]
+
+    def part(self, vectors: slice) -> "Replica":
+        """The same model's replica with some of the vectors only, such as those of a fragment."""
+        part = copy(self)
+        part._groups, part._fragments = self._groups[vectors], self._fragments[vectors]
+        part.included = len(part._groups)
+        return part
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the values, parameters first, then buffers."""
+        return [self._names[id(value)] for group in self._groups for value in group]
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of the parameters that are not excluded, in the order of :meth:`views`."""
+        included = (value for group in self._groups[: self.included] for value in group)
+        return [self._names[id(value)] for value in included if id(value) not in self._buffers]
+
+    def views(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of vectors that belong to parameters, and those that belong to buffers, in their shapes.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these.
+        """
+        found: tuple[list[Tensor], list[Tensor]] = [], []
+        for group, flat in zip(self._groups, flats, strict=False):
+            for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
+                found[id(value) in self._buffers].append(part.view(value.shape))
+        return found
+
+    @property
+    def parameter_lengths(self) -> list[int]:
+        """Of each vector, how many of its values are those of parameters; these come first."""
+        return [sum(v.numel() for v in group if id(v) not in self._buffers) for group in self._groups]
+
+    @property
+    def layout(self) -> list[dict[str, Tensor]]:
+        """Of each vector, the model's values in it, by name."""
+        return [{self._names[id(value)]: value for value in group} for group in self._groups]
+
+    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The parts of vectors by the names of the values.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these.
+        """
+        found = {}
+        for group, flat in zip(self._groups, flats, strict=False):
+            for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
+                found[self._names[id(value)]] = part
+        return found
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of the parameters that were trainable when this object was made."""
+        return [name for name, _, trainable in self._trainable if trainable]
+
+    def changed(self) -> dict[str, bool]:
+        """Parameters that have become trainable (true), or frozen (false), since this object was made; by name."""
+        return {name: p.requires_grad for name, p, trainable in self._trainable if p.requires_grad != trainable}
+
+    def share(self, names: Sequence[str]) -> None:
+        """Give all ranks rank 0's values of parameters, exchanged or not (collective).
+
+        Args:
+            names: of the parameters, the same on all ranks.
+        """
+        parameters = dict(self._module.named_parameters())
+        share([parameters[name].data for name in names])
+
+    def anew(self) -> "Replica":
+        """The same model's replica with the parameters that are trainable now."""
+        return type(self)(self._module, self._settle, self._excluded, self._exchanged, cut=self._cut)
+
+    def kept(self) -> dict[str, Tensor]:
+        """Copies of the buffers that are not exchanged, such as counters and masks, by name."""
+        travel = {id(value) for group in self._groups for value in group}
+        return {name: b.detach().cpu().clone() for name, b in self._module.named_buffers() if id(b) not in travel}
+
+    @torch.no_grad()
+    def keep(self, buffers: Mapping[str, Tensor]) -> None:
+        """Write buffers as :meth:`kept` returns them."""
+        own = dict(self._module.named_buffers())
+        for name, value in buffers.items():
+            own[name].copy_(value)
+
+    def broken(self) -> str | None:
+        """The name of the first value that is not finite; ``None``: all are."""
+        values = (value for group in self._groups for value in group)
+        return next((self._names[id(value)] for value in values if not value.isfinite().all()), None)
+
+    def pack(self, out: Sequence[Tensor] | None = None, flat: Callable[..., Tensor] | None = None) -> list[Tensor]:
+        """A copy of the values: one vector per dtype, on the model's device.
+
+        Args:
+            out: where to write them: vectors that an earlier call has returned, or the first of these. Default: new
+                memory.
+            flat: makes a vector of tensors, such as :func:`flatten`, the default.
+        """
+        if self._settle is not None:
+            self._settle()
+        if out is None:
+            return [(flat or flatten)(group) for group in self._groups]
+        return [flatten(group, old) for group, old in zip(self._groups, out, strict=False)]
+
+    @torch.no_grad()
+    def unpack(self, flats: Sequence[Tensor]) -> None:
+        """Write vectors into the model.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these, on any device, of any floating dtype.
+        """
+        for group, flat in zip(self._groups, flats, strict=False):
+            unflatten(flat, group)
+
+    @torch.no_grad()
+    def mend(self, flats: Sequence[Tensor]) -> None:
+        """Replace the values of the model that are NaN or infinite.
+
+        Args:
+            flats: vectors with the new values, as :meth:`pack` returns them, or the first of these.
+        """
+        for group, flat in zip(self._groups, flats, strict=False):
+            for value, part in zip(group, parts(flat, group), strict=True):
+                value.copy_(torch.where(value.isfinite(), value, part))
+
+    @torch.no_grad()
+    def add(self, flats: Sequence[Tensor], factor: float) -> None:
+        """Add ``factor`` times vectors to the values of the model.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these.
+            factor: by which they are multiplied.
+        """
+        for group, flat in zip(self._groups, flats, strict=False):
+            torch._foreach_add_(group, parts(flat, group), alpha=factor)
+
+    @torch.no_grad()
+    def approach(self, flats: Sequence[Tensor], part: float) -> None:
+        """Move the values of the model a part of the way to vectors.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, or the first of these.
+            part: 0 leaves the values, 1 replaces them.
+        """
+        for group, flat in zip(self._groups, flats, strict=False):
+            torch._foreach_lerp_(group, parts(flat, group), part)
+
+    @contextmanager
+    def holding(self, flats: Sequence[Tensor]) -> Iterator[None]:
+        """Let the model hold other values within a block: its tensors are parts of the vectors, not copies.
+
+        Args:
+            flats: vectors as :meth:`pack` returns them, on any device, of any floating dtype.
+        """
+        if self._settle is not None:
+            self._settle()
+        own = [value.data for group in self._groups for value in group]
+        try:
+            for group, flat in zip(self._groups, flats, strict=True):
+                for value, part in zip(group, parts(flat, group), strict=True):
+                    value.data = part.to(value)
+            yield
+        finally:
+            for value, data in zip((value for group in self._groups for value in group), own, strict=True):
+                value.data = data
+
+
+def wide(flat: Tensor) -> torch.dtype:
+    """The dtype for arithmetic on a vector: fp32, or its own dtype if that is wider."""
+    return torch.promote_types(flat.dtype, torch.float32)
+
+
+def flatten(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """One vector of all elements, without gradients."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=out)
+
+
+def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a vector, in the shapes, dtype and device of tensors that all have the same dtype and device."""
+    pieces = flat.to(tensors[0].device, tensors[0].dtype).split([tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+@torch.no_grad()
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write the parts of a vector into tensors."""
+    torch._foreach_copy_(list(tensors), parts(flat, tensors))
+
+
+def share(tensors: Iterable[Tensor]) -> None:
+    """Give all ranks rank 0's values (collective); one message for each dtype.
+
+    Args:
+        tensors: of the same shapes and dtypes on all ranks.
+    """
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    for alike in groups.values():
+        unflatten(collective("receive rank 0's values", partial(_of_rank_zero, alike)), alike)
+
+
+def _of_rank_zero(tensors: Sequence[Tensor]) -> Tensor:
+    flat = flatten(tensors).cpu()
+    dist.broadcast(flat.view(torch.uint8), 0)  # bytes: gloo does not know every dtype
+    return flat
+
+
+def share_values(module: nn.Module) -> None:
+    """Give all ranks rank 0's values of a model, frozen parameters too (collective)."""
+    share(tensor.data for tensor in (*module.parameters(), *module.buffers()))
+
+
+class Regrowth:
+    """Brings vectors from one layout into another: values keep what they had, by their names.
+
+    Args:
+        old: the layout until now.
+        new: the layout from now on, of the same model.
+
+    Attributes:
+        new: the layout from now on.
+        left: names of the values that only the old layout has.
+    """
+
+    def __init__(self, old: Replica, new: Replica) -> None:
+        self._old, self.new = old, new
+        after = set(new.names)
+        self.left = [name for name in old.names if name not in after]
+
+    @torch.no_grad()
+    def settle(self, flats: Sequence[Tensor]) -> None:
+        """Let the model take over what the new layout no longer has.
+
+        Args:
+            flats: vectors in the old layout.
+        """
+        parts = self._old.by_name(flats)
+        for group in self._old.layout:
+            for name, value in group.items():
+                if name in self.left:
+                    value.copy_(parts[name].view_as(value))
+
+    def carry(self, flats: Sequence[Tensor], fresh: float = 1.0) -> list[Tensor]:
+        """Vectors in the new layout, on the CPU, in fp32 or wider.
+
+        Args:
+            flats: vectors in the old layout, or those of them that come before excluded values.
+            fresh: times the model's value, that is what added values get. 0 suits differences and momenta.
+        """
+        known = self._old.by_name(flats)
+        whole = len(flats) > self._old.included or len(self._old.layout) == self._old.included
+        groups = self.new.layout if whole else self.new.layout[: self.new.included]
+        carried = []
+        for group in groups:
+            parts = []
+            for name, value in group.items():
+                part = known[name] if name in known else value.detach() * fresh
+                parts.append(part.reshape(-1).to("cpu", wide(value)))
+            carried.append(torch.cat(parts))
+        return carried

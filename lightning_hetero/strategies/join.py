@@ -1,0 +1,589 @@
+"""Lets processes that are started later take part in a fit that runs.
+
+Joining is resuming. All ranks agree on a batch, as they do when they are asked to stop, and make a checkpoint there, in
+memory. Then they begin the fit again from it, with the newcomers, in a world of more ranks.
+"""
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hetero import lightning_compat
+from lightning_hetero.checkpoint.snapshot import MemoryFiles
+from lightning_hetero.comm import failures, threads
+from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
+from lightning_hetero.comm.failures import deadline, of_communication
+from lightning_hetero.comm.groups import begin_world, default_store
+from lightning_hetero.comm.job import open_store
+from lightning_hetero.comm.stores import store_at
+from lightning_hetero.comm.topology import consecutive
+from lightning_hetero.elastic.join_requests import (
+    AddressFile,
+    Admission,
+    JobAddress,
+    JobGoneError,
+    JoinRequests,
+    LauncherStore,
+    answers,
+    ask,
+    other_job,
+)
+from lightning_hetero.elastic.protocol import Agreed
+from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError
+from lightning_hetero.replicas.vectors import share
+from lightning_hetero.strategies import numbering, saving
+from lightning_hetero.strategies.guards import settings
+from lightning_hetero.strategies.recovery_policy import Loss
+from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+
+def card(strategy: "HeteroStrategy") -> dict[str, Any]:
+    """What must be the same in a job and in a process that joins it; for JSON."""
+    from lightning_hetero import __version__
+
+    module = strategy.lightning_module
+    assert module is not None
+    options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
+    known = not is_overridden("configure_model", module)  # else there may be no parameters yet
+    model = [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()] if known else None
+    return json.loads(
+        json.dumps(
+            {
+                "version": __version__,
+                "options": {name: repr(value) for name, value in options.items()},
+                "settings": {name: repr(value) for name, value in settings(module.trainer).items()},
+                "model": model,
+            }
+        )
+    )
+
+
+def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """In words, why a process with another card cannot take part; ``None`` if it can."""
+    if other.get("version") != ours["version"]:
+        return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
+    for part, words in (("options", "options"), ("settings", "Trainer's settings")):
+        own, theirs = ours[part], other.get(part, {})
+        differing = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+        if differing:
+            values = [f"{name}: {theirs.get(name)}, in the job {own.get(name)}" for name in differing[:8]]
+            return f"its {words} differ ({'; '.join(values)}). Give it the same ones."
+    model = other.get("model")
+    if ours["model"] is not None and model is not None and model != ours["model"]:
+        lacks = next((one for one in ours["model"] if one not in model), None)
+        more = next((one for one in model if one not in ours["model"]), None)
+        what = [f"it lacks {lacks[0]} {lacks[1]} {lacks[2]}"] if lacks else []
+        what += [f"the job lacks its {more[0]} {more[1]} {more[2]}"] if more else []
+        return f"it trains another model: {'; '.join(what) or 'the order of parameters differs'}. Use the same one."
+    return None
+
+
+def fits(strategy: "HeteroStrategy", world: int) -> bool:
+    """Whether the user's options can be met by so many ranks."""
+    try:
+        strategy.options.planner(world)
+        if strategy.options.ranks_per_node is not None:
+            consecutive(world, strategy.options.ranks_per_node)
+    except HeteroError:
+        return False
+    return True
+
+
+PATH = "the state in which the job grows.ckpt"  # of the checkpoint in memory
+_SUCCESSION = 10.0  # seconds in which the next rank takes over when the first one is lost
+_HERE = timedelta(seconds=15)  # in which all newcomers come to the new store
+
+
+class Entry(NamedTuple):
+    """How this rank begins a fit that more ranks take part in than before.
+
+    Attributes:
+        admission: its place.
+        files: with the checkpoint.
+        replica: id of the replica to which this rank belonged; ``None`` if it is new.
+        since: when this rank stopped training, or was admitted, by ``time.monotonic()``.
+        lost: ranks that were lost since then, each with the reason.
+    """
+
+    admission: Admission
+    files: MemoryFiles
+    replica: int | None
+    since: float
+    lost: Mapping[int, str] = MappingProxyType({})
+
+
+# -- a process that is started later ---------------------------------------------------------------
+
+
+def addresses(strategy: "HeteroStrategy", came_later: bool = False) -> list[JobAddress]:
+    """Where a running job says how it is reached.
+
+    Args:
+        strategy: of this process.
+        came_later: whether the process has joined: even if its launcher has given it rank 0, it hosts no store there.
+    """
+    cluster, file = numbering.launched(strategy), strategy.options.join_file
+    found: list[JobAddress] = [] if file is None else [AddressFile(file)]
+    # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
+    if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        hosted = cluster.global_rank() == 0 and not came_later
+        found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))
+    return found
+
+
+def find(strategy: "HeteroStrategy") -> Entry | None:
+    """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
+
+    Raises:
+        JoinRefusedError: this process does not fit the job.
+        UnsupportedError: there is a job, but this process does not train.
+        CommunicationError: the job was there, and is gone.
+    """
+    if strategy.options.on_peer_loss != "continue":
+        return None
+    trainer = lightning_compat.trainer_of(strategy.lightning_module)
+    for place in addresses(strategy):
+        address = _living(place, strategy.options.limit)
+        if address is None:
+            continue
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            raise UnsupportedError(
+                f"a job runs already, as {place} says, and this process would join it, but it does not call fit() "
+                "first. Start a process that trains, or give this one no join_file."
+            )
+        admission = _admitted(strategy, place, address)
+        return Entry(admission, MemoryFiles(PATH, strategy.checkpoint_io), None, time.monotonic())
+    return None
+
+
+def _living(place: JobAddress, limit: timedelta) -> Any:
+    """The address of a job that runs, if there is one; if its first rank has just been lost, that of the next one."""
+    address, until = place.read(limit), math.inf
+    while address is not None and not answers(address):
+        before, address = address, place.read(min(limit, timedelta(seconds=_SUCCESSION)))
+        until = min(until, time.monotonic() + _SUCCESSION) if address == before else math.inf
+        if time.monotonic() > until:
+            if address is not None and other_job(address):
+                raise JoinRefusedError(
+                    f"{place} names a job at {address[0]}:{address[1]}. A job runs there, but not with the secret that "
+                    "stands in the place: it was changed, or it is left from an earlier job. If that job is yours, let "
+                    "this process read what it has written; if not, delete what is left, and this process begins a job."
+                )
+            rank_zero_info(f"{place} names a job that does not run any more.")
+            return None
+        time.sleep(0.2)
+    return address
+
+
+def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Admission:
+    limit = strategy.options.limit
+
+    def waits() -> None:
+        print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
+        threads.leave_out()  # while the ranks of the job agree on a step
+
+    own = card(strategy)
+    while True:
+        try:
+            return ask(address, own, limit, waits)
+        except JobGoneError as error:
+            if (address := _living(place, min(limit, timedelta(seconds=_SUCCESSION)))) is None:
+                raise CommunicationError(f"this process could not join the job that {place} names: {error}") from error
+
+
+# -- all ranks -------------------------------------------------------------------------------------
+
+
+def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) -> None:
+    """Meet all ranks of the new view, and get the checkpoint (collective over them).
+
+    Args:
+        strategy: in a fit.
+        entry: how this rank enters it.
+        store: with which the ranks meet, if this rank has it already.
+
+    Raises:
+        CommunicationError: not all have come.
+    """
+    view, rank, *_ = entry.admission
+    limit = strategy.options.limit
+    with deadline("join the job"):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store = store or store_at(entry.admission.store, limit)
+        here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
+        if rank >= here:
+            raise CommunicationError("this process was too late: the job has gone on without it.")
+        begin_world(store, view, rank, here, limit)
+    entry = entry._replace(admission=entry.admission._replace(world=here))
+    numbering.renumber(strategy, rank, here)
+    entry.files.share(rank, entry.admission.before, here)
+    strategy.entry = entry
+
+
+def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> int:
+    """The number of ranks in the new view: all, or those before if a newcomer has ended in the meantime."""
+    _, rank, world, *_ = entry.admission
+    if rank >= entry.admission.before:
+        store.set(f"here/{rank}", "1")
+    if rank == 0:
+        come = True
+        try:
+            for other in range(entry.admission.before, world):
+                store.wait([f"here/{other}"], _HERE)
+        except dist.DistError:
+            come = False
+        store.set("world", str(world if come else entry.admission.before))
+    store.wait(["world"], limit)
+    return int(store.get("world"))
+
+
+def resume(strategy: "HeteroStrategy") -> None:
+    """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
+    if strategy.entry is not None:
+        strategy.checkpoint_io = strategy.entry.files
+        lightning_compat.resume_by(strategy.trainer, lambda *_: PATH)
+
+
+def share_rest(strategy: "HeteroStrategy") -> None:
+    """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
+    if strategy.entry is None:
+        return
+    assert strategy.lightning_module is not None
+    loaded, module = strategy.entry.files.loaded, strategy.lightning_module
+    values = (*module.named_parameters(), *module.named_buffers())
+    share(value.data for name, value in values if name not in loaded)
+
+
+def entered(strategy: "HeteroStrategy") -> Loss | None:
+    """Training begins: from now on files are files again; returns the change, if this rank has entered."""
+    entry = strategy.entry
+    if entry is None:
+        return None
+    assert strategy.job is not None
+    strategy.checkpoint_io, strategy.entry = entry.files.usual, None
+    entry.files.clear()
+    view, seconds = strategy.job.view, time.monotonic() - entry.since
+    joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
+    if not joined and not lost:
+        return None
+    return Loss(view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)
+
+
+MOST = 5  # times that a process asks again; others may be started again and again, and be wrong each time
+
+
+def wrong_are_others(entry: Entry, error: Exception) -> bool:
+    """Whether a process could not join because of others that came with it; they end.
+
+    Args:
+        entry: of this process, which is new.
+        error: with which the fit could not begin.
+    """
+    if not isinstance(error, HeteroError) or not error.of_ranks:
+        return of_communication(error)  # some rank has ended, with an error of its own or without a word
+    _, rank, _, before, _ = entry.admission
+    return rank not in error.of_ranks and max(error.of_ranks) >= before
+
+
+def ask_again(strategy: "HeteroStrategy", error: Exception) -> Entry:
+    """Ask the job once more to let this process in, as if it had just been started.
+
+    Args:
+        strategy: of this process, which has left the fit.
+        error: with which that could not begin.
+
+    Raises:
+        JoinRefusedError: the job has come to its end, or does not take this process.
+        CommunicationError: the job is gone.
+    """
+    entry, strategy.entry = strategy.entry, None
+    assert entry is not None
+    strategy.checkpoint_io = entry.files.usual
+    failures.forget()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    what = str(error).strip().split("\n")[0]
+    print(f"lightning_hetero: this process could not join because of others, and asks the job again ({what}).")
+    found = find(strategy)
+    if found is None:
+        raise CommunicationError(
+            "this process could not join a job because of others that came at the same moment, and when it asked again "
+            f"the job was gone. Start it again to begin a job. Before: {error}"
+        ) from error
+    return found
+
+
+class BeginAgainError(Exception):
+    """The fit begins again, with more ranks. No error: it leaves Lightning's loops.
+
+    Args:
+        entry: of this rank.
+        store: with which the ranks meet, if this rank hosts it.
+    """
+
+    def __init__(self, entry: Entry, store: dist.Store | None) -> None:
+        super().__init__("the fit begins again, with more ranks")
+        self.entry, self.store = entry, store
+
+
+class Growth:
+    """The part of the ranks that are there.
+
+    Args:
+        strategy: of the fit.
+
+    Attributes:
+        terminated: whether SIGTERM has come while the fit ended, to begin again: then it is to stop at its first step.
+    """
+
+    def __init__(self, strategy: "HeteroStrategy") -> None:
+        self._strategy = strategy
+        self.terminated = False
+        self._between = False  # the fit has ended, and has not begun again
+        self._requests: JoinRequests | None = None  # on the first rank
+        self._ended: JoinRequests | None = None
+        self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
+        self._written: list[JobAddress] = []
+        self._leaving: Entry | None = None  # how this rank is about to begin again
+        self._came_later = False  # whether this process has joined a job that ran
+
+    def begin(self) -> None:
+        """Let others find this job (collective).
+
+        Raises:
+            HeteroError: on every rank, if the address cannot be written.
+        """
+        self._between = False
+        problem, entry = None, self._strategy.entry
+        self._came_later |= entry is not None and entry.replica is None
+        try:
+            self.open()
+        except HeteroError as error:
+            problem = error
+        raise_on_all(problem, "a fit that other processes may join")
+
+    def go_on(self) -> None:
+        """Others were lost: this may be the first rank now."""
+        try:
+            self.open()
+        except HeteroError as error:
+            warnings.warn(f"Nobody can join this fit any more: {error}", stacklevel=2)
+
+    def open(self) -> None:
+        """Take requests, if this is the first rank.
+
+        Raises:
+            ConfigurationError: the address cannot be written to a file.
+            CommunicationError: nor to the launcher's store.
+            JoinRefusedError: another job has begun under the same file.
+        """
+        strategy = self._strategy
+        assert strategy.job is not None
+        self._first_store = self._first_store or default_store()
+        if strategy.job.view.rank != 0:
+            return
+        if self._requests is None:
+            interface, limit = numbering.interface(strategy), strategy.options.limit
+            self._requests = JoinRequests(interface, limit, lambda other: misfit(card(strategy), other))
+            self._claim()
+        self._written = self._written or addresses(strategy, self._came_later)
+        for place in self._written:
+            place.write(self._requests.address)
+
+    def _claim(self) -> None:
+        """See that no other job has begun under the same file at the same time."""
+        file = self._strategy.options.join_file
+        follows = self._strategy.survival.view or self._strategy.entry is not None  # what stands there is this job's
+        there = None if file is None or follows else AddressFile(file).read()
+        if there is not None and answers(there):
+            raise JoinRefusedError(
+                f"another job has written join_file={file!r} in the meantime, and runs at {there[0]}:{there[1]}. "
+                "Start this process again to join it, or give this job another file."
+            )
+
+    def leaves(self) -> None:
+        """This rank leaves the fit, to begin it again."""
+        self._between = True
+
+    def asks(self) -> None:
+        """This process, which is new, has left the fit, and has yet to ask the job again: SIGTERM ends it.
+
+        Raises:
+            SIGTERMException: it has come already.
+        """
+        self._between = False
+        if self.terminated:
+            raise SIGTERMException(TERMINATED)
+
+    def note_sigterm(self) -> bool:
+        """SIGTERM has come; returns whether the fit that is about to begin again will stop for it."""
+        self.terminated |= self._between
+        return self._between
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are newcomers that the job can take in; on the first rank, in any thread."""
+        return self._requests is not None and self._most(self._requests.waiting) > 0
+
+    def _most(self, waiting: int) -> int:
+        """How many of those that wait the job can take in: the user's options may allow some numbers of ranks only."""
+        assert self._strategy.job is not None
+        world = self._strategy.job.view.world
+        return max((more for more in range(waiting + 1) if fits(self._strategy, world + more)), default=0)
+
+    def admit(self) -> None:
+        """Begin the fit again with the newcomers, if there are any still (collective).
+
+        Raises:
+            BeginAgainError: there are.
+        """
+        began, strategy, requests = time.monotonic(), self._strategy, self._requests
+        assert strategy.job is not None
+        view, trainer, limit = strategy.job.view, strategy.trainer, strategy.options.limit
+        newcomers = [] if requests is None else requests.invite(self._most(requests.waiting))
+        store, address = open_store(numbering.interface(strategy), limit) if newcomers else (None, ("", 0))
+        more, address = of_rank((len(newcomers), address), 0)
+        if not more:
+            return
+        world = view.world + more
+        rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
+        files = MemoryFiles(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy))
+        strategy.checkpoint_io = files
+        admission = Admission(view.number + 1, view.rank, world, view.world, address)
+        self._leaving = Entry(admission, files, view.replica.id, began)
+        try:
+            trainer.save_checkpoint(PATH)
+        finally:
+            strategy.checkpoint_io = files.usual
+        strategy.survival.again(strategy.share.listen)  # leave nothing in flight
+        if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
+            if requests is not None:
+                requests.put_off(newcomers)
+            return
+        if requests is not None:
+            requests.admit(newcomers, view.number + 1, view.world, address)
+        raise BeginAgainError(self._leaving, store)
+
+    def again(self, agreed: Agreed, store: dist.Store | None) -> BeginAgainError:
+        """How this rank begins again with those that remain, since some of them have left the fit already.
+
+        Args:
+            agreed: who they are.
+            store: with which they meet, if this rank hosts it.
+        """
+        assert self._leaving is not None, "nobody leaves before all have come to the end of admit()"
+        assert self._strategy.job is not None
+        view = self._strategy.job.view
+        return among(self._leaving, agreed, view.ids[view.rank], store)
+
+    def end(self, over: bool = True) -> None:
+        """Let nobody in any more on this rank. Local, idempotent.
+
+        Args:
+            over: the job has come to its end; else it goes on without this rank, and with another first one.
+        """
+        if self._requests is not None:
+            for place in self._written if over else ():  # else the next first rank writes its own address there
+                place.remove(self._requests.address)
+            self._requests.close(over)
+            self._ended, self._requests = self._requests, None  # its store stays, to give the answer
+
+
+def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the Trainer, and begin a fit again where ranks join it."""
+    growth, again, asked = strategy.survival.growth, None, 0
+    assert growth is not None
+    growth.terminated = False
+    with sigterm_noted(growth.note_sigterm):
+        while True:
+            try:
+                if again is not None:
+                    strategy.entry = again.entry
+                    enter(strategy, again.entry, again.store)
+                return function(*args, **kwargs)
+            except BeginAgainError as grows:
+                again = grows
+            except Exception as error:
+                if asked < MOST and _may_ask_again(strategy, error):
+                    _leave_fit(strategy, growth)
+                    growth.asks()
+                    again, asked = BeginAgainError(ask_again(strategy, error), None), asked + 1
+                    continue
+                if again is None or (again := _without_newcomers(strategy, again, error)) is None:
+                    raise
+            _leave_fit(strategy, growth)
+
+
+def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> BeginAgainError:
+    """How a rank begins again with those that remain, without newcomers.
+
+    Args:
+        entry: how it was to begin with others.
+        agreed: who remain.
+        me: id of this rank.
+        store: with which they meet, if this rank hosts it.
+    """
+    rank, world, view = agreed.members.index(me), len(agreed.members), max(agreed.number, entry.admission.view + 1)
+    admission = Admission(view, rank, world, world, agreed.offer)
+    return BeginAgainError(entry._replace(admission=admission, lost={**entry.lost, **agreed.lost}), store)
+
+
+def _without_newcomers(strategy: "HeteroStrategy", former: BeginAgainError, error: Exception) -> BeginAgainError | None:
+    """How those that remain go on if the fit cannot begin with the newcomers, or without one of them.
+
+    Returns:
+        ``None`` if there is another reason.
+    """
+    entry = strategy.entry
+    if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or of_communication(error)):
+        return None  # training has begun, or this is a newcomer
+    view, rank, world, before, address = entry.admission
+    if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
+        alone = Admission(view + 1, rank, before, before, address)
+        again = BeginAgainError(entry._replace(admission=alone), former.store)
+    else:
+        if world == before and not remaining[0].lost:
+            return None
+        again = among(entry, *remaining)
+    if again.entry.admission.rank == 0 and world > before:
+        warnings.warn(f"{world - before} rank(s) could not join, and the fit goes on without: {error}", stacklevel=2)
+    return again
+
+
+def _may_ask_again(strategy: "HeteroStrategy", error: Exception) -> bool:
+    """Whether this process is new, and others are why it could not join."""
+    entry = strategy.entry
+    return entry is not None and entry.replica is None and wrong_are_others(entry, error)
+
+
+def _leave_fit(strategy: "HeteroStrategy", growth: Growth) -> None:
+    """End what belongs to the fit so far, on this rank."""
+    trainer, request = strategy.trainer, strategy.stop_request
+    growth.leaves()
+    strategy.survival.pause()
+    module, stage = trainer.lightning_module, TrainerFn.FITTING
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callback.teardown(trainer, module, stage)
+    for user in (trainer.datamodule, module):  # type: ignore[attr-defined]
+        if user is not None:
+            user.teardown(stage)
+    lightning_compat.tear_down(trainer)
+    growth.terminated |= request is not None and request.requested  # after all had asked each other
+    for name in strategy.of_the_job:
+        vars(strategy).pop(name, None)

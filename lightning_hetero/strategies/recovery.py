@@ -1,0 +1,306 @@
+"""Lets a fit go on when ranks are lost: who remains agrees, joins anew, and continues."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_hetero.batching.planner import PastShares, Regrouping
+from lightning_hetero.comm import threads
+from lightning_hetero.comm.agreement import gather, raise_on_all
+from lightning_hetero.comm.failures import Survivor, deadline, of_communication, repeat_by, wait_for_news
+from lightning_hetero.comm.job import Job, open_store
+from lightning_hetero.comm.stores import store_at
+from lightning_hetero.elastic.membership import Membership
+from lightning_hetero.elastic.protocol import Agreed, Terms
+from lightning_hetero.errors import CommunicationError
+from lightning_hetero.strategies import fit, numbering
+from lightning_hetero.strategies.guards import say_what_launchers_do, unsurvivable
+from lightning_hetero.strategies.join import Growth, entered
+from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
+from lightning_hetero.strategies.recovery_policy import (
+    LEFT,
+    Behind,
+    Count,
+    Loss,
+    Standing,
+    Survival,
+    catch_up,
+    count,
+    in_vain,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_AGREED = 1.0  # seconds in which the news of a loss has normally come to all
+
+
+class GoingOn(Survival):
+    """Goes on among the ranks that remain.
+
+    Args:
+        strategy: of the fit.
+    """
+
+    def __init__(self, strategy: "HeteroStrategy") -> None:
+        super().__init__()
+        self._strategy = strategy
+        self._survivor = Survivor(self._recover)
+        self._membership: Membership | None = None
+        self._former: Membership | None = None  # of those that were there, while they begin again with others
+        self._longest: float | None = None  # silence of a rank that lives, as far as is known
+        self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
+        self._in_step = False
+        self._over = False  # training has ended
+        self._growth, self._past = Growth(strategy), PastShares()
+
+    @property
+    def growth(self) -> Growth:
+        """See :class:`~lightning_hetero.strategies.recovery_policy.Survival`."""
+        return self._growth
+
+    @property
+    def view(self) -> int | None:
+        """The number of the view, while ranks may be lost; else ``None``."""
+        return None if self._membership is None or self._strategy.job is None else self._strategy.job.view.number
+
+    @property
+    def changing(self) -> bool:
+        """Whether the ranks are about to agree on who remains."""
+        return self._membership is not None and self._membership.changing
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which it is known that a rank is lost, while ranks may be lost; else 0."""
+        return 0.0 if self._membership is None else self._membership.grace + _AGREED
+
+    def begin(self) -> None:
+        """Training starts: from now on the ranks watch each other (collective).
+
+        Raises:
+            HeteroError: on every rank: this fit could not go on without a rank.
+        """
+        assert self._strategy.job is not None
+        view = self._strategy.job.view
+        self._survivor, self._over, self._past = Survivor(self._recover), False, PastShares()
+        if self._strategy.entry is None:  # else the fit began earlier
+            self.losses = []
+        raise_on_all(unsurvivable(self._strategy, view), "a fit that goes on without lost ranks")
+        say_what_launchers_do(self._strategy)
+        self._growth.begin()
+        if view.world > 1:
+            self._watch_each_other(self._strategy.job)
+        if (change := entered(self._strategy)) is not None:
+            self.losses.append(change)
+            change.warn(view)
+        self._end_former()
+
+    def _watch_each_other(self, job: Job) -> None:
+        """Begin to take part in the membership of a view (collective)."""
+        view, options = job.view, self._strategy.options
+        grace = None if options.grace == "auto" else float(options.grace)
+        unit = "rank" if view.ranks_leave else "replica"
+        terms = Terms(grace, options.min_replicas, options.limit.total_seconds(), unit)
+        me, token = view.ids[view.rank], job.token()
+        interface = numbering.interface(self._strategy)
+        self._share = self._strategy.share
+        hooks: dict[str, Any] = {"on_change": self._noticed, "offer": self._offer, "steps": lambda: self._share.step}
+        membership = Membership(me, interface, token, terms, **hooks)
+        everyone = gather((me, membership.address, self._longest), "where ranks can be reached")
+        addresses = {id: address for id, address, _ in everyone}
+        known = [silence for *_, silence in everyone if silence is not None]
+        membership.begin(view.number, view.units, addresses, max(known, default=None))
+        self._membership = membership
+        repeat_by(self._survivor)
+        repeat_metrics(self._strategy.lightning_module)
+
+    def end(self) -> None:
+        """Training has ended: from now on a lost rank is an error (collective)."""
+        threads.take_in_all()
+        self._over = True
+        self.pause()
+        self._end_former()
+        self._growth.end()
+
+    def pause(self) -> None:
+        """Leave the fit, to begin it again with other ranks (collective). Until it has begun, losses are noticed."""
+        repeat_by(None)
+        leave_metrics(self._strategy.lightning_module)
+        if self._membership is not None:
+            with suppress(CommunicationError), deadline("leave the fit"):
+                dist.barrier()  # who is lost now has done its part
+            self._longest = self._membership.longest
+            self._former, self._membership = self._membership, None
+            wait_for_news(False)
+
+    def remaining(self) -> tuple[Agreed, int, dist.Store | None] | None:
+        """See :class:`~lightning_hetero.strategies.recovery_policy.Survival`.
+
+        Raises:
+            MembershipLostError: this rank cannot go on.
+        """
+        if self._former is None:
+            return None
+        threads.cut()
+        agreed, me = self._former.agree(LEFT), self._former.me
+        return agreed, me, self._store if agreed.host == me else None
+
+    def _end_former(self) -> None:
+        if self._former is not None:
+            self._former.leave()
+            self._former.close()
+            self._former = None
+            wait_for_news(self._membership is None)
+
+    def failed(self, exception: BaseException) -> None:
+        """Let the others know why this rank ends; they go on."""
+        threads.take_in_all()
+        repeat_by(None)
+        leave_metrics(self._strategy.lightning_module)
+        job, alike = self._strategy.job, getattr(exception, "on_every_rank", False)
+        self._growth.end(over=alike or self._membership is None)
+        if self._membership is not None and job is not None and alike:
+            # Who hears of a loss before it has raised the same error would go on instead.
+            job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
+        what = str(exception).strip().split("\n")[0]
+        for membership in filter(None, (self._membership, self._former)):
+            membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
+            membership.close()
+        self._membership = self._former = None
+
+    # -- operations that may break -----------------------------------------------------------------
+
+    def again(self, operation: Callable[[], T]) -> T:
+        """The result of an operation that is called again after a loss."""
+        return self._until_done(operation, lambda _: False, operation)
+
+    def step(self, operation: Callable[[], T], left_out: Callable[[], T]) -> T:
+        """Run an optimizer step, again after a loss unless the others have taken it."""
+        if self._in_step:  # the outer one repeats it
+            return operation()
+
+        def inside() -> T:
+            with self._survivor.plain(), self._step():
+                return operation()
+
+        return self._until_done(inside, lambda behind: behind.step, left_out)
+
+    def exchange(self, operation: Callable[[], T]) -> T | None:
+        """Run what follows a step between replicas, again after a loss unless the others have completed it."""
+
+        def inside() -> T | None:
+            with self._survivor.plain():
+                return operation()
+
+        if self.changing:
+            self._recover(time.monotonic())  # the others wait for this rank
+        return self._until_done(inside, lambda behind: behind.exchange, lambda: None)
+
+    def _until_done(self, operation: Callable[[], T], missed: Callable[[Behind], bool], instead: Callable[[], T]) -> T:
+        while True:
+            began = time.monotonic()
+            try:
+                return operation()
+            except RuntimeError as error:
+                if self._in_step or self._membership is None or not of_communication(error):
+                    raise
+                if missed(self._recover(began)):
+                    return instead()
+
+    @contextmanager
+    def _step(self) -> "Iterator[None]":
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def _noticed(self) -> None:
+        """A rank was lost, or asks who is: wake this one up, if it waits for others. On the membership's thread."""
+        if not self._over:
+            threads.cut()
+
+    # -- recovery ----------------------------------------------------------------------------------
+
+    def _offer(self, number: int) -> Any:
+        """Open the store of a new view on this rank."""
+        self._store, address = open_store(numbering.interface(self._strategy), self._strategy.options.limit)
+        return address
+
+    def _recover(self, stopped: float) -> Behind:
+        """Agree on who remains, and go on with them (collective over them).
+
+        Args:
+            stopped: when what has broken began, by ``time.monotonic()``.
+
+        Returns:
+            What they have completed, and this rank has not.
+
+        Raises:
+            MembershipLostError: this rank cannot go on.
+        """
+        assert self._membership is not None
+        me, own, lost, known = self._membership.me, self._standing(), dict[int, str](), dict[int, int]()
+        began, limit = time.monotonic(), self._strategy.options.limit.total_seconds()
+        self._in_step = False
+        while True:
+            threads.cut()  # this thread has noticed the loss, other threads of this rank need not have
+            agreed = self._membership.agree(own)
+            lost, known = lost | agreed.lost, known | agreed.steps
+            if LEFT in map(tuple, agreed.standings.values()):  # others have left the fit, and this rank was about to
+                raise self._growth.again(agreed, self._store if agreed.host == me else None)
+            try:
+                behind, counted = self._join(agreed, own, lost, known)
+                break
+            except RuntimeError as error:  # one more was lost meanwhile
+                if not of_communication(error):
+                    raise
+                if time.monotonic() - began > limit:
+                    raise in_vain(me, limit, agreed.number, error) from error
+                _log.info("rank %d could not join view %d: %s", me, agreed.number, error)
+        self._growth.go_on()
+        self._tell(lost, counted, time.monotonic() - stopped)
+        return behind
+
+    def _standing(self) -> Standing:
+        engine, share = self._strategy.engine, self._strategy.share
+        come = engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step(), share.heard
+        return Standing(*come, share.step, share.met if engine.lockstep else 0)
+
+    def _join(self, agreed: Agreed, own: Standing, lost: dict[int, str], known: dict[int, int]) -> tuple[Behind, Count]:
+        strategy, survivor = self._strategy, self._survivor
+        assert strategy.job is not None
+        assert self._membership is not None
+        me, before = self._membership.me, strategy.job.view
+        fit.abandon(strategy)
+        store = self._store if agreed.host == me else store_at(agreed.offer, strategy.options.limit)
+        assert store is not None
+        with survivor.plain():
+            job = strategy.job.among(agreed.number, agreed.members, store)
+            standings = [Standing(*agreed.standings[id]) for id in job.view.ids]
+            catch_up(survivor, standings, own)
+            kept = tuple(before.ids.index(id) for id in job.view.ids)
+            reports = [standing.reports for standing in standings]
+            moved = Regrouping(kept, max(standing.next_step for standing in standings), max(reports))
+            replica = [standings[rank] for rank in job.view.replica.ranks]
+            step = own.windows < max(standing.windows for standing in replica)
+            exchange = strategy.engine.lockstep and own.meetings < max(standing.meetings for standing in standings)
+            fit.regroup(strategy, job, moved, exchange, reports.index(max(reports)), self._past)
+            self._share = strategy.share
+            fit.copy_states(strategy, [standing.windows for standing in standings])
+            return Behind(step, exchange), count(lost, known, standings, self._past, job.view.ranks_leave)
+
+    def _tell(self, lost: dict[int, str], counted: Count, seconds: float) -> None:
+        assert self._strategy.job is not None
+        view, step = self._strategy.job.view, self._strategy.trainer.global_step
+        sizes, (samples, bound) = (view.world, len(view.units)), counted
+        self.losses.append(Loss(view.number, lost, *sizes, seconds, samples, step, bound=bound))
+        self.losses[-1].warn(view)

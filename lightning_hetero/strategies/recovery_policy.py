@@ -1,0 +1,269 @@
+"""What a strategy asks where a lost rank need not end the fit."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from lightning_hetero.batching.planner import PastShares
+from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.failures import Survivor
+from lightning_hetero.errors import MembershipLostError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from lightning_hetero.comm.view import View
+    from lightning_hetero.elastic.protocol import Agreed
+    from lightning_hetero.strategies.join import Growth
+
+
+class Standing(NamedTuple):
+    """How far a rank has come.
+
+    Attributes:
+        windows: optimizer steps.
+        meetings: exchanges between replicas.
+        calls: collectives over all ranks.
+        next_step: the first step that it has not drawn yet.
+        reports: how many times it has acted on the reports of all ranks.
+        step: batches that it has done.
+        met: so many had all ranks done when they last met, as far as it knows; 0 where they do not keep step.
+    """
+
+    windows: int
+    meetings: int
+    calls: int
+    next_step: int
+    reports: int
+    step: int
+    met: int
+
+
+#: Of a rank that has left the fit to begin it again with others: nobody goes on from where it was.
+LEFT = Standing(*[-1] * len(Standing._fields))
+
+
+class Behind(NamedTuple):
+    """What others have completed while this rank lost its connections.
+
+    Attributes:
+        step: the running optimizer step; the weights after it are there now.
+        exchange: the exchange between replicas that follows a step.
+    """
+
+    step: bool
+    exchange: bool
+
+
+def catch_up(survivor: Survivor, standings: Sequence[Standing], own: Standing) -> None:
+    """Give the results of collectives to those who missed them (collective).
+
+    Args:
+        survivor: has the results of this rank.
+        standings: of all ranks.
+        own: of this rank.
+    """
+    calls = [standing.calls for standing in standings]
+    if len(set(calls)) == 1:
+        return
+    ahead = calls.index(max(calls))
+    results = {number: survivor.results.get(number) for number in range(min(calls), max(calls))}
+    results = of_rank(results, ahead)
+    missed = {number: result for number, result in results.items() if number >= own.calls}
+    survivor.received.update(missed)
+
+
+def in_vain(me: int, limit: float, view: int, error: Exception) -> MembershipLostError:
+    """The error of a rank that could not meet those with which it has agreed to go on.
+
+    Args:
+        me: its id.
+        limit: seconds for which it has tried.
+        view: most recently.
+        error: what came of that.
+    """
+    return MembershipLostError(
+        f"Rank {me} cannot go on: for {limit:g} s (the strategy's `timeout`) the ranks that remain have tried in vain "
+        f"to meet, most recently in view {view}: {error}"
+    )
+
+
+#: What a number of samples is; to be put before it.
+EXACT, AT_MOST, AT_LEAST = "", "up to ", "at least "
+
+
+def sentence(samples: int, bound: str, which: str) -> str:
+    """The number in words, with a blank before them; empty if there is nothing to say.
+
+    Args:
+        samples: how many.
+        bound: what that number is.
+        which: completes "samples ...".
+    """
+    if samples:
+        return f" {bound.capitalize()}{samples} samples {which} are not trained on."
+    return f" How many samples {which} are not trained on is not known." if bound == AT_LEAST else ""
+
+
+class Count(NamedTuple):
+    """Samples that nobody trains on.
+
+    Attributes:
+        samples: how many.
+        bound: what that number is: ``""``, ``"up to "`` or ``"at least "``.
+    """
+
+    samples: int
+    bound: str
+
+
+def count(
+    lost: Mapping[int, str], known: Mapping[int, int], standings: Sequence[Standing], past: PastShares, alike: bool
+) -> Count:
+    """Count the samples that were drawn for lost ranks, and that they have not trained on (collective).
+
+    A rank tells with its heartbeats how many steps it has done, so it may have done more. Where all ranks exchange
+    after the same steps it has done those, too, after which all have met.
+
+    Args:
+        lost: by their ids.
+        known: steps that some of them have done, as far as is known.
+        standings: of the ranks that remain.
+        past: what each rank was to take.
+        alike: whether all ranks take every step together, so that nobody can have done more or fewer than these.
+
+    Returns:
+        The same on all ranks, which need not remember plans equally far back.
+    """
+    least = min(standing.step for standing in standings)
+    met = max(standing.met for standing in standings)
+    first = {id: max(known.get(id, 0), met) for id in lost if id in known or met > 0}
+    if alike:
+        first, bound = {}, EXACT
+    else:
+        bound = AT_MOST if first.keys() == lost.keys() else AT_LEAST
+    samples = sum(past.samples(id, first.get(id, least)) for id in lost)
+    return Count(max(gather(samples, "samples that are lost")), bound)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A change of who takes part.
+
+    Attributes:
+        view: number of the view since then.
+        lost: of each lost rank, by the number that it had at first, how it was lost.
+        ranks: that remain.
+        replicas: that remain.
+        seconds: for which this rank stood still: from the beginning of the step, exchange or collective that broke to
+            when it could begin it again.
+        samples: drawn for the lost ranks, and not trained on.
+        bound: what that number is: ``""`` (exactly so many), ``"up to "`` or ``"at least "``.
+        joined: ranks that have joined, by their numbers since then.
+        step: the Trainer's ``global_step`` then.
+        at: when this rank went on, by ``time.perf_counter()``.
+    """
+
+    view: int
+    lost: dict[int, str]
+    ranks: int
+    replicas: int
+    seconds: float
+    samples: int
+    step: int
+    joined: tuple[int, ...] = ()
+    at: float = field(default_factory=time.perf_counter, compare=False)
+    bound: str = ""
+
+    def warn(self, view: "View") -> None:
+        """Tell the user who was lost, if anybody was.
+
+        Args:
+            view: since then, of this rank.
+        """
+        if not self.lost:
+            return
+        who = "; ".join(f"rank {id} {how}" for id, how in sorted(self.lost.items()))
+        left = sentence(self.samples, self.bound, "that they had still to take")
+        rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
+        with suppress(UserWarning):  # also where warnings are errors
+            warnings.warn(
+                f"{who}. Training goes on with {rest} after step {self.step}; this rank, now number {view.rank}, stood "
+                f"still for {self.seconds:.2f} s.{left}",
+                stacklevel=4,
+            )
+
+
+class Survival:
+    """What a strategy asks where a lost rank need not end the fit; here it does.
+
+    Attributes:
+        losses: the changes of who takes part, in this fit.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[Loss] = []
+
+    @property
+    def growth(self) -> "Growth | None":
+        """Lets other processes join, where that is possible."""
+        return None
+
+    @property
+    def view(self) -> int | None:
+        """The number of the view, while ranks may be lost; else ``None``."""
+        return None
+
+    @property
+    def changing(self) -> bool:
+        """Whether the ranks are about to agree on who remains."""
+        return False
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which it is known that a rank is lost, while ranks may be lost; else 0."""
+        return 0.0
+
+    def begin(self) -> None:
+        """Training starts (collective)."""
+
+    def end(self) -> None:
+        """Training has ended, on all ranks. Local, idempotent."""
+
+    def pause(self) -> None:
+        """Leave the fit, to begin it again with other ranks (collective)."""
+
+    def remaining(self) -> "tuple[Agreed, int, dist.Store | None] | None":
+        """Who is there still of those that have left the fit (collective over them).
+
+        Returns:
+            What they have agreed, the id of this rank, and the store with which they meet, if this rank hosts it;
+            ``None`` if it was alone.
+        """
+        return None
+
+    def failed(self, exception: BaseException) -> None:
+        """This rank ends with an error."""
+
+    def again(self, operation: Callable[[], T]) -> T:
+        """The result of an operation that can be called again if it breaks."""
+        return operation()
+
+    def step(self, operation: Callable[[], T], left_out: Callable[[], T]) -> T:
+        """Run an optimizer step.
+
+        Args:
+            operation: the step, which can be repeated if a gradient does not arrive.
+            left_out: what to do instead if the other ranks have taken it.
+        """
+        return operation()
+
+    def exchange(self, operation: Callable[[], T]) -> T | None:
+        """Run what follows a step between replicas; nothing if the others have completed it."""
+        return operation()

@@ -1,0 +1,354 @@
+"""A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hetero import lightning_compat
+from lightning_hetero.algorithms.base import Outcome
+from lightning_hetero.algorithms.engine import Engine
+from lightning_hetero.batching.accounting import Workshare, no_gradient, no_gradients, no_loss, same_state, steps_unless
+from lightning_hetero.batching.finite import FiniteSteps
+from lightning_hetero.batching.streams import EvaluatedStream
+from lightning_hetero.comm.collectives import Collectives
+from lightning_hetero.comm.failures import deadline
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.lightning_compat import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
+from lightning_hetero.replicas.vectors import share
+from lightning_hetero.strategies.default_groups import Noticed
+from lightning_hetero.strategies.metrics import count, count_as_ever, sync_anywhere, warn_of_losses_over_all
+from lightning_hetero.strategies.position import describe
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_hetero.strategies.base import HeteroStrategy
+
+
+class TrainingStep:
+    """Weighs and measures what a rank does in a step.
+
+    A batch goes through :meth:`begin`, :meth:`forward`, :meth:`weigh`, :meth:`backward` and :meth:`batch_ended`. A
+    window, an optimizer's step with all the batches that it takes in, ends in :meth:`window_ended`, after which
+    replicas may meet.
+
+    Args:
+        share: this rank's part of the work.
+        engine: what happens between replicas.
+        finite: looks for losses and gradients that are not finite.
+        collectives: what reduces values that are logged.
+        several: whether there are several replicas.
+    """
+
+    def __init__(
+        self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives, several: bool
+    ) -> None:
+        self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
+        self._noticed = Noticed(share.timer, several)
+        self._timer = share.timer
+        self._samples = 0.0  # of the replica, in the running window
+        self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
+        self._logged: Any | None = None  # the Trainer's collection of logged values
+        self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
+        self._epoch, self._of_epoch = -1, 0.0  # the running one, and this rank's samples in it
+        self._none = False  # whether the running training_step has returned None
+        self._hooks: list[RemovableHandle] = []  # of the fit, on modules
+        self.passes = 0  # backward passes on the latest batch
+
+    def begin_fit(self, module: "pl.LightningModule", uneven: bool) -> None:
+        """Training starts.
+
+        Args:
+            module: to be trained.
+            uneven: whether ranks may get different numbers of samples.
+        """
+        self.close()
+        weighed = uneven and len(self._share.replica) > 1
+        self._noticed.weighed = weighed and not callable(getattr(module, "batch_weight", None))
+        if self._noticed.weighed:
+            self._hooks = warn_of_losses_over_all(module)
+
+    def begin(self, trainer: "pl.Trainer") -> None:
+        """A batch is on its way to the device."""
+        lightning_compat.watch_fetching(trainer, self._timer.fetching, self._timer.fetched)
+        if trainer.training:
+            self.batch_ended(trainer)  # if nothing else has ended the last one
+            self._share.begin()
+            self._counted = self._share.current().samples
+            if trainer.current_epoch != self._epoch:
+                self._epoch, self._of_epoch = trainer.current_epoch, 0.0
+            self._of_epoch += self._counted
+            self.passes = 0
+            self._log_to(lightning_compat.results_of(trainer))
+
+    def _log_to(self, results: Any | None) -> None:
+        self._logged = results
+        count(results, self._collectives, lambda: self._counted, lambda: self._of_epoch)
+
+    @contextmanager
+    def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
+        """Run the module's training step in this block; what it logs counts by this rank's samples."""
+        module, (samples, total, _) = trainer.lightning_module, self._share.current()
+        self._samples += total
+        if callable(measure := getattr(module, "batch_weight", None)):
+            self._share.weigh(measure, batch)
+        self._finite.before_forward(module)
+        state = nullcontext() if samples > 0 else same_state(module)
+        self._none = False
+        instead = self._instead_of_none(module) if trainer.world_size > 1 else nullcontext()
+        with state, instead, self._collectives.weighing(lambda: self._counted), self._noticed.forward():
+            yield
+
+    @contextmanager
+    def _instead_of_none(self, module: "pl.LightningModule") -> Iterator[None]:
+        """Go on with a loss that counts for nothing where the module's training step returns ``None`` in this block.
+
+        Lightning, which refuses that among several ranks, leaves out the step on a single one.
+        """
+        own, step = vars(module).get("training_step"), module.training_step
+
+        @wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            if output is not None or not module.automatic_optimization:
+                return output
+            if len(self._share.replica) > 1 and not self._finite.asks:
+                raise UnsupportedError(
+                    f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}. The "
+                    "other ranks of its replica weigh their samples without knowing that this rank's are left out. "
+                    "Under hetero_ddp `on_nan='skip'` tells them, by a small message before each backward pass. Else "
+                    "return `0.0 * loss`: its samples then count, with a gradient of zero."
+                )
+            self._none = True
+            return no_loss(module)
+
+        vars(module)["training_step"] = training_step
+        try:
+            yield
+        finally:
+            if own is None:
+                del vars(module)["training_step"]
+            else:
+                vars(module)["training_step"] = own
+
+    def weigh(self, loss: Tensor, windows: int) -> Tensor:
+        """The loss times this rank's weight.
+
+        DDP takes the plain mean over the W ranks of a replica. With the factor W n_i / N that is the mean over all N
+        samples, of which this rank holds n_i (HetGrad, Moreno-Alvarez et al. 2022).
+
+        Args:
+            loss: the mean over this rank's samples, divided by the number of batches in a window.
+            windows: that number.
+        """
+        if not self._none:
+            self._engine.take_loss(loss * windows)
+        before, _ = weights = self._share.weights()
+        own, total = self._finite.count(loss, *weights, given=not self._none)
+        if self._none and not self._finite.asks:  # of a replica of one rank
+            own, self._samples = 0.0, self._samples - self._share.current().total
+        left_out = own < before and (total or self._none)
+        if left_out:  # what hooks log from now on counts as little as its samples
+            self._counted = 0.0
+        self._weight = len(self._share.replica) * own / total if total else 0.0
+        return self._finite.weigh(loss, self._weight)
+
+    @contextmanager
+    def backward(self, trainer: "pl.Trainer", loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Run the backward pass of a weighted loss in this block."""
+        model = trainer.strategy.model
+        self.passes += 1
+        self._finite.watch(loss, optimizers, model)
+        self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
+        nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
+        with deadline("average gradients", self._timer.works), nothing, self._noticed.backward():
+            yield
+        self._timer.backward_done()
+        self._weight = None
+        self._finite.look(optimizers, model)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples have a part in the gradient of the running step."""
+        return self._share.counts if self._weight is None else self._weight > 0
+
+    def optimize(
+        self, trainer: "pl.Trainer", optimizer: Optimizer, closure: Callable, step: Callable[[Callable], Any]
+    ) -> Any:
+        """Let an optimizer step, unless what it would take in is not finite, or no sample at all.
+
+        All hooks run either way, since ranks may meet in them; if the step is left out, with gradients of zero.
+
+        Args:
+            trainer: runs the fit.
+            optimizer: that is to step.
+            closure: makes the gradients.
+            step: lets it step, given the closure.
+        """
+        module, scaled = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None) is not None
+        left_out = False
+
+        def gradients() -> Any:
+            nonlocal left_out
+            output = closure()
+            # Padding only: momentum and weight decay would move the replica all the same.
+            left_out = self._finite.leaves_out(module, scaled) or self._samples == 0
+            if left_out:
+                no_gradient(optimizer)
+            return output
+
+        with steps_unless(lambda: left_out, optimizer), self._collectives.weighing(lambda: self._counted):
+            return step(gradients)
+
+    def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
+        """This rank has done its work on a batch, and perhaps on a window."""
+        if self._share.drawn is not None:
+            ends = window and not lightning_compat.accumulates(trainer)
+            self._share.end(report=self._engine.due(self._share.step + 1, ends, lightning_compat.epoch_ends(trainer)))
+        else:
+            self._share.tell()
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """A block in which the hooks around a backward pass and an optimizer's step run."""
+        return self._noticed.hooks()
+
+    def window_ended(self) -> None:
+        """An optimizer has stepped (with manual optimization, however often); after :meth:`batch_ended`."""
+        self._samples = 0.0
+        self._engine.window_ended()
+
+    def take_over(self, former: "TrainingStep") -> None:
+        """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
+        self._samples, self._counted = former._samples, former._counted
+        self._epoch, self._of_epoch = former._epoch, former._of_epoch
+        self.passes, self._hooks = former.passes, former._hooks
+        self._log_to(former._logged)
+
+    def close(self) -> None:
+        """The fit has ended; idempotent."""
+        count_as_ever(self._logged)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def apply(outcome: Outcome | None, strategy: str) -> None:
+    """Tell the user what a step has brought about.
+
+    Args:
+        outcome: of the step, if any.
+        strategy: its name.
+    """
+    if outcome is not None and outcome.warning is not None:
+        rank_zero_warn(outcome.warning)
+    if outcome is not None and outcome.info is not None:
+        rank_zero_info(f"{strategy}: {outcome.info}")
+
+
+def explain_unused(exception: BaseException, strategy: str) -> None:
+    """Say in a strategy's terms what to do about parameters without a gradient, if an error is about them."""
+    lightning_compat.augment_message(
+        exception,
+        pattern=".*Expected to have finished reduction in the prior iteration.*",
+        new_message=(
+            "Some parameters had no part in the loss that training_step returned. If this is meant, give "
+            f"`find_unused_parameters=True` to {strategy}, or add `_find_unused_parameters_true` to the strategy's "
+            "name."
+        ),
+    )
+
+
+def evaluation_step(name: str, context: str) -> Callable[..., Any]:
+    """Make a strategy's method that runs a step of the module on a batch.
+
+    It goes around DDP, which would wait for the other ranks: these need not run the same number of batches.
+
+    Args:
+        name: of the strategy's method, and of the module's.
+        context: the method of the precision plugin that makes the context to run in.
+    """
+
+    def step(self: "HeteroStrategy", *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else None
+        fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
+        samples = fetched or (lambda: _samples(source))
+        results = results_of(self.trainer)
+        count(results, self.collectives, samples, lambda: self.evaluated)
+        loader = args[2] if len(args) > 2 else 0
+        stream, steps = evaluated_loader(self.trainer, loader)
+        own = isinstance(stream, EvaluatedStream)
+        met = self.collectives.preceding(lambda: stream.before_collective(steps)) if own else nullcontext()
+        with getattr(self.precision_plugin, context)(), self.collectives.weighing(samples), met:
+            output = getattr(self.lightning_module, name)(*args, **kwargs)
+        if results is not None:
+            if loader == 0 and (len(args) < 2 or args[1] == 0):
+                self.evaluated = 0.0
+            found = samples()
+            self.evaluated = None if found is None or self.evaluated is None else self.evaluated + found
+            count(results, self.collectives, lambda: found, lambda: self.evaluated)  # the batch may go
+        return output
+
+    step.__name__ = name
+    return step
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # by which a module tells DDP, and Lightning, what not to share
+
+
+@contextmanager
+def values_shared(module: nn.Module, stage: str | None, device: torch.device) -> Iterator[None]:
+    """Set a strategy up in this block; outside of a fit all ranks then have rank 0's values (collective).
+
+    Lightning would share them on the model's device, of which gloo may know nothing. They go through the CPU instead,
+    and so do the states of the model's metrics.
+
+    Args:
+        module: to be evaluated, or trained.
+        stage: what the Trainer is to do. In a fit DDP, or the strategy, sees to the values.
+        device: on which this rank computes.
+    """
+    if device.type != "cpu":
+        sync_anywhere(module)
+    if stage == TrainerFn.FITTING:
+        yield
+        return
+    own, values = vars(module).get(_IGNORED), {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    setattr(module, _IGNORED, list(values))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(module, _IGNORED)
+        else:
+            setattr(module, _IGNORED, own)
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # on their device now
+    share(value.data for name, value in values.items() if name not in (own or ()))
+
+
+class _Fetched:
+    """The samples of the batch that a step fetches, once it has done so; unknown if it fetches another number."""
+
+    def __init__(self, batches: DataFetcherWrapper) -> None:
+        self._fetcher, self._before = batches.data_fetcher, batches.fetched
+
+    def __call__(self) -> float | None:
+        return _samples(fetched_batch(self._fetcher)) if self._fetcher.fetched == self._before + 1 else None
+
+
+def _samples(batch: Any) -> float | None:
+    """The samples in a batch as Lightning counts them; ``None`` if they are unknown."""
+    if isinstance(batch, Iterator):  # to look into it would use it up
+        return None
+    try:
+        return float(extract_batch_size(batch))
+    except Exception:  # a class of the user's can do anything when it is looked into
+        return None

@@ -1,1 +1,0 @@
-"""Who computes how much: cost model, shares, agreed plan, samplers, timer."""
