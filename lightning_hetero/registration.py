@@ -57,7 +57,7 @@ def _differ() -> tuple[str, str] | None:
 
 
 def _refuse_apart() -> None:
-    import_module(f"{STRATEGIES}.registry").refuse_elsewhere()
+    import_module(f"{STRATEGIES}.table").refuse_elsewhere()
 
 
 class _After(MetaPathFinder):

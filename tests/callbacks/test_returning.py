@@ -9,8 +9,8 @@ from scripts import run_script
 SCRIPT = """
 import json, pathlib
 import torch, lightning_hetero, lightning.pytorch as pl
-from lightning_hetero.launch import returning
-from lightning_hetero.strategies import joining
+from lightning_hetero.launch import observer
+from lightning_hetero.strategies import fit
 from torch.utils.data import DataLoader, TensorDataset
 
 sent = []
@@ -48,7 +48,7 @@ class Model(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-class Noting(returning.ReturningLauncher):
+class Noting(observer.ReturningLauncher):
     def update_main_process_results(self, trainer, extra):
         sent.append(pathlib.Path(extra["lightning_hetero_callbacks"]).parent)
         assert sent[-1].exists()
@@ -58,7 +58,7 @@ def known(monitor):
     return {"history": monitor.history, "exchanges": monitor.exchanges}
 
 if __name__ == "__main__":
-    joining.ReturningLauncher = Noting
+    fit.ReturningLauncher = Noting
     monitor, other, large = lightning_hetero.HeteroMonitor(), lightning_hetero.HeteroMonitor(report=None), Large()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     callbacks = [monitor, large, other, Witness()]
@@ -105,7 +105,7 @@ def test_the_parent_knows_what_the_first_rank_knows(tmp_path: Path, strategy: st
 CHOOSES = """
 import json, pathlib, sys
 import torch, lightning_hetero, lightning.pytorch as pl
-from lightning_hetero.forecast import choice, links
+from lightning_hetero.planning import choice, cluster
 from lightning_hetero.strategies import auto
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -120,7 +120,7 @@ class Model(pl.LightningModule):
 
 if __name__ == "__main__":
     choice.CANDIDATES = ("hetero_node",)
-    links.measure = lambda chosen: [links.Link(pair, 0.5, 1e3) for pair in chosen]
+    cluster.measure = lambda chosen: [cluster.Link(pair, 0.5, 1e3) for pair in chosen]
     seconds = float(sys.argv[1])  # of a step, as the ranks believe
     auto.choose = lambda cluster, step, wish: choice.choose(cluster, seconds, wish)
     strategy = lightning_hetero.AutoStrategy(

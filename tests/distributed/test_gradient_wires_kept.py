@@ -5,7 +5,6 @@ import math
 import signal
 import warnings
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.comm import compression
-from lightning_hetero.comm import gradients as wire_module
-from lightning_hetero.comm.gradients import EncodedMean, LowRankMean, bundles_of
+from lightning_hetero.comm import compression, gradients
+from lightning_hetero.comm.gradients import EncodedMean, LowRankMean
 from lightning_hetero.comm.threads import BufferPool
 from lightning_hetero.strategies.replica_ddp import WiredGradients
 
@@ -69,7 +67,7 @@ class Said(logging.Handler):
 def _fit(
     wire: str, *callbacks: Any, make: Any = Wide, resume: Any = None, epochs: int = 2, **options: Any
 ) -> tuple[torch.Tensor, list[str]]:
-    wire_module.bundles_of = partial(bundles_of, full=FULL)
+    gradients.FULL = FULL
     said, module = Said(), make()
     options = {"balance": "off", "bucket_cap_mb": 1, "find_unused_parameters": True, "timeout": 60, **options}
     trainer = pl.Trainer(
