@@ -71,7 +71,7 @@ test-long: setup
 # The oldest versions that pyproject.toml allows, as constraints-oldest.txt says, and constraints.txt for all else. The oldest PyTorch is
 # taken only if it is named, OLDEST_TORCH=2.4.0: not every machine can install it.
 OLDEST := .venv-oldest
-OLDEST_CORE := tests/averaging tests/workload tests/strategies tests/launch \
+OLDEST_CORE := tests/algorithms tests/batching tests/strategies tests/launch \
     $(addprefix tests/distributed/test_,exactness.py resume.py node.py diloco.py gossip.py sigterm.py saving.py start_again.py)
 # Lightning 2.5.2's AsyncCheckpointIO cannot be sent to another process, as the first test does. The second one has dropout, and goes on at
 # the end of an epoch: with 2.5.2 its weights are others then (docs/log.md).

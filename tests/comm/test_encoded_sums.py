@@ -1,16 +1,12 @@
 """Sums and means over real ranks on low-bit wires: conservation, equality, bytes."""
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
 from lightning_hetero.comm import compression

@@ -1,16 +1,12 @@
 """Averages and broadcasts that run at the same time do not take each other's messages."""
 
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
 from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks

@@ -1,21 +1,17 @@
 """A process group for unlike devices: two levels against sums by NumPy, and DDP over it against one process."""
 
 import os
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import attempt, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from ranks import attempt, run
 
 from lightning_hetero.comm import groups
 from lightning_hetero.comm.groups import Groups, MixedGroup

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import attempt, free_port, run
+from torch.distributed import distributed_c10d
 
 from lightning_hetero.comm import failures
 from lightning_hetero.comm import groups as module

@@ -1,17 +1,13 @@
 """Sums and means over real ranks, against torch and NumPy."""
 
-import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
 from lightning_hetero.comm.all_reduce import Contribution, ReplicaLinks

@@ -1,7 +1,6 @@
 """Gradients of `hetero_ddp` on low-bit wires and as matrices of low rank, against loops by hand in NumPy."""
 
 import os
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,9 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.comm import gradients as wire_module
+from lightning_hetero.comm import gradients as gradient_module
 from lightning_hetero.comm.compression import encoding_of
-from lightning_hetero.comm.gradients import bundles_of
 
 SAMPLES, BATCH, LR, MOMENTUM = 96, 12, 0.02, 0.5
 SHARES = {2: [2.0, 1.0], 3: [3.0, 2.0, 1.0]}
@@ -151,7 +149,7 @@ def by_hand(wire: str, world: int, windows: int, epochs: int, feedback: bool = T
 
 
 def _fits(cases: list[tuple[str, int, int]]) -> list[torch.Tensor]:
-    wire_module.bundles_of = partial(bundles_of, full=FULL)
+    gradient_module.FULL = FULL
     found = []
     for wire, windows, epochs in cases:
         module = Layers()

@@ -1,14 +1,10 @@
 """What a replica's flat vectors are asked about."""
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
 from lightning_hetero.comm.objects import finite

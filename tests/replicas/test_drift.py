@@ -1,16 +1,12 @@
 """Parameters of unlike devices: estimated distances against true ones, and what follows in a real fit."""
 
 import math
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 from tasks import Net, fit
 

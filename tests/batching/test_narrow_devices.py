@@ -1,13 +1,8 @@
 """Devices without float64, as MPS: what is summed there stays in fp32, and comes out in it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from ranks import run
 
 from lightning_hetero.batching import accounting
