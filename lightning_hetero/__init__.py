@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.registration import register_with_lightning
+from lightning_hetero.version import __version__
 
 if TYPE_CHECKING:
     from lightning_hetero.algorithms.base import Averager, Facts, Outcome, Run, StepContext
@@ -74,7 +75,6 @@ __all__ = [
     "__version__",
     "strategy_for",
 ]
-__version__ = "0.1.0.dev0"
 _PARTS = ("strategies", "callbacks", "errors", "batching.streams")
 
 

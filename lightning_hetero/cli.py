@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero import __version__
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.version import __version__
 
 _TRAINER = {
     "fit": "train what a YAML file describes: -c config.yaml",

@@ -1,7 +1,7 @@
 """What happens between replicas: before and after every optimizer step, and wherever their consensus is looked at."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_hetero.algorithms.base import Averager, Outcome, Run, StepContext, regrow
 from lightning_hetero.batching.accounting import Losses, Workshare
-from lightning_hetero.checkpoint.format import of_layout
 from lightning_hetero.comm.agreement import check_equal, of_rank
 from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
 from lightning_hetero.comm.view import View
-from lightning_hetero.errors import NotFiniteError, UnsupportedError
+from lightning_hetero.errors import CheckpointError, NotFiniteError, UnsupportedError
 from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.replicas.vectors import Replica
 
@@ -461,7 +460,7 @@ class ReplicaEngine:
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Continue from :meth:`state_dict`, and this rank's losses by that name."""
         assert self.averager is not None
-        self.averager.replica.unpack(of_layout(state["values"], self.averager.replica.layout))
+        self.averager.replica.unpack(_checked_layout(state["values"], self.averager.replica.layout))
         self.averager.replica.keep(state["kept"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer_states.restore(optimizer, saved)
@@ -593,3 +592,19 @@ class SingleReplica:
     def take_over(self, former: "SingleReplica") -> None:
         """See :class:`Engine`."""
         self.windows = former.windows
+
+
+def _checked_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:
+    """See that the values of a replica in a checkpoint are in the layout of this fit, and return them.
+
+    Raises:
+        CheckpointError: on every rank: they are not.
+    """
+    saved = [value.numel() for value in values]
+    here = [sum(value.numel() for value in group.values()) for group in layout]
+    if saved == here:
+        return values
+    raise CheckpointError(
+        f"The replicas of the checkpoint hold vectors of {saved} values; in this fit they are of {here}. Resume with "
+        "the fragments and exclude of the run that was saved."
+    )

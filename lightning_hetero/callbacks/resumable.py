@@ -16,10 +16,10 @@ from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.checks import at_least_one, is_number, plain
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import accumulates, resume_by
-from lightning_hetero.strategies.background_consensus import BackgroundConsensus
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
-from lightning_hetero.strategies.saving import Resumable, loses_the_end
+from lightning_hetero.strategies.saving import Resumable
+from lightning_hetero.strategies.signals import loses_the_end
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -302,8 +302,8 @@ class CheckpointSession:
         self.job = strategy.job
         store, limit = self.job.store(f"checkpoints of fit {fit}"), strategy.options.limit.total_seconds()
         consensus = None
-        if background and isinstance(strategy, ReplicaStrategy) and BackgroundConsensus.possible(strategy):
-            consensus = BackgroundConsensus(strategy)
+        if background and isinstance(strategy, ReplicaStrategy):
+            consensus = strategy.background_consensus()
         self.writer = BackgroundWriter(strategy.checkpoint_io, store, limit, consensus, owed)
         self._seconds, self.since = seconds, time.monotonic() if since is None else since
         self._agreed: AgreedBatch | None = None

@@ -11,7 +11,6 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_hetero.batching.accounting import Losses, Workshare
 from lightning_hetero.batching.shares import cost_of, row_of
@@ -119,22 +118,6 @@ def add_replicas(
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
         replicas = {**names, "trainable": list(trainable), "losses": everyone}
         checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
-
-
-def of_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:
-    """See that the values of a replica in a checkpoint are in the layout of this fit, and return them.
-
-    Raises:
-        CheckpointError: on every rank: they are not.
-    """
-    saved = [value.numel() for value in values]
-    here = [sum(value.numel() for value in group.values()) for group in layout]
-    if saved == here:
-        return values
-    raise CheckpointError(
-        f"The replicas of the checkpoint hold vectors of {saved} values; in this fit they are of {here}. Resume with "
-        "the fragments and exclude of the run that was saved."
-    )
 
 
 def save_of(checkpoint: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from typing_extensions import override
 
+from lightning_hetero.checkpoint.consensus import BackgroundConsensus
 from lightning_hetero.checkpoint.snapshot import Snapshot
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather
@@ -23,7 +24,6 @@ from lightning_hetero.comm.failures import of_communication
 from lightning_hetero.comm.threads import Background, come_last
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
-from lightning_hetero.strategies.background_consensus import BackgroundConsensus
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

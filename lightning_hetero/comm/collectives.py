@@ -1,7 +1,7 @@
 """The collectives that Lightning and users call on a strategy: weighted where samples are, timed as waiting."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm.agreement import gather, gather_samples, of_rank
 from lightning_hetero.comm.failures import collective
 from lightning_hetero.comm.objects import CPU, check_sum, number_of
@@ -45,13 +44,18 @@ class Collectives:
     """Collectives over all ranks, on a gloo world of CPUs and GPUs; tensors on an accelerator pass through the CPU.
 
     Args:
-        timer: counts what they take as waiting.
+        waiting: gives a block of which the time counts as waiting, not as this rank's work.
         alone: whether there is nobody to meet, so that a collective returns what it was given.
         loss_counts: whether this rank's loss has a part in the gradient; asked in a backward pass.
     """
 
-    def __init__(self, timer: StepTimer, alone: Callable[[], bool], loss_counts: Callable[[], bool]) -> None:
-        self.alone, self._timer, self._loss_counts = alone, timer, loss_counts
+    def __init__(
+        self,
+        waiting: Callable[[], AbstractContextManager[None]],
+        alone: Callable[[], bool],
+        loss_counts: Callable[[], bool],
+    ) -> None:
+        self.alone, self._waiting, self._loss_counts = alone, waiting, loss_counts
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
         self._warned = False  # that a mean could not be weighted
         self._trial: Trial | None = None  # under way, if one is
@@ -108,7 +112,7 @@ class Collectives:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if not self.alone():
-            with self._timer.waiting():
+            with self._waiting():
                 collective("pass a barrier", dist.barrier)
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -120,7 +124,7 @@ class Collectives:
         """
         if self.alone():
             return [value]
-        with self._timer.waiting():
+        with self._waiting():
             return gather(value, what)
 
     def broadcast(self, obj: Any, src: int = 0, home: torch.device = CPU, place: str = "") -> Any:
@@ -138,7 +142,7 @@ class Collectives:
         """
         if self.alone():
             return obj
-        with self._timer.waiting():
+        with self._waiting():
             return of_rank(obj, src, home, place)
 
     def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
@@ -188,7 +192,7 @@ class Collectives:
             check_sum(total[-1].item(), number, group)
             return total[:-1]
 
-        with self._timer.waiting():
+        with self._waiting():
             total = collective(what, reduced)
         value = self._mean(total) if mean else total
         whole = widest(tensor.device) if mean else value.dtype  # of integers
@@ -244,7 +248,7 @@ class Collectives:
             self._before()
 
         def gathering() -> Tensor:
-            return gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)
+            return gather_samples(tensor.to("cpu"), group, sync_grads, self._waiting, self._loss_counts)
 
         gathered = collective("gather a tensor", gathering)
         return gathered.to(tensor.device)

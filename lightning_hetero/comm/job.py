@@ -20,7 +20,6 @@ from lightning_hetero.comm.threads import Background, noting_sockets
 from lightning_hetero.comm.topology import Place, Topology, discover, interface_towards
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CommunicationError, MembershipLostError
-from lightning_hetero.replicas.drift import SameParameters
 
 _NEWS = 3.0  # seconds to wait for news of a rank that has ended
 
@@ -125,16 +124,6 @@ class Job:
             self._mixed = MixedGroup(self.groups, ranks, topology.islands(ranks), self.view.rank)
             weakref.finalize(self, self._mixed.close).atexit = False
         return self._mixed
-
-    def same_parameters(self) -> SameParameters | None:
-        """What compares parameters in this rank's replica; ``None`` if its devices are alike (collective over it)."""
-        ranks = self.view.replica.ranks
-        if len(ranks) == 1 or self.view.topology.backend(ranks) is not None:
-            return None
-        data, small = self.data_group(), self.small_group()
-        assert data is not None
-        assert small is not None
-        return SameParameters(ranks, data, small)
 
     def small_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's replica for small CPU tensors; ``None`` for one rank (collective over it)."""

@@ -75,13 +75,14 @@ class HeteroDDPStrategy(HeteroStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            raise_on_all(self._gradients.problem(self), "the Trainer's precision")
+            raise_on_all(self._gradients.problem(self.precision_plugin), "the Trainer's precision")
         super().setup(trainer)
 
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        self._gradients.register(self)
+        assert self.job is not None
+        self._gradients.register(self.model, self.job)
 
     @override
     def teardown(self) -> None:

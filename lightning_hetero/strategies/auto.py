@@ -27,63 +27,12 @@ from lightning_hetero.planning.choice import Choice, Wish, choose
 from lightning_hetero.planning.cluster import MEMORY, Cluster, Way
 from lightning_hetero.replicas.vectors import share_values
 from lightning_hetero.sections import FORMAT, KEY, part_of
-from lightning_hetero.strategies import fit, saving
+from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.default_groups import beyond
 from lightning_hetero.strategies.guards import two_points
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 from lightning_hetero.strategies.weight_averaging import averages_weights
-
-
-def divided(strategy: "ReplicaStrategy") -> View:
-    """The view of the same ranks, with the replicas that the strategy asks for now."""
-    assert strategy.job is not None
-    view = strategy.job.view
-    members = tuple(Member(id, ranks) for id, ranks in enumerate(strategy.replicas(view.topology)))
-    return replace(view, number=view.number + 1, replicas=members, ranks_leave=len(members) == 1)
-
-
-def unchangeable(strategy: "ReplicaStrategy") -> str | None:
-    """Why the replicas of this fit cannot be divided, in words; ``None`` if they can."""
-    module, callbacks = strategy.trainer.lightning_module, strategy.trainer.callbacks  # type: ignore[attr-defined]
-    if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
-        return "SyncBatchNorm takes its statistics over all ranks"
-    if (hook := lightning_compat.comm_hook(strategy)) is not None and not getattr(hook[1], "__module__", "").startswith(
-        "torch."
-    ):
-        return "ddp_comm_hook may average over all ranks"
-    if (problem := beyond(module, strategy.optimizers, divided(strategy).replica.ranks)) is not None:
-        return str(problem).partition(",")[0]
-    if names := [type(callback).__name__ for callback in callbacks if averages_weights(callback)]:
-        return f"{names[0]} has begun to average the weights of one replica"
-    if two_points(strategy.optimizers) is not None:
-        return "the optimizer keeps an average of the weights of one replica (it has `train()` and `eval()`)"
-    if any(not isinstance(source, ShareSampler) for source in strategy.share.loaders.sources()):
-        return "the training data is no map-style dataset that this package splits"
-    return None
-
-
-def divide(strategy: "ReplicaStrategy") -> None:
-    """Let the replicas that the strategy asks for now go on from the weights that all hold (collective).
-
-    Args:
-        strategy: between two windows, with equal weights on all ranks, and its new averager to be made.
-    """
-    assert strategy.job is not None
-    share, former = strategy.share, strategy.job
-    share.listen()  # leave nothing in flight
-    start = max(gather(share.loaders.next_step(), "the next batch to draw"))
-    job = Job(divided(strategy), former.timeout, former.within)
-    kept = tuple(range(former.view.world))
-    fit.rebuild(strategy, job, Regrouping(kept, start, share.heard))
-    share_values(strategy.trainer.lightning_module)  # unlike devices round differently, and buffers are each rank's own
-    strategy.begin_apart()
-    fit.renew_model(strategy)
-    if strategy.stop_request is not None:
-        strategy.stop_request.move(job.store("stop"))
-    fit.begin(strategy)
-    strategy.timer.restart()
-
 
 _TRIES = 10  # times that it waits for the ranks' speeds
 _PAIRS = 4  # links of each kind that are measured, or it would take long on many nodes
@@ -175,7 +124,7 @@ class AutoStrategy(ReplicaStrategy):
         """Choose, and change, on all ranks after the same step (collective)."""
         with self.timer.waiting():
             self.share.listen()
-            if problem := next(filter(None, gather(unchangeable(self), "whether replicas can change")), None):
+            if problem := next(filter(None, gather(self._unchangeable(), "whether replicas can change")), None):
                 self._stay(f"{problem}, so that the replicas cannot change within this fit.")
                 return
             if self._cluster(MEMORY, MEMORY) is None:
@@ -196,7 +145,7 @@ class AutoStrategy(ReplicaStrategy):
             self._next = 0
             self._take(self.choice.prediction.name, self.choice.prediction.options)
             rank_zero_info(f"hetero_auto goes on as {self.choice.prediction.strategy}. {self.choice.why}")
-            divide(self)
+            self._divide()
 
     def _stay(self, why: str) -> None:
         self._next, self.stays = 0, True
@@ -234,6 +183,48 @@ class AutoStrategy(ReplicaStrategy):
     def _batches(self) -> int:
         """Of an optimizer step."""
         return self.trainer.accumulate_grad_batches
+
+    def _divided(self) -> View:
+        """The view of the same ranks, with the replicas that the chosen strategy asks for now."""
+        assert self.job is not None
+        view = self.job.view
+        members = tuple(Member(id, ranks) for id, ranks in enumerate(self.replicas(view.topology)))
+        return replace(view, number=view.number + 1, replicas=members, ranks_leave=len(members) == 1)
+
+    def _unchangeable(self) -> str | None:
+        """Why the replicas of this fit cannot be divided, in words; ``None`` if they can."""
+        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
+            return "SyncBatchNorm takes its statistics over all ranks"
+        if (hook := lightning_compat.comm_hook(self)) is not None and not getattr(hook[1], "__module__", "").startswith(
+            "torch."
+        ):
+            return "ddp_comm_hook may average over all ranks"
+        if (problem := beyond(module, self.optimizers, self._divided().replica.ranks)) is not None:
+            return str(problem).partition(",")[0]
+        if names := [type(callback).__name__ for callback in callbacks if averages_weights(callback)]:
+            return f"{names[0]} has begun to average the weights of one replica"
+        if two_points(self.optimizers) is not None:
+            return "the optimizer keeps an average of the weights of one replica (it has `train()` and `eval()`)"
+        if any(not isinstance(source, ShareSampler) for source in self.share.loaders.sources()):
+            return "the training data is no map-style dataset that this package splits"
+        return None
+
+    def _divide(self) -> None:
+        """Let the replicas that the chosen strategy asks for now go on from the weights that all hold (collective).
+
+        Between two windows, in which all ranks hold equal weights.
+        """
+        assert self.job is not None
+        share, former = self.share, self.job
+        share.listen()  # leave nothing in flight
+        start = max(gather(share.loaders.next_step(), "the next batch to draw"))
+        job = Job(self._divided(), former.timeout, former.within)
+        kept = tuple(range(former.view.world))
+        self.rebuild(job, Regrouping(kept, start, share.heard))
+        share_values(self.trainer.lightning_module)  # unlike devices round differently, and buffers are each rank's own
+        self.begin_apart()
+        self.continue_in_view()
 
     # -- what is kept ------------------------------------------------------------------------------
 
@@ -283,8 +274,8 @@ class AutoStrategy(ReplicaStrategy):
             fits = trainer.state.fn == TrainerFn.FITTING
         if choice is not None and fits and self.chosen is None and self.job is not None:
             self._recall(choice)
-            self.build(Job(divided(self), self.job.timeout, self.job.within))
-            self._rank_state.read(checkpoint, self)  # the loaders are new ones
+            self.build(Job(self._divided(), self.job.timeout, self.job.within))
+            self._rank_state.read(checkpoint)  # the loaders are new ones
             rank_zero_info(f"hetero_auto goes on as {choice['strategy']}, as chosen before the checkpoint was saved.")
         return checkpoint
 

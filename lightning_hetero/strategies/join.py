@@ -11,8 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
@@ -43,19 +42,18 @@ from lightning_hetero.elastic.join_requests import (
 from lightning_hetero.elastic.protocol import Agreed
 from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError
 from lightning_hetero.replicas.vectors import share
-from lightning_hetero.strategies import numbering, saving
+from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.guards import settings
-from lightning_hetero.strategies.recovery_policy import Loss
+from lightning_hetero.strategies.job import JobStrategy
+from lightning_hetero.strategies.numbering import launched
+from lightning_hetero.strategies.options import Options
+from lightning_hetero.strategies.recovery_policy import Entry, Loss, Newcomers
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
-
-if TYPE_CHECKING:
-    from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.version import __version__
 
 
-def card(strategy: "HeteroStrategy") -> dict[str, Any]:
+def card(strategy: JobStrategy) -> dict[str, Any]:
     """What must be the same in a job and in a process that joins it; for JSON."""
-    from lightning_hetero import __version__
-
     module = strategy.lightning_module
     assert module is not None
     options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
@@ -93,12 +91,12 @@ def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     return None
 
 
-def fits(strategy: "HeteroStrategy", world: int) -> bool:
+def fits(options: Options, world: int) -> bool:
     """Whether the user's options can be met by so many ranks."""
     try:
-        strategy.options.planner(world)
-        if strategy.options.ranks_per_node is not None:
-            consecutive(world, strategy.options.ranks_per_node)
+        options.planner(world)
+        if options.ranks_per_node is not None:
+            consecutive(world, options.ranks_per_node)
     except HeteroError:
         return False
     return True
@@ -109,35 +107,17 @@ _SUCCESSION = 10.0  # seconds in which the next rank takes over when the first o
 _HERE = timedelta(seconds=15)  # in which all newcomers come to the new store
 
 
-class Entry(NamedTuple):
-    """How this rank begins a fit that more ranks take part in than before.
-
-    Attributes:
-        admission: its place.
-        files: with the checkpoint.
-        replica: id of the replica to which this rank belonged; ``None`` if it is new.
-        since: when this rank stopped training, or was admitted, by ``time.monotonic()``.
-        lost: ranks that were lost since then, each with the reason.
-    """
-
-    admission: Admission
-    files: MemoryFiles
-    replica: int | None
-    since: float
-    lost: Mapping[int, str] = MappingProxyType({})
-
-
 # -- a process that is started later ---------------------------------------------------------------
 
 
-def addresses(strategy: "HeteroStrategy", came_later: bool = False) -> list[JobAddress]:
+def addresses(strategy: JobStrategy, came_later: bool = False) -> list[JobAddress]:
     """Where a running job says how it is reached.
 
     Args:
         strategy: of this process.
         came_later: whether the process has joined: even if its launcher has given it rank 0, it hosts no store there.
     """
-    cluster, file = numbering.launched(strategy), strategy.options.join_file
+    cluster, file = launched(strategy.environment), strategy.options.join_file
     found: list[JobAddress] = [] if file is None else [AddressFile(file)]
     # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
     if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -146,7 +126,7 @@ def addresses(strategy: "HeteroStrategy", came_later: bool = False) -> list[JobA
     return found
 
 
-def find(strategy: "HeteroStrategy") -> Entry | None:
+def find(strategy: JobStrategy) -> Entry | None:
     """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
 
     Raises:
@@ -190,7 +170,7 @@ def _living(place: JobAddress, limit: timedelta) -> Any:
     return address
 
 
-def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Admission:
+def _admitted(strategy: JobStrategy, place: JobAddress, address: Any) -> Admission:
     limit = strategy.options.limit
 
     def waits() -> None:
@@ -209,7 +189,7 @@ def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Ad
 # -- all ranks -------------------------------------------------------------------------------------
 
 
-def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) -> None:
+def enter(strategy: JobStrategy, entry: Entry, store: dist.Store | None) -> None:
     """Meet all ranks of the new view, and get the checkpoint (collective over them).
 
     Args:
@@ -231,7 +211,7 @@ def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) ->
             raise CommunicationError("this process was too late: the job has gone on without it.")
         begin_world(store, view, rank, here, limit)
     entry = entry._replace(admission=entry.admission._replace(world=here))
-    numbering.renumber(strategy, rank, here)
+    strategy.renumber(rank, here)
     entry.files.share(rank, entry.admission.before, here)
     strategy.entry = entry
 
@@ -253,14 +233,20 @@ def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> in
     return int(store.get("world"))
 
 
-def resume(strategy: "HeteroStrategy") -> None:
+def enter_running_job(strategy: JobStrategy) -> None:
+    """Join the job that runs already, if there is one (collective over its ranks)."""
+    if (found := find(strategy)) is not None:
+        enter(strategy, found, None)
+
+
+def resume(strategy: JobStrategy) -> None:
     """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
     if strategy.entry is not None:
         strategy.checkpoint_io = strategy.entry.files
         lightning_compat.resume_by(strategy.trainer, lambda *_: PATH)
 
 
-def share_rest(strategy: "HeteroStrategy") -> None:
+def share_rest(strategy: JobStrategy) -> None:
     """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
     if strategy.entry is None:
         return
@@ -270,7 +256,7 @@ def share_rest(strategy: "HeteroStrategy") -> None:
     share(value.data for name, value in values if name not in loaded)
 
 
-def entered(strategy: "HeteroStrategy") -> Loss | None:
+def entered(strategy: JobStrategy) -> Loss | None:
     """Training begins: from now on files are files again; returns the change, if this rank has entered."""
     entry = strategy.entry
     if entry is None:
@@ -301,7 +287,7 @@ def wrong_are_others(entry: Entry, error: Exception) -> bool:
     return rank not in error.of_ranks and max(error.of_ranks) >= before
 
 
-def ask_again(strategy: "HeteroStrategy", error: Exception) -> Entry:
+def ask_again(strategy: JobStrategy, error: Exception) -> Entry:
     """Ask the job once more to let this process in, as if it had just been started.
 
     Args:
@@ -342,19 +328,15 @@ class BeginAgainError(Exception):
         self.entry, self.store = entry, store
 
 
-class Growth:
+class Growth(Newcomers):
     """The part of the ranks that are there.
 
     Args:
         strategy: of the fit.
-
-    Attributes:
-        terminated: whether SIGTERM has come while the fit ended, to begin again: then it is to stop at its first step.
     """
 
-    def __init__(self, strategy: "HeteroStrategy") -> None:
+    def __init__(self, strategy: JobStrategy) -> None:
         self._strategy = strategy
-        self.terminated = False
         self._between = False  # the fit has ended, and has not begun again
         self._requests: JoinRequests | None = None  # on the first rank
         self._ended: JoinRequests | None = None
@@ -399,7 +381,7 @@ class Growth:
         if strategy.job.view.rank != 0:
             return
         if self._requests is None:
-            interface, limit = numbering.interface(strategy), strategy.options.limit
+            interface, limit = strategy.interface, strategy.options.limit
             self._requests = JoinRequests(interface, limit, lambda other: misfit(card(strategy), other))
             self._claim()
         self._written = self._written or addresses(strategy, self._came_later)
@@ -445,7 +427,7 @@ class Growth:
         """How many of those that wait the job can take in: the user's options may allow some numbers of ranks only."""
         assert self._strategy.job is not None
         world = self._strategy.job.view.world
-        return max((more for more in range(waiting + 1) if fits(self._strategy, world + more)), default=0)
+        return max((more for more in range(waiting + 1) if fits(self._strategy.options, world + more)), default=0)
 
     def admit(self) -> None:
         """Begin the fit again with the newcomers, if there are any still (collective).
@@ -457,13 +439,13 @@ class Growth:
         assert strategy.job is not None
         view, trainer, limit = strategy.job.view, strategy.trainer, strategy.options.limit
         newcomers = [] if requests is None else requests.invite(self._most(requests.waiting))
-        store, address = open_store(numbering.interface(strategy), limit) if newcomers else (None, ("", 0))
+        store, address = open_store(strategy.interface, limit) if newcomers else (None, ("", 0))
         more, address = of_rank((len(newcomers), address), 0)
         if not more:
             return
         world = view.world + more
         rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
-        files = MemoryFiles(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy))
+        files = MemoryFiles(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy.precision_plugin))
         strategy.checkpoint_io = files
         admission = Admission(view.number + 1, view.rank, world, view.world, address)
         self._leaving = Entry(admission, files, view.replica.id, began)
@@ -504,30 +486,73 @@ class Growth:
             self._requests.close(over)
             self._ended, self._requests = self._requests, None  # its store stays, to give the answer
 
+    def until_done(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the Trainer, and begin a fit again where ranks join it."""
+        strategy, again, asked = self._strategy, None, 0
+        self.terminated = False
+        with sigterm_noted(self.note_sigterm):
+            while True:
+                try:
+                    if again is not None:
+                        strategy.entry = again.entry
+                        enter(strategy, again.entry, again.store)
+                    return function(*args, **kwargs)
+                except BeginAgainError as grows:
+                    again = grows
+                except Exception as error:
+                    if asked < MOST and self._may_ask_again(error):
+                        self._leave_fit()
+                        self.asks()
+                        again, asked = BeginAgainError(ask_again(strategy, error), None), asked + 1
+                        continue
+                    if again is None or (again := self._without_newcomers(again, error)) is None:
+                        raise
+                self._leave_fit()
 
-def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the Trainer, and begin a fit again where ranks join it."""
-    growth, again, asked = strategy.survival.growth, None, 0
-    assert growth is not None
-    growth.terminated = False
-    with sigterm_noted(growth.note_sigterm):
-        while True:
-            try:
-                if again is not None:
-                    strategy.entry = again.entry
-                    enter(strategy, again.entry, again.store)
-                return function(*args, **kwargs)
-            except BeginAgainError as grows:
-                again = grows
-            except Exception as error:
-                if asked < MOST and _may_ask_again(strategy, error):
-                    _leave_fit(strategy, growth)
-                    growth.asks()
-                    again, asked = BeginAgainError(ask_again(strategy, error), None), asked + 1
-                    continue
-                if again is None or (again := _without_newcomers(strategy, again, error)) is None:
-                    raise
-            _leave_fit(strategy, growth)
+    def _without_newcomers(self, former: BeginAgainError, error: Exception) -> BeginAgainError | None:
+        """How those that remain go on if the fit cannot begin with the newcomers, or without one of them.
+
+        Returns:
+            ``None`` if there is another reason.
+        """
+        strategy = self._strategy
+        entry = strategy.entry
+        if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or of_communication(error)):
+            return None  # training has begun, or this is a newcomer
+        view, rank, world, before, address = entry.admission
+        if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
+            alone = Admission(view + 1, rank, before, before, address)
+            again = BeginAgainError(entry._replace(admission=alone), former.store)
+        else:
+            if world == before and not remaining[0].lost:
+                return None
+            again = among(entry, *remaining)
+        if again.entry.admission.rank == 0 and world > before:
+            left_out = f"{world - before} rank(s) could not join, and the fit goes on without: {error}"
+            warnings.warn(left_out, stacklevel=2)
+        return again
+
+    def _may_ask_again(self, error: Exception) -> bool:
+        """Whether this process is new, and others are why it could not join."""
+        entry = self._strategy.entry
+        return entry is not None and entry.replica is None and wrong_are_others(entry, error)
+
+    def _leave_fit(self) -> None:
+        """End what belongs to the fit so far, on this rank."""
+        strategy = self._strategy
+        trainer, request = strategy.trainer, strategy.stop_request
+        self.leaves()
+        strategy.survival.pause()
+        module, stage = trainer.lightning_module, TrainerFn.FITTING
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            callback.teardown(trainer, module, stage)
+        for user in (trainer.datamodule, module):  # type: ignore[attr-defined]
+            if user is not None:
+                user.teardown(stage)
+        lightning_compat.tear_down(trainer)
+        self.terminated |= request is not None and request.requested  # after all had asked each other
+        for name in strategy.of_the_job:
+            vars(strategy).pop(name, None)
 
 
 def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> BeginAgainError:
@@ -542,48 +567,3 @@ def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> Be
     rank, world, view = agreed.members.index(me), len(agreed.members), max(agreed.number, entry.admission.view + 1)
     admission = Admission(view, rank, world, world, agreed.offer)
     return BeginAgainError(entry._replace(admission=admission, lost={**entry.lost, **agreed.lost}), store)
-
-
-def _without_newcomers(strategy: "HeteroStrategy", former: BeginAgainError, error: Exception) -> BeginAgainError | None:
-    """How those that remain go on if the fit cannot begin with the newcomers, or without one of them.
-
-    Returns:
-        ``None`` if there is another reason.
-    """
-    entry = strategy.entry
-    if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or of_communication(error)):
-        return None  # training has begun, or this is a newcomer
-    view, rank, world, before, address = entry.admission
-    if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
-        alone = Admission(view + 1, rank, before, before, address)
-        again = BeginAgainError(entry._replace(admission=alone), former.store)
-    else:
-        if world == before and not remaining[0].lost:
-            return None
-        again = among(entry, *remaining)
-    if again.entry.admission.rank == 0 and world > before:
-        warnings.warn(f"{world - before} rank(s) could not join, and the fit goes on without: {error}", stacklevel=2)
-    return again
-
-
-def _may_ask_again(strategy: "HeteroStrategy", error: Exception) -> bool:
-    """Whether this process is new, and others are why it could not join."""
-    entry = strategy.entry
-    return entry is not None and entry.replica is None and wrong_are_others(entry, error)
-
-
-def _leave_fit(strategy: "HeteroStrategy", growth: Growth) -> None:
-    """End what belongs to the fit so far, on this rank."""
-    trainer, request = strategy.trainer, strategy.stop_request
-    growth.leaves()
-    strategy.survival.pause()
-    module, stage = trainer.lightning_module, TrainerFn.FITTING
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        callback.teardown(trainer, module, stage)
-    for user in (trainer.datamodule, module):  # type: ignore[attr-defined]
-        if user is not None:
-            user.teardown(stage)
-    lightning_compat.tear_down(trainer)
-    growth.terminated |= request is not None and request.requested  # after all had asked each other
-    for name in strategy.of_the_job:
-        vars(strategy).pop(name, None)

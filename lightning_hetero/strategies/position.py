@@ -6,17 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.algorithms.base import Run
 from lightning_hetero.batching.accounting import Workshare
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.checkpoint import loader_states
 from lightning_hetero.comm import waits
-from lightning_hetero.comm.topology import interface_towards
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.strategies.base import HeteroStrategy
 
 
 def position(trainer: "pl.Trainer", step: int) -> Position:
@@ -82,21 +78,6 @@ def fetch_anew_between_epochs(trainer: "pl.Trainer", share: Workshare) -> None:
     samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew
     if samplers and position(trainer, share.step).batch in (0, trainer.num_training_batches):
         lightning_compat.fetch_anew(trainer)
-
-
-def run_of(strategy: "HeteroStrategy") -> Run:
-    """What is known of the job and the fit of a strategy."""
-    assert strategy.job is not None
-    assert strategy.cluster_environment is not None
-    return Run(
-        strategy.job.view.topology,
-        strategy.job.view.ranks,
-        strategy.job.groups,
-        interface_towards(strategy.cluster_environment.main_address),
-        strategy.options.on_nan == "skip",
-        lambda: length_of(strategy.trainer),
-        bool(getattr(strategy.trainer, "fast_dev_run", False)),
-    )
 
 
 def length_of(trainer: "pl.Trainer") -> tuple[float, float]:

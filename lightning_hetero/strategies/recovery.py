@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -14,11 +14,12 @@ from lightning_hetero.comm.agreement import gather, raise_on_all
 from lightning_hetero.comm.failures import Survivor, deadline, of_communication, repeat_by, wait_for_news
 from lightning_hetero.comm.job import Job, open_store
 from lightning_hetero.comm.stores import store_at
+from lightning_hetero.comm.view import View
 from lightning_hetero.elastic.membership import Membership
 from lightning_hetero.elastic.protocol import Agreed, Terms
-from lightning_hetero.errors import CommunicationError
-from lightning_hetero.strategies import fit, numbering
+from lightning_hetero.errors import CommunicationError, HeteroError
 from lightning_hetero.strategies.guards import say_what_launchers_do, unsurvivable
+from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.join import Growth, entered
 from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
 from lightning_hetero.strategies.recovery_policy import (
@@ -33,11 +34,6 @@ from lightning_hetero.strategies.recovery_policy import (
     in_vain,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_hetero.strategies.base import HeteroStrategy
-
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _AGREED = 1.0  # seconds in which the news of a loss has normally come to all
@@ -50,7 +46,7 @@ class GoingOn(Survival):
         strategy: of the fit.
     """
 
-    def __init__(self, strategy: "HeteroStrategy") -> None:
+    def __init__(self, strategy: JobStrategy) -> None:
         super().__init__()
         self._strategy = strategy
         self._survivor = Survivor(self._recover)
@@ -93,8 +89,8 @@ class GoingOn(Survival):
         self._survivor, self._over, self._past = Survivor(self._recover), False, PastShares()
         if self._strategy.entry is None:  # else the fit began earlier
             self.losses = []
-        raise_on_all(unsurvivable(self._strategy, view), "a fit that goes on without lost ranks")
-        say_what_launchers_do(self._strategy)
+        raise_on_all(self._unsurvivable(view), "a fit that goes on without lost ranks")
+        say_what_launchers_do(type(self._strategy).__name__)
         self._growth.begin()
         if view.world > 1:
             self._watch_each_other(self._strategy.job)
@@ -103,6 +99,14 @@ class GoingOn(Survival):
             change.warn(view)
         self._end_former()
 
+    def _unsurvivable(self, view: View) -> HeteroError | None:
+        """Why this fit could not go on without a rank; ``None`` if it can."""
+        strategy = self._strategy
+        center = getattr(getattr(strategy, "algorithm", None), "center", None)
+        sources, name = strategy.share.loaders.sources(), type(strategy).__name__
+        callbacks = strategy.trainer.callbacks  # type: ignore[attr-defined]
+        return unsurvivable(view, strategy.options.min_replicas, sources, callbacks, center, name)
+
     def _watch_each_other(self, job: Job) -> None:
         """Begin to take part in the membership of a view (collective)."""
         view, options = job.view, self._strategy.options
@@ -110,7 +114,7 @@ class GoingOn(Survival):
         unit = "rank" if view.ranks_leave else "replica"
         terms = Terms(grace, options.min_replicas, options.limit.total_seconds(), unit)
         me, token = view.ids[view.rank], job.token()
-        interface = numbering.interface(self._strategy)
+        interface = self._strategy.interface
         self._share = self._strategy.share
         hooks: dict[str, Any] = {"on_change": self._noticed, "offer": self._offer, "steps": lambda: self._share.step}
         membership = Membership(me, interface, token, terms, **hooks)
@@ -216,7 +220,7 @@ class GoingOn(Survival):
                     return instead()
 
     @contextmanager
-    def _step(self) -> "Iterator[None]":
+    def _step(self) -> Iterator[None]:
         self._in_step = True
         try:
             yield
@@ -232,7 +236,7 @@ class GoingOn(Survival):
 
     def _offer(self, number: int) -> Any:
         """Open the store of a new view on this rank."""
-        self._store, address = open_store(numbering.interface(self._strategy), self._strategy.options.limit)
+        self._store, address = open_store(self._strategy.interface, self._strategy.options.limit)
         return address
 
     def _recover(self, stopped: float) -> Behind:
@@ -280,7 +284,7 @@ class GoingOn(Survival):
         assert strategy.job is not None
         assert self._membership is not None
         me, before = self._membership.me, strategy.job.view
-        fit.abandon(strategy)
+        strategy.abandon()
         store = self._store if agreed.host == me else store_at(agreed.offer, strategy.options.limit)
         assert store is not None
         with survivor.plain():
@@ -293,9 +297,9 @@ class GoingOn(Survival):
             replica = [standings[rank] for rank in job.view.replica.ranks]
             step = own.windows < max(standing.windows for standing in replica)
             exchange = strategy.engine.lockstep and own.meetings < max(standing.meetings for standing in standings)
-            fit.regroup(strategy, job, moved, exchange, reports.index(max(reports)), self._past)
+            strategy.regroup(job, moved, exchange, reports.index(max(reports)), self._past)
             self._share = strategy.share
-            fit.copy_states(strategy, [standing.windows for standing in standings])
+            strategy.copy_states([standing.windows for standing in standings])
             return Behind(step, exchange), count(lost, known, standings, self._past, job.view.ranks_leave)
 
     def _tell(self, lost: dict[int, str], counted: Count, seconds: float) -> None:

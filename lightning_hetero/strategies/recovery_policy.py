@@ -2,14 +2,18 @@
 
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lightning_hetero.batching.planner import PastShares
+from lightning_hetero.checkpoint.snapshot import MemoryFiles
 from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.comm.failures import Survivor
+from lightning_hetero.elastic.join_requests import Admission
 from lightning_hetero.errors import MembershipLostError
 
 if TYPE_CHECKING:
@@ -17,7 +21,6 @@ if TYPE_CHECKING:
 
     from lightning_hetero.comm.view import View
     from lightning_hetero.elastic.protocol import Agreed
-    from lightning_hetero.strategies.join import Growth
 
 
 class Standing(NamedTuple):
@@ -200,6 +203,47 @@ class Loss:
             )
 
 
+class Entry(NamedTuple):
+    """How this rank begins a fit that more ranks take part in than before.
+
+    Attributes:
+        admission: its place.
+        files: with the checkpoint.
+        replica: id of the replica to which this rank belonged; ``None`` if it is new.
+        since: when this rank stopped training, or was admitted, by ``time.monotonic()``.
+        lost: ranks that were lost since then, each with the reason.
+    """
+
+    admission: Admission
+    files: MemoryFiles
+    replica: int | None
+    since: float
+    lost: Mapping[int, str] = MappingProxyType({})
+
+
+class Newcomers(ABC):
+    """Processes that are started later, and ask to take part in the fit.
+
+    Attributes:
+        terminated: whether SIGTERM has come while the fit ended, to begin again: then it is to stop at its first step.
+    """
+
+    terminated = False
+
+    @property
+    @abstractmethod
+    def wanted(self) -> bool:
+        """Whether there are newcomers that the job can take in; on the first rank, in any thread."""
+
+    @abstractmethod
+    def admit(self) -> None:
+        """Begin the fit again with the newcomers, if there are any still (collective)."""
+
+    @abstractmethod
+    def until_done(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the Trainer, and begin a fit again where ranks join it."""
+
+
 class Survival:
     """What a strategy asks where a lost rank need not end the fit; here it does.
 
@@ -211,7 +255,7 @@ class Survival:
         self.losses: list[Loss] = []
 
     @property
-    def growth(self) -> "Growth | None":
+    def growth(self) -> Newcomers | None:
         """Lets other processes join, where that is possible."""
         return None
 

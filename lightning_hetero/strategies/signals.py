@@ -5,13 +5,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store
 
@@ -19,12 +17,9 @@ from lightning_hetero import lightning_compat
 from lightning_hetero.batching.agreement import AgreedBatch, Ask
 from lightning_hetero.comm.failures import collective
 from lightning_hetero.strategies.recovery_policy import Survival
-from lightning_hetero.strategies.saving import loses_the_end, save_to_resume
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.strategies.base import HeteroStrategy
 
 #: Exit status of a process that SIGTERM has ended, as shells and schedulers count.
 TERMINATED = 128 + signal.SIGTERM
@@ -163,20 +158,13 @@ class StopRequest:
         raise SIGTERMException(TERMINATED)
 
 
-def handle_sigterm(strategy: "HeteroStrategy", trainer: "pl.Trainer") -> StopRequest | None:
-    """What SIGTERM does in the run that is set up: in a fit it is a request to stop (collective).
+def loses_the_end(trainer: "pl.Trainer") -> bool:
+    """Whether who goes on from here never comes to the end of the epoch: from the last batch Lightning begins the next.
 
-    Args:
-        strategy: saves.
-        trainer: before it registers its handlers.
+    Where an epoch is one step there is nowhere else to stop.
     """
-    if trainer.state.fn != TrainerFn.FITTING:
-        end_at_once(trainer)
-        return None
-    fit = strategy.broadcast(next(StopRequest.fits))
-    limit, save = strategy.options.limit.total_seconds(), partial(save_to_resume, strategy)
-    assert strategy.job is not None
-    return StopRequest(trainer, strategy.job.store(f"stop/{fit}"), limit, save, strategy.survival)
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # of this epoch, so far
+    return lightning_compat.epoch_ends(trainer) and batches > trainer.accumulate_grad_batches
 
 
 def end_at_once(trainer: "pl.Trainer") -> None:

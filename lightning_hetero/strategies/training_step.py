@@ -31,8 +31,6 @@ from lightning_hetero.strategies.position import describe
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_hetero.strategies.base import HeteroStrategy
-
 
 class TrainingStep:
     """Weighs and measures what a rank does in a step.
@@ -267,38 +265,49 @@ def explain_unused(exception: BaseException, strategy: str) -> None:
     )
 
 
-def evaluation_step(name: str, context: str) -> Callable[..., Any]:
-    """Make a strategy's method that runs a step of the module on a batch.
+class EvaluationStep:
+    """Runs the module's step on a batch that is validated, tested or predicted, and counts the samples.
 
     It goes around DDP, which would wait for the other ranks: these need not run the same number of batches.
 
     Args:
-        name: of the strategy's method, and of the module's.
-        context: the method of the precision plugin that makes the context to run in.
+        collectives: of the strategy.
     """
 
-    def step(self: "HeteroStrategy", *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._done: float | None = 0.0  # samples of this rank in the running evaluation; None if they are unknown
+
+    def run(
+        self, trainer: "pl.Trainer", step: Callable, context: AbstractContextManager, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a step.
+
+        Args:
+            trainer: that evaluates.
+            step: of the module.
+            context: of the precision plugin, to run it in.
+            *args: of the step: the batch or what fetches it, then the batch's number and the loader's.
+            **kwargs: of the step.
+        """
         source = args[0] if args else None
         fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
         samples = fetched or (lambda: _samples(source))
-        results = results_of(self.trainer)
-        count(results, self.collectives, samples, lambda: self.evaluated)
+        results = results_of(trainer)
+        count(results, self._collectives, samples, lambda: self._done)
         loader = args[2] if len(args) > 2 else 0
-        stream, steps = evaluated_loader(self.trainer, loader)
+        stream, steps = evaluated_loader(trainer, loader)
         own = isinstance(stream, EvaluatedStream)
-        met = self.collectives.preceding(lambda: stream.before_collective(steps)) if own else nullcontext()
-        with getattr(self.precision_plugin, context)(), self.collectives.weighing(samples), met:
-            output = getattr(self.lightning_module, name)(*args, **kwargs)
+        met = self._collectives.preceding(lambda: stream.before_collective(steps)) if own else nullcontext()
+        with context, self._collectives.weighing(samples), met:
+            output = step(*args, **kwargs)
         if results is not None:
             if loader == 0 and (len(args) < 2 or args[1] == 0):
-                self.evaluated = 0.0
+                self._done = 0.0
             found = samples()
-            self.evaluated = None if found is None or self.evaluated is None else self.evaluated + found
-            count(results, self.collectives, lambda: found, lambda: self.evaluated)  # the batch may go
+            self._done = None if found is None or self._done is None else self._done + found
+            count(results, self._collectives, lambda: found, lambda: self._done)  # the batch may go
         return output
-
-    step.__name__ = name
-    return step
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # by which a module tells DDP, and Lightning, what not to share

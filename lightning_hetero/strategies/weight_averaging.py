@@ -22,8 +22,6 @@ from lightning_hetero.sections import FORMAT, KEY, part_of
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_hetero.strategies.replica import ReplicaStrategy
-
 
 def _is(callback: Callback, name: str) -> bool:
     """Whether a callback is of a class, or extends it; by name, since older versions of Lightning lack some."""
@@ -158,61 +156,3 @@ class WeightAverages:
         """Give callbacks their own methods back; idempotent."""
         for updates in self._all:
             updates.detach()
-
-
-class FinishFirst(Callback):
-    """Lets replicas be equal before any other callback sees the end of training.
-
-    Args:
-        strategy: of the Trainer.
-    """
-
-    def __init__(self, strategy: "ReplicaStrategy") -> None:
-        self._strategy = strategy
-
-    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Before SWA gives the model its average."""
-        if trainer.strategy is self._strategy and self._strategy.weight_averages.measure_batch_norm(trainer):
-            self._strategy.finish()
-
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Before callbacks give the model their average."""
-        if trainer.strategy is self._strategy:
-            self._strategy.finish()
-            self._strategy.weight_averages.finish()
-
-
-class UpdateWhereReplicasMeet(Callback):
-    """Comes right after the callbacks that average weights, and makes the updates that they have asked for.
-
-    Args:
-        strategy: of the Trainer.
-    """
-
-    def __init__(self, strategy: "ReplicaStrategy") -> None:
-        self._strategy = strategy
-
-    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """SWA has asked, or has given the model its average and reset BatchNorm's statistics."""
-        if trainer.strategy is self._strategy:
-            if self._strategy.weight_averages.measure_batch_norm(trainer):
-                self._strategy.rest()
-            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
-
-    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        """WeightAveraging has asked."""
-        if trainer.strategy is self._strategy:
-            self._strategy.weight_averages.after_batch(self._strategy.engine, self._strategy.timer)
-
-    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """WeightAveraging has asked."""
-        if trainer.strategy is self._strategy:
-            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
-
-
-def put_around(callbacks: list[Callback], strategy: "ReplicaStrategy") -> None:
-    """Put :class:`FinishFirst` and :class:`UpdateWhereReplicasMeet` where they belong among a Trainer's callbacks."""
-    callbacks[:] = [one for one in callbacks if not isinstance(one, FinishFirst | UpdateWhereReplicasMeet)]
-    if where := [i for i, callback in enumerate(callbacks, 1) if averages_weights(callback)]:
-        callbacks.insert(where[-1], UpdateWhereReplicasMeet(strategy))
-    callbacks.insert(0, FinishFirst(strategy))

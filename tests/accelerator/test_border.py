@@ -23,7 +23,7 @@ from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.comm.objects import packed, portable, unpacked
 from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.strategies.capacity import Trials
-from lightning_hetero.strategies.fit import restore_precision
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 CPU = torch.device("cpu")
 
@@ -286,9 +286,9 @@ def test_a_loss_scale_that_was_not_saved_begins_anew() -> None:
 
     with pytest.raises(RuntimeError, match="empty"):
         Plugin().load_state_dict({})
-    restore_precision(Strategy(), {})  # type: ignore[arg-type]
+    ReplicaStrategy._restore_precision(Strategy(), {})  # type: ignore[arg-type]
     saved = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
-    restore_precision(Strategy(), saved)  # type: ignore[arg-type]
+    ReplicaStrategy._restore_precision(Strategy(), saved)  # type: ignore[arg-type]
     assert Strategy.precision_plugin.scaler.get_scale() == 8.0
 
 

@@ -23,7 +23,7 @@ def _narrow() -> tuple[torch.Tensor, float]:
     for module in (collectives, accounting):
         module.widest = lambda device: torch.float32  # type: ignore[attr-defined]
     rank = dist.get_rank()
-    own = Collectives(StepTimer(torch.device("cpu")), lambda: False, lambda: True)
+    own = Collectives(StepTimer(torch.device("cpu")).waiting, lambda: False, lambda: True)
     mean = own.reduce(torch.tensor([rank, 3]), None, "mean")
     found = Losses()
     found.take(torch.tensor(1.0 + rank), samples=1.0 + 2 * rank, step=0)

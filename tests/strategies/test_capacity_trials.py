@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_hetero.batching.preserved import untouched
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.capacity import Footprint, Trials, largest, usable
+from lightning_hetero.strategies.capacity import Footprint, Trials, largest, untouched, usable
 from lightning_hetero.strategies.options import memory_per_rank
 
 CPU = torch.device("cpu")
