@@ -29,7 +29,7 @@ from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import DisagreementError, UnsupportedError
 from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
 from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
-from lightning_hetero.strategies import capacity, join, saving
+from lightning_hetero.strategies import capacity, saving
 from lightning_hetero.strategies.default_groups import beyond
 from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.job import JobStrategy
@@ -111,14 +111,15 @@ class HeteroStrategy(JobStrategy):
         self.set_world_ranks()
         if self.entry is None:
             check_process_group(failures.watched(), self.survives)
-            if self.job is None:
-                join.enter_running_job(self)
+            if self.job is None and (growth := self.survival.growth) is not None:
+                growth.enter_running_job()
             trainer = lightning_compat.trainer_of(self.lightning_module)
             if self.survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 threads.leave_out()  # before others wait for this rank
         self.join_world()
         if self.job is None:
-            join.resume(self)
+            if (growth := self.survival.growth) is not None:
+                growth.resume()
             self.build(self.join_job())
 
     # -- model -------------------------------------------------------------------------------------
@@ -134,7 +135,8 @@ class HeteroStrategy(JobStrategy):
         self.stop_request = self._handle_sigterm(trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
             super().setup(trainer)
-        join.share_rest(self)
+        if (growth := self.survival.growth) is not None:
+            growth.share_rest()
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_groups()
         self.monitored = MonitoredMetrics(trainer, self.collectives, self.monitored)

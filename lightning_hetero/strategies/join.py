@@ -52,25 +52,6 @@ from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
 from lightning_hetero.version import __version__
 
 
-def card(strategy: JobStrategy) -> dict[str, Any]:
-    """What must be the same in a job and in a process that joins it; for JSON."""
-    module = strategy.lightning_module
-    assert module is not None
-    options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
-    known = not is_overridden("configure_model", module)  # else there may be no parameters yet
-    model = [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()] if known else None
-    return json.loads(
-        json.dumps(
-            {
-                "version": __version__,
-                "options": {name: repr(value) for name, value in options.items()},
-                "settings": {name: repr(value) for name, value in settings(module.trainer).items()},
-                "model": model,
-            }
-        )
-    )
-
-
 def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """In words, why a process with another card cannot take part; ``None`` if it can."""
     if other.get("version") != ours["version"]:
@@ -107,50 +88,6 @@ _SUCCESSION = 10.0  # seconds in which the next rank takes over when the first o
 _HERE = timedelta(seconds=15)  # in which all newcomers come to the new store
 
 
-# -- a process that is started later ---------------------------------------------------------------
-
-
-def addresses(strategy: JobStrategy, came_later: bool = False) -> list[JobAddress]:
-    """Where a running job says how it is reached.
-
-    Args:
-        strategy: of this process.
-        came_later: whether the process has joined: even if its launcher has given it rank 0, it hosts no store there.
-    """
-    cluster, file = launched(strategy.environment), strategy.options.join_file
-    found: list[JobAddress] = [] if file is None else [AddressFile(file)]
-    # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
-    if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        hosted = cluster.global_rank() == 0 and not came_later
-        found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))
-    return found
-
-
-def find(strategy: JobStrategy) -> Entry | None:
-    """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
-
-    Raises:
-        JoinRefusedError: this process does not fit the job.
-        UnsupportedError: there is a job, but this process does not train.
-        CommunicationError: the job was there, and is gone.
-    """
-    if strategy.options.on_peer_loss != "continue":
-        return None
-    trainer = lightning_compat.trainer_of(strategy.lightning_module)
-    for place in addresses(strategy):
-        address = _living(place, strategy.options.limit)
-        if address is None:
-            continue
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
-            raise UnsupportedError(
-                f"a job runs already, as {place} says, and this process would join it, but it does not call fit() "
-                "first. Start a process that trains, or give this one no join_file."
-            )
-        admission = _admitted(strategy, place, address)
-        return Entry(admission, MemoryFiles(PATH, strategy.checkpoint_io), None, time.monotonic())
-    return None
-
-
 def _living(place: JobAddress, limit: timedelta) -> Any:
     """The address of a job that runs, if there is one; if its first rank has just been lost, that of the next one."""
     address, until = place.read(limit), math.inf
@@ -170,52 +107,6 @@ def _living(place: JobAddress, limit: timedelta) -> Any:
     return address
 
 
-def _admitted(strategy: JobStrategy, place: JobAddress, address: Any) -> Admission:
-    limit = strategy.options.limit
-
-    def waits() -> None:
-        print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
-        threads.leave_out()  # while the ranks of the job agree on a step
-
-    own = card(strategy)
-    while True:
-        try:
-            return ask(address, own, limit, waits)
-        except JobGoneError as error:
-            if (address := _living(place, min(limit, timedelta(seconds=_SUCCESSION)))) is None:
-                raise CommunicationError(f"this process could not join the job that {place} names: {error}") from error
-
-
-# -- all ranks -------------------------------------------------------------------------------------
-
-
-def enter(strategy: JobStrategy, entry: Entry, store: dist.Store | None) -> None:
-    """Meet all ranks of the new view, and get the checkpoint (collective over them).
-
-    Args:
-        strategy: in a fit.
-        entry: how this rank enters it.
-        store: with which the ranks meet, if this rank has it already.
-
-    Raises:
-        CommunicationError: not all have come.
-    """
-    view, rank, *_ = entry.admission
-    limit = strategy.options.limit
-    with deadline("join the job"):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store = store or store_at(entry.admission.store, limit)
-        here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
-        if rank >= here:
-            raise CommunicationError("this process was too late: the job has gone on without it.")
-        begin_world(store, view, rank, here, limit)
-    entry = entry._replace(admission=entry.admission._replace(world=here))
-    strategy.renumber(rank, here)
-    entry.files.share(rank, entry.admission.before, here)
-    strategy.entry = entry
-
-
 def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> int:
     """The number of ranks in the new view: all, or those before if a newcomer has ended in the meantime."""
     _, rank, world, *_ = entry.admission
@@ -233,44 +124,6 @@ def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> in
     return int(store.get("world"))
 
 
-def enter_running_job(strategy: JobStrategy) -> None:
-    """Join the job that runs already, if there is one (collective over its ranks)."""
-    if (found := find(strategy)) is not None:
-        enter(strategy, found, None)
-
-
-def resume(strategy: JobStrategy) -> None:
-    """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
-    if strategy.entry is not None:
-        strategy.checkpoint_io = strategy.entry.files
-        lightning_compat.resume_by(strategy.trainer, lambda *_: PATH)
-
-
-def share_rest(strategy: JobStrategy) -> None:
-    """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
-    if strategy.entry is None:
-        return
-    assert strategy.lightning_module is not None
-    loaded, module = strategy.entry.files.loaded, strategy.lightning_module
-    values = (*module.named_parameters(), *module.named_buffers())
-    share(value.data for name, value in values if name not in loaded)
-
-
-def entered(strategy: JobStrategy) -> Loss | None:
-    """Training begins: from now on files are files again; returns the change, if this rank has entered."""
-    entry = strategy.entry
-    if entry is None:
-        return None
-    assert strategy.job is not None
-    strategy.checkpoint_io, strategy.entry = entry.files.usual, None
-    entry.files.clear()
-    view, seconds = strategy.job.view, time.monotonic() - entry.since
-    joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
-    if not joined and not lost:
-        return None
-    return Loss(view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)
-
-
 MOST = 5  # times that a process asks again; others may be started again and again, and be wrong each time
 
 
@@ -285,34 +138,6 @@ def wrong_are_others(entry: Entry, error: Exception) -> bool:
         return of_communication(error)  # some rank has ended, with an error of its own or without a word
     _, rank, _, before, _ = entry.admission
     return rank not in error.of_ranks and max(error.of_ranks) >= before
-
-
-def ask_again(strategy: JobStrategy, error: Exception) -> Entry:
-    """Ask the job once more to let this process in, as if it had just been started.
-
-    Args:
-        strategy: of this process, which has left the fit.
-        error: with which that could not begin.
-
-    Raises:
-        JoinRefusedError: the job has come to its end, or does not take this process.
-        CommunicationError: the job is gone.
-    """
-    entry, strategy.entry = strategy.entry, None
-    assert entry is not None
-    strategy.checkpoint_io = entry.files.usual
-    failures.forget()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    what = str(error).strip().split("\n")[0]
-    print(f"lightning_hetero: this process could not join because of others, and asks the job again ({what}).")
-    found = find(strategy)
-    if found is None:
-        raise CommunicationError(
-            "this process could not join a job because of others that came at the same moment, and when it asked again "
-            f"the job was gone. Start it again to begin a job. Before: {error}"
-        ) from error
-    return found
 
 
 class BeginAgainError(Exception):
@@ -344,6 +169,175 @@ class Growth(Newcomers):
         self._written: list[JobAddress] = []
         self._leaving: Entry | None = None  # how this rank is about to begin again
         self._came_later = False  # whether this process has joined a job that ran
+
+    # -- a process that is started later -----------------------------------------------------------
+
+    def enter_running_job(self) -> None:
+        """Join the job that runs already, if there is one (collective over its ranks)."""
+        if (found := self.find()) is not None:
+            self.enter(found, None)
+
+    def find(self) -> Entry | None:
+        """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
+
+        Raises:
+            JoinRefusedError: this process does not fit the job.
+            UnsupportedError: there is a job, but this process does not train.
+            CommunicationError: the job was there, and is gone.
+        """
+        strategy = self._strategy
+        trainer = lightning_compat.trainer_of(strategy.lightning_module)
+        for place in self.addresses():
+            address = _living(place, strategy.options.limit)
+            if address is None:
+                continue
+            if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+                raise UnsupportedError(
+                    f"a job runs already, as {place} says, and this process would join it, but it does not call fit() "
+                    "first. Start a process that trains, or give this one no join_file."
+                )
+            admission = self._admitted(place, address)
+            return Entry(admission, MemoryFiles(PATH, strategy.checkpoint_io), None, time.monotonic())
+        return None
+
+    def _admitted(self, place: JobAddress, address: Any) -> Admission:
+        strategy = self._strategy
+        limit = strategy.options.limit
+
+        def waits() -> None:
+            print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
+            threads.leave_out()  # while the ranks of the job agree on a step
+
+        own = self.card()
+        while True:
+            try:
+                return ask(address, own, limit, waits)
+            except JobGoneError as error:
+                if (address := _living(place, min(limit, timedelta(seconds=_SUCCESSION)))) is None:
+                    what = f"this process could not join the job that {place} names: {error}"
+                    raise CommunicationError(what) from error
+
+    def _ask_again(self, error: Exception) -> Entry:
+        """Ask the job once more to let this process in, as if it had just been started.
+
+        Args:
+            error: with which that could not begin.
+
+        Raises:
+            JoinRefusedError: the job has come to its end, or does not take this process.
+            CommunicationError: the job is gone.
+        """
+        strategy = self._strategy
+        entry, strategy.entry = strategy.entry, None
+        assert entry is not None
+        strategy.checkpoint_io = entry.files.usual
+        failures.forget()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        what = str(error).strip().split("\n")[0]
+        print(f"lightning_hetero: this process could not join because of others, and asks the job again ({what}).")
+        found = self.find()
+        if found is None:
+            raise CommunicationError(
+                "this process could not join a job because of others that came at the same moment, and when it asked "
+                f"again the job was gone. Start it again to begin a job. Before: {error}"
+            ) from error
+        return found
+
+    def addresses(self) -> list[JobAddress]:
+        """Where a running job says how it is reached.
+
+        A process that has joined hosts no store, even if its launcher has given it rank 0.
+        """
+        strategy = self._strategy
+        cluster, file = launched(strategy.environment), strategy.options.join_file
+        found: list[JobAddress] = [] if file is None else [AddressFile(file)]
+        # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
+        if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            hosted = cluster.global_rank() == 0 and not self._came_later
+            found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))
+        return found
+
+    def card(self) -> dict[str, Any]:
+        """What must be the same in a job and in a process that joins it; for JSON."""
+        strategy = self._strategy
+        module = strategy.lightning_module
+        assert module is not None
+        options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
+        known = not is_overridden("configure_model", module)  # else there may be no parameters yet
+        model = [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()] if known else None
+        return json.loads(
+            json.dumps(
+                {
+                    "version": __version__,
+                    "options": {name: repr(value) for name, value in options.items()},
+                    "settings": {name: repr(value) for name, value in settings(module.trainer).items()},
+                    "model": model,
+                }
+            )
+        )
+
+    # -- all ranks ---------------------------------------------------------------------------------
+
+    def enter(self, entry: Entry, store: dist.Store | None) -> None:
+        """Meet all ranks of the new view, and get the checkpoint (collective over them).
+
+        Args:
+            entry: how this rank enters it.
+            store: with which the ranks meet, if this rank has it already.
+
+        Raises:
+            CommunicationError: not all have come.
+        """
+        strategy = self._strategy
+        view, rank, *_ = entry.admission
+        limit = strategy.options.limit
+        with deadline("join the job"):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            store = store or store_at(entry.admission.store, limit)
+            here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
+            if rank >= here:
+                raise CommunicationError("this process was too late: the job has gone on without it.")
+            begin_world(store, view, rank, here, limit)
+        entry = entry._replace(admission=entry.admission._replace(world=here))
+        strategy.renumber(rank, here)
+        entry.files.share(rank, entry.admission.before, here)
+        strategy.entry = entry
+
+    def resume(self) -> None:
+        """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
+        strategy = self._strategy
+        if strategy.entry is not None:
+            strategy.checkpoint_io = strategy.entry.files
+            lightning_compat.resume_by(strategy.trainer, lambda *_: PATH)
+
+    def share_rest(self) -> None:
+        """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
+        strategy = self._strategy
+        if strategy.entry is None:
+            return
+        assert strategy.lightning_module is not None
+        loaded, module = strategy.entry.files.loaded, strategy.lightning_module
+        values = (*module.named_parameters(), *module.named_buffers())
+        share(value.data for name, value in values if name not in loaded)
+
+    def entered(self) -> Loss | None:
+        """Training begins: from now on files are files again; returns the change, if this rank has entered."""
+        strategy = self._strategy
+        entry = strategy.entry
+        if entry is None:
+            return None
+        assert strategy.job is not None
+        strategy.checkpoint_io, strategy.entry = entry.files.usual, None
+        entry.files.clear()
+        view, seconds = strategy.job.view, time.monotonic() - entry.since
+        joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
+        if not joined and not lost:
+            return None
+        return Loss(view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)
+
+    # -- ranks that take part, and take others in --------------------------------------------------
 
     def begin(self) -> None:
         """Let others find this job (collective).
@@ -382,9 +376,9 @@ class Growth(Newcomers):
             return
         if self._requests is None:
             interface, limit = strategy.interface, strategy.options.limit
-            self._requests = JoinRequests(interface, limit, lambda other: misfit(card(strategy), other))
+            self._requests = JoinRequests(interface, limit, lambda other: misfit(self.card(), other))
             self._claim()
-        self._written = self._written or addresses(strategy, self._came_later)
+        self._written = self._written or self.addresses()
         for place in self._written:
             place.write(self._requests.address)
 
@@ -486,6 +480,8 @@ class Growth(Newcomers):
             self._requests.close(over)
             self._ended, self._requests = self._requests, None  # its store stays, to give the answer
 
+    # -- begin again -------------------------------------------------------------------------------
+
     def until_done(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of the Trainer, and begin a fit again where ranks join it."""
         strategy, again, asked = self._strategy, None, 0
@@ -495,7 +491,7 @@ class Growth(Newcomers):
                 try:
                     if again is not None:
                         strategy.entry = again.entry
-                        enter(strategy, again.entry, again.store)
+                        self.enter(again.entry, again.store)
                     return function(*args, **kwargs)
                 except BeginAgainError as grows:
                     again = grows
@@ -503,7 +499,7 @@ class Growth(Newcomers):
                     if asked < MOST and self._may_ask_again(error):
                         self._leave_fit()
                         self.asks()
-                        again, asked = BeginAgainError(ask_again(strategy, error), None), asked + 1
+                        again, asked = BeginAgainError(self._ask_again(error), None), asked + 1
                         continue
                     if again is None or (again := self._without_newcomers(again, error)) is None:
                         raise

@@ -20,7 +20,7 @@ from lightning_hetero.elastic.protocol import Agreed, Terms
 from lightning_hetero.errors import CommunicationError, HeteroError
 from lightning_hetero.strategies.guards import say_what_launchers_do, unsurvivable
 from lightning_hetero.strategies.job import JobStrategy
-from lightning_hetero.strategies.join import Growth, entered
+from lightning_hetero.strategies.join import Growth
 from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
 from lightning_hetero.strategies.recovery_policy import (
     LEFT,
@@ -94,7 +94,7 @@ class GoingOn(Survival):
         self._growth.begin()
         if view.world > 1:
             self._watch_each_other(self._strategy.job)
-        if (change := entered(self._strategy)) is not None:
+        if (change := self._growth.entered()) is not None:
             self.losses.append(change)
             change.warn(view)
         self._end_former()

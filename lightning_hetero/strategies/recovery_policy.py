@@ -240,6 +240,18 @@ class Newcomers(ABC):
         """Begin the fit again with the newcomers, if there are any still (collective)."""
 
     @abstractmethod
+    def enter_running_job(self) -> None:
+        """Join the job that runs already, if there is one (collective over its ranks)."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
+
+    @abstractmethod
+    def share_rest(self) -> None:
+        """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
+
+    @abstractmethod
     def until_done(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of the Trainer, and begin a fit again where ranks join it."""
 
