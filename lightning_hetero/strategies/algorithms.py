@@ -1,4 +1,4 @@
-"""`hetero_ddp`: data-parallel training on ranks of unequal speed, exact against one process."""
+"""The strategy classes: `hetero_ddp`, and one class for each algorithm between replicas."""
 
 from collections.abc import Mapping
 from inspect import Parameter, signature

@@ -1,4 +1,4 @@
-"""Lets what goes over all ranks by default go over this rank's replica, or refuses it.
+"""Collectives that go over all ranks by default: replaced by the replica's group, or refused.
 
 In PyTorch the default of a process group is ``dist.group.WORLD``. Where replicas train apart, that would average what
 is to differ between them. This is the table:

@@ -1,4 +1,4 @@
-"""What is refused before training starts, and why; on every rank."""
+"""Checks before training starts: Trainer, model and fit that would hang or be wrong are refused on every rank."""
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence

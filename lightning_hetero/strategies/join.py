@@ -1,4 +1,4 @@
-"""Lets processes that are started later take part in a fit that runs.
+"""Elastic joining: processes that are started later take part in a running fit.
 
 Joining is resuming. All ranks agree on a batch, as they do when they are asked to stop, and make a checkpoint there, in
 memory. Then they begin the fit again from it, with the newcomers, in a world of more ranks.
@@ -53,7 +53,7 @@ from lightning_hetero.version import __version__
 
 
 def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """In words, why a process with another card cannot take part; ``None`` if it can."""
+    """Why a process that differs from the job in these values cannot take part; ``None`` if it can."""
     if other.get("version") != ours["version"]:
         return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
     for part, words in (("options", "options"), ("settings", "Trainer's settings")):
@@ -154,7 +154,7 @@ class BeginAgainError(Exception):
 
 
 class Growth(Newcomers):
-    """The part of the ranks that are there.
+    """Elastic joining, seen from one process: it asks a job to take it in, or takes others in.
 
     Args:
         strategy: of the fit.

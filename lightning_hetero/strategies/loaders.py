@@ -1,4 +1,4 @@
-"""Gives every dataloader a sampler that follows the plan."""
+"""The dataloaders of a fit, each with a sampler that follows the plan."""
 
 import copy
 import math

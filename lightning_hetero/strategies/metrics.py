@@ -1,4 +1,4 @@
-"""What the LightningModule logs, for algorithms and callbacks that go by it; and torchmetrics on a device."""
+"""Logged values and torchmetrics over ranks with different numbers of samples."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The numbers of this process among the ranks, as its launcher gave them and after ranks were lost."""
+"""This process's rank: as the launcher gave it, and after ranks were lost."""
 
 import csv
 import warnings

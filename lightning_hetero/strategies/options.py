@@ -1,4 +1,4 @@
-"""The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
+"""Options that all strategies share: types, defaults, meaning and checks."""
 
 import inspect
 import os
@@ -75,7 +75,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """The options that all strategies share.
 
     Args:
         balance: ``"auto"`` splits every global batch by measured speed; ``"off"`` evenly; a list gives each rank's

@@ -1,4 +1,4 @@
-"""Where training stands, and loaders that have to begin again there."""
+"""The position of training within the fit, and loaders that begin again there."""
 
 import math
 import weakref

@@ -1,4 +1,4 @@
-"""Lets a fit go on when ranks are lost: who remains agrees, joins anew, and continues."""
+"""Recovery from lost ranks: the others agree on a view, join again, and continue."""
 
 import logging
 import time
@@ -40,7 +40,7 @@ _AGREED = 1.0  # seconds in which the news of a loss has normally come to all
 
 
 class GoingOn(Survival):
-    """Goes on among the ranks that remain.
+    """The policy by which a fit goes on among the ranks that remain.
 
     Args:
         strategy: of the fit.

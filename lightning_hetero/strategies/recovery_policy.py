@@ -1,4 +1,4 @@
-"""What a strategy asks where a lost rank need not end the fit."""
+"""The policy for lost ranks, and the values that recovery and joining work with."""
 
 import time
 import warnings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Standing(NamedTuple):
-    """How far a rank has come.
+    """Progress of a rank in the fit.
 
     Attributes:
         windows: optimizer steps.
@@ -50,7 +50,7 @@ LEFT = Standing(*[-1] * len(Standing._fields))
 
 
 class Behind(NamedTuple):
-    """What others have completed while this rank lost its connections.
+    """Operations that others have completed while this rank lost its connections.
 
     Attributes:
         step: the running optimizer step; the weights after it are there now.
@@ -204,7 +204,7 @@ class Loss:
 
 
 class Entry(NamedTuple):
-    """How this rank begins a fit that more ranks take part in than before.
+    """This rank's ticket to a fit that begins again with more ranks.
 
     Attributes:
         admission: its place.
@@ -257,7 +257,7 @@ class Newcomers(ABC):
 
 
 class Survival:
-    """What a strategy asks where a lost rank need not end the fit; here it does.
+    """The policy for lost ranks: here a lost rank ends the fit.
 
     Attributes:
         losses: the changes of who takes part, in this fit.

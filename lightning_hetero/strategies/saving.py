@@ -1,4 +1,4 @@
-"""How a strategy's checkpoints are written and read, and an error of one rank reaches all."""
+"""Saving and resuming of a strategy: the state of each rank, and errors that reach all ranks."""
 
 import os
 import subprocess
@@ -171,7 +171,7 @@ def told_to_all(alone: bool) -> Iterator[None]:
 
 
 class RankState:
-    """What a checkpoint holds of each rank: its part of the plan, where its loaders stand, and its random states.
+    """The state of each rank in a checkpoint: its part of the plan, where its loaders stand, and its random states.
 
     Args:
         strategy: that saves and goes on.

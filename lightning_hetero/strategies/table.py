@@ -1,4 +1,4 @@
-"""The strategy strings: what each stands for, and when to use it. Written once; Lightning and the table read it."""
+"""The table of strategy strings: what each stands for, when to use it, and its paper."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
+"""The parts of a training step: begin, forward, backward, the optimizer's step, and what comes of it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Callbacks that average weights over time (SWA, EMA), where replicas differ: they take in the consensus.
+"""Averages of weights over time (SWA, EMA) where replicas differ: callbacks average the consensus.
 
 ``WeightAveraging`` and ``StochasticWeightAveraging`` ask for an update by calling ``update_parameters`` with the model.
 Here such a call is only counted. If all replicas are together then, the updates are made right after the callback's
