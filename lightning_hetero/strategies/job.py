@@ -251,7 +251,7 @@ class JobStrategy(DDPStrategy):
         self.step.take_over(former.step)
         self.parts.loaders.take_over(former.loaders, moved)
 
-    def regroup(self, job: Job, moved: Regrouping, missed: bool, source: int, past: PastShares) -> None:
+    def continue_with(self, job: Job, moved: Regrouping, missed: bool, source: int, past: PastShares) -> None:
         """Go on with the ranks that remain (collective).
 
         Args:

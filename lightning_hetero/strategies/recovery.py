@@ -297,7 +297,7 @@ class GoingOn(Survival):
             replica = [standings[rank] for rank in job.view.replica.ranks]
             step = own.windows < max(standing.windows for standing in replica)
             exchange = strategy.engine.lockstep and own.meetings < max(standing.meetings for standing in standings)
-            strategy.regroup(job, moved, exchange, reports.index(max(reports)), self._past)
+            strategy.continue_with(job, moved, exchange, reports.index(max(reports)), self._past)
             self._share = strategy.share
             strategy.copy_states([standing.windows for standing in standings])
             return Behind(step, exchange), count(lost, known, standings, self._past, job.view.ranks_leave)
