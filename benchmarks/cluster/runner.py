@@ -58,8 +58,8 @@ def measure(
     devices = f"devices of {' '.join(map(str, rates))} samples per ms" if rates else "devices alike"
     console.print(
         f"{options.nodes} nodes of {options.ranks} ranks, {quota:.0%} of a core each, links of {options.rate}; "
-        f"{devices}, {options.batch} samples per rank and step, {' '.join(f'{1e3 * x:.0f}' for x in options.delay or [0])} ms at "
-        f"least; {options.repeats} runs of {options.steps} steps each, the first {options.skip} not measured. "
+        f"{devices}, {options.batch} samples per rank and step, {' '.join(f'{1e3 * x:.0f}' for x in options.delay or [0])} "
+        f"ms at least; {options.repeats} runs of {options.steps} steps each, the first {options.skip} not measured. "
         f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}."
     )
     numbers = options.repeats, options.steps, options.skip, options.batch
