@@ -2,7 +2,7 @@
 
     sudo python benchmarks/cluster                                       # the table in docs/benchmarks.md
     sudo python benchmarks/cluster --batch 16 --delay 0.07               # devices that leave the cores free
-    sudo python benchmarks/cluster --nodes 4 --ranks 1 --speeds 0.8 0.4 0.2 0.2 --delay 0.012 alone ddp hetero_ddp
+    sudo python benchmarks/cluster --nodes 4 --ranks 1 --speeds 0.8,0.4,0.2,0.2 --delay 0.012 alone ddp hetero_ddp
     sudo python benchmarks/cluster --nodes 1 --ranks 2 --steps 16 --repeats 1 --delay 0.02 alone ddp    # half a minute
 
 Nodes are network namespaces, links are shaped, each rank has a part of a core (see network.py), or is a device that
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("contenders", nargs="*", default=CONTENDERS, help="NAME or NAME:option=value,option=value")
     runner.add_options(parser, nodes=2, ranks=2, rate="200mbit", batch=64, steps=60)
     parser.add_argument("--model", choices=("cnn", "deep"), default="cnn", help="8.6 MB, in one layer or many")
-    parser.add_argument("--speeds", type=float, nargs="+", default=(), help="samples per ms of each rank's device")
+    parser.add_argument("--speeds", type=runner.numbers, default=(), help="A,B,..: samples per ms of each device")
     options = parser.parse_args()
     console = Console(highlight=False, width=180)
     runs = runner.measure(options, options.contenders, options.model, console, options.speeds)

@@ -23,10 +23,7 @@ def add_options(parser: argparse.ArgumentParser, nodes: int, ranks: int, rate: s
     parser.add_argument("--rate", default=rate, help="of each node's link, such as 200mbit or 1gbit")
     parser.add_argument("--batch", type=int, default=batch, help="samples per rank and step")
     parser.add_argument(
-        "--delay",
-        type=float,
-        nargs="+",
-        help="seconds that a step takes at least, without a core; one for all, or each rank",
+        "--delay", type=numbers, help="seconds that a step takes at least, without a core; one, or A,B,.. for the ranks"
     )
     parser.add_argument("--quota", type=float, help="part of a core for each rank; default: 0.45, and 1 with a delay")
     parser.add_argument("--steps", type=int, default=steps, help="of each run")
@@ -56,15 +53,21 @@ def measure(
         for delay, rate in zip(delays or [0.0] * world, rates or [0.0] * world, strict=True)
     ]
     devices = f"devices of {' '.join(map(str, rates))} samples per ms" if rates else "devices alike"
+    least = " ".join(f"{1e3 * delay:.0f}" for delay in options.delay or [0.0])
     console.print(
         f"{options.nodes} nodes of {options.ranks} ranks, {quota:.0%} of a core each, links of {options.rate}; "
-        f"{devices}, {options.batch} samples per rank and step, {' '.join(f'{1e3 * x:.0f}' for x in options.delay or [0])} "
-        f"ms at least; {options.repeats} runs of {options.steps} steps each, the first {options.skip} not measured. "
-        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}."
+        f"{devices}, {options.batch} samples per rank and step, {least} ms at least; {options.repeats} runs of "
+        f"{options.steps} steps each, the first {options.skip} not measured. {os.cpu_count()} cores, load average "
+        f"{os.getloadavg()[0]:.2f}."
     )
-    numbers = options.repeats, options.steps, options.skip, options.batch
+    counts = options.repeats, options.steps, options.skip, options.batch
     given = json.dumps(costs if delays or rates else [])
-    return run_script("job.py", [model, *numbers, given, *contenders], options, quota, console)
+    return run_script("job.py", [model, *counts, given, *contenders], options, quota, console)
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of an option."""
+    return [float(part) for part in text.split(",")]
 
 
 def of_each(values: Sequence[float], world: int) -> list[float]:
