@@ -1,4 +1,4 @@
-"""Averagers of a user's own against loops by hand: SlowMo of docs/own_averager.md, and one that keeps replicas apart."""
+"""Averagers of one's own against loops by hand: SlowMo of docs/own_averager.md, and one that keeps replicas apart."""
 
 import contextlib
 import io
