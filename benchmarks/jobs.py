@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def start(main: Callable[[], None], worker: Callable[..., Any]) -> None:
 
 def options(doc: str, repeats: int, **numbers: int) -> argparse.Namespace:
     """What a user has asked for: how many repeats, and other numbers, by their defaults."""
-    parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"repeats": repeats, **numbers}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
@@ -89,7 +89,7 @@ def alternate(repeats: int, fits: dict[str, Callable[[], Any]]) -> dict[str, lis
     return results
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Median and range."""
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 

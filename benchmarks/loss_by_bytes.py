@@ -7,8 +7,7 @@
 A network of 38 thousand parameters learns to read two overlaid digits, or a small GPT to continue Python's source code
 (bits per character). What a file holds already is not run again, so that a command can be stopped, and go on. Bytes are
 those that exchanges count, without the average that ends a fit. Strategies that average gradients do not count them:
-for these they are by theory, those of each step's messages. Strategies in pairs are left out: between ranks of one
-machine they send nothing that is counted.
+for these they are by theory, those of each step's messages. Pairs of ranks of one machine send nothing that is counted.
 
 torchft's DiLoCo takes the same outer steps as `hetero_diloco` with `wire="fp32"`, and an all-reduce of as many values
 in fp32; by theory it stands at the same place.
@@ -16,17 +15,28 @@ in fp32; by theory it stands at the same place.
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
+import sys
 import tempfile
+from abc import abstractmethod
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jobs
 import lightning.pytorch as pl
 import torch
-from byte_tasks import TASKS, by_theory
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from lightning_hetero.comm.compression import bytes_sent
+from lightning_hetero.comm.gradients import rank_of
+
+sys.path[:0] = [str(Path(__file__).parent / "cluster"), str(Path(__file__).parents[1] / "examples")]
 
 RANKS = 4
 EVEN = "balance=off"
@@ -44,6 +54,137 @@ CONTENDERS = [
     f"hetero_diloco:tau=100,wire=topk:0.1,{FEW}",
     f"hetero_diloco:tau=100,wire=topk:0.02,{FEW}",
 ]
+
+
+class Task(pl.LightningModule):
+    """Trains with a learning rate that rises and falls once, and notes what has been sent.
+
+    Attributes:
+        batch: samples per rank and step.
+        rate: the highest learning rate.
+        unit: of the loss.
+        sent: bytes that this replica has sent, without the last average when the fit ends.
+    """
+
+    batch: int
+    rate: float
+    unit: str
+    sent: int = 0
+
+    @abstractmethod
+    def samples(self, training: bool) -> Dataset:
+        """To train on, or to test on."""
+
+    @abstractmethod
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Of a batch."""
+
+    def loader(self, steps: int, ranks: int) -> DataLoader:
+        """An epoch of so many steps."""
+        data: Any = self.samples(True)
+        order = torch.arange(steps * self.batch * ranks) % len(data)
+        self.steps = steps
+        return DataLoader(Subset(data, order.tolist()), batch_size=self.batch, shuffle=True)
+
+    @torch.no_grad()
+    def tested(self) -> float:
+        """The loss on test data."""
+        [batch] = DataLoader(self.samples(False), batch_size=2048)
+        return self.loss(batch).item()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        traffic = getattr(self.trainer.strategy, "traffic", None)
+        self.sent = traffic.bytes if traffic else 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.rate, total_steps=self.steps + 1, pct_start=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def overlaid(training: bool, samples: int) -> TensorDataset:
+    """Two handwritten digits on top of each other, to be told both; those of the test are never trained on."""
+    data = load_digits()
+    images, labels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+    chosen = (torch.arange(len(images)) % 5 != 0) == training
+    images, labels = images[chosen], labels[chosen]
+    first, second = torch.randint(len(images), (2, samples), generator=torch.Generator().manual_seed(int(training)))
+    low, high = torch.minimum(labels[first], labels[second]), torch.maximum(labels[first], labels[second])
+    return TensorDataset(torch.maximum(images[first], images[second]), 10 * low + high)
+
+
+class Overlaid(Task):
+    """Reads two digits on top of each other: 38 thousand parameters."""
+
+    batch, rate, unit = 16, 2e-3, "test loss, nats"
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 100)
+        self.net = nn.Sequential(nn.Flatten(), *layers)
+
+    def samples(self, training: bool) -> Dataset:
+        return overlaid(training, 8192 if training else 2048)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class Text(Task):
+    """The small GPT of `examples/daso_char_gpt.py` on Python's source code: 130 thousand parameters."""
+
+    batch, rate, unit = 4, 3e-3, "bits per character of test text"
+    characters, context = 3_000_000, 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        from daso_char_gpt import CharGPT
+
+        self.net = CharGPT(self.context, width=64, layers=2, lr=self.rate)
+
+    def samples(self, training: bool) -> Dataset:
+        windows = text(self.characters).unfold(0, self.context + 1, self.context)
+        return TensorDataset(windows[:-1024] if training else windows[-1024:])
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.net.bits(batch)
+
+
+@cache
+def text(characters: int) -> torch.Tensor:
+    """Codes of the first characters of Python's source code."""
+    from daso_char_gpt import encode, source_code
+
+    return encode(source_code(characters))
+
+
+TASKS: dict[str, type[Task]] = {"digits": Overlaid, "text": Text}
+
+
+def by_theory(name: str, wire: str, module: nn.Module, ranks: int) -> float:
+    """Bytes that a rank sends in a step for the gradients of all ranks, which nobody counts; else 0.
+
+    Args:
+        name: of the strategy.
+        wire: of its gradients.
+        module: the model.
+        ranks: how many.
+    """
+    if name not in ("ddp", "hetero_ddp"):
+        return 0.0
+    rank = rank_of(wire)
+    shapes = [p.shape for p in module.parameters()]
+    if rank is None:
+        return float(bytes_sent(sum(map(math.prod, shapes)), 4, wire, ranks))
+    values = 0
+    for shape in shapes:
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        least = min(rank, rows, columns) * (rows + columns)
+        values += min(least, rows * columns) if len(shape) > 1 else columns
+    return float(bytes_sent(values, 4, "fp32", ranks))
 
 
 def fit(contender: str, task: str, steps: int, seed: int) -> dict[str, Any]:

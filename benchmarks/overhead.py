@@ -1,42 +1,67 @@
-"""What `hetero_ddp` costs where there is nothing to gain: ranks alike, against Lightning's `ddp`.
+"""What `hetero_ddp` and `HeteroMonitor` cost where there is nothing to gain: ranks alike, against Lightning's `ddp`.
 
-CPU seconds per step (all threads of all ranks) and wall seconds per step, as ratios of alternating runs.
+Wall seconds per step, and CPU seconds per step of all threads of all ranks, as ratios of alternating runs. For the
+monitor also the time inside its own code as a part of a step, which is sharper; its report at the end belongs to none.
+In the model with most parameters averaging counts: ranks of one machine do it in shared memory.
 
     python benchmarks/overhead.py [--repeats 7] [--ranks 2]
+    python benchmarks/overhead.py --repeats 1                  # a minute
+    python benchmarks/overhead.py --gpu 1 --ranks 1            # on GPUs, one for each rank
 """
 
+import os
 import statistics
+import tempfile
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jobs
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS, SKIP = 80, 16
-MODELS = {
-    "tiny (a 16x1 linear layer)": lambda: (nn.Linear(16, 1), (16,)),
-    "small (a CNN of 0.4 M parameters)": lambda: (
-        nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64 * 64, 96),
-            nn.ReLU(),
-            nn.Linear(96, 1),
-        ),
-        (1, 16, 16),
-    ),
+CONTENDERS = {"ddp": ("ddp", False), "hetero_ddp": ("hetero_ddp", False), "monitored": ("hetero_ddp", True)}
+#: Seconds inside the monitor's code: in the hooks of a step, and in those around the fit.
+inside = {"steps": 0.0, "report": 0.0}
+
+
+def linear() -> nn.Module:
+    return nn.Linear(16, 1)
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 64, 96),
+        nn.ReLU(),
+        nn.Linear(96, 1),
+    )
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(832, 832), nn.ReLU())))
+
+
+#: What makes each model, and the shape of its samples.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "a 16x1 linear layer": (linear, (16,)),
+    "a CNN of 0.4 M parameters": (cnn, (1, 16, 16)),
+    "linear layers of 2.1 M parameters": (wide, (832,)),
 }
 
 
 class Module(pl.LightningModule):
-    def __init__(self, model: str) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net, self.shape = MODELS[model]()
+        self.net = net
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0]).square().mean()
@@ -45,36 +70,81 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(strategy: Any, model: str) -> tuple[float, float]:
+def timed(owner: type, name: str, part: str) -> None:
+    """Let a method add the seconds that it takes to ``inside``."""
+    method: Callable[..., Any] = getattr(owner, name)
+
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            inside[part] += time.perf_counter() - began
+
+    setattr(owner, name, measured)
+
+
+def fit(contender: str, model: str, folder: str, gpu: bool) -> dict[str, float]:
+    """Train; wall and CPU seconds of a step, and the seconds inside the monitor in a step and at the end."""
+    from lightning_hetero import HeteroMonitor
+
     torch.distributed.is_initialized() and torch.distributed.barrier()
-    clock, module = jobs.Clock(), Module(model)
-    trainer = jobs.quiet_trainer(strategy=strategy, max_steps=STEPS, callbacks=[clock])
-    trainer.fit(module, DataLoader(TensorDataset(torch.randn(32 * 2 * STEPS, *module.shape)), batch_size=32))
+    inside.update(steps=0.0, report=0.0)
+    strategy, monitored = CONTENDERS[contender]
+    net, shape = MODELS[model]
+    clock, module = jobs.Clock(), Module(net())
+    trainer = jobs.quiet_trainer(
+        strategy=strategy,
+        accelerator="gpu" if gpu else "cpu",
+        max_steps=STEPS,
+        logger=CSVLogger(folder, flush_logs_every_n_steps=10**6) if monitored else False,
+        callbacks=[clock, *([HeteroMonitor()] if monitored else [])],
+    )
+    samples = torch.randn(32 * trainer.world_size * STEPS, *shape)
+    trainer.fit(module, DataLoader(TensorDataset(samples), batch_size=32))
     wall, cpu = clock.steps(SKIP)
-    total = torch.tensor(cpu)
+    total = torch.tensor(cpu, device=trainer.strategy.root_device)
     torch.distributed.all_reduce(total)
-    return statistics.median(wall), total.item()
+    step = statistics.median(wall)
+    return {"wall": step, "cpu": total.item(), "inside": inside["steps"] / STEPS, "report": inside["report"]}
 
 
-def worker(repeats: int) -> dict[str, Any]:
-    import lightning_hetero  # noqa: F401  registers the strategy's name
+def worker(repeats: int, gpu: int) -> dict[str, Any]:
+    from lightning_hetero import HeteroMonitor
+    from lightning_hetero.callbacks.record import StepRecord
 
-    return {
-        model: jobs.alternate(repeats, {s: lambda s=s, m=model: fit(s, m) for s in ("ddp", "hetero_ddp")})
-        for model in MODELS
-    }
+    timed(HeteroMonitor, "on_train_batch_end", "steps")
+    timed(StepRecord, "add", "steps")
+    timed(HeteroMonitor, "on_train_end", "report")
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            model: jobs.alternate(
+                repeats, {name: lambda c=name, m=model: fit(c, m, folder, bool(gpu)) for name in CONTENDERS}
+            )
+            for model in MODELS
+        }
 
 
 def main() -> None:
-    options = jobs.options(__doc__, 7, ranks=2)
-    results = jobs.launch(options.ranks, options.repeats)
-    print(f"\n{options.repeats} alternating runs on {options.ranks} ranks; {jobs.machine()}")
-    print("hetero_ddp : ddp, median and range of the runs' ratios:")
+    options = jobs.options(__doc__, 7, ranks=2, gpu=0)
+    results = jobs.launch(options.ranks, options.repeats, options.gpu)
+    where = torch.cuda.get_device_name() if options.gpu else "CPU"
+    print(f"\n{options.repeats} alternating runs on {options.ranks} ranks, {where}; {jobs.machine()}")
+    print("median and range of the runs' ratios:")
     for model, runs in results.items():
-        pairs = list(zip(runs["hetero_ddp"], runs["ddp"], strict=True))
-        print(f"  {model}")
-        print(f"    wall time per step  {jobs.spread([ours[0] / theirs[0] for ours, theirs in pairs])}")
-        print(f"    CPU time per step   {jobs.spread([ours[1] / theirs[1] for ours, theirs in pairs])}")
+        print(f"  {model}: {1e3 * statistics.median(run['wall'] for run in runs['ddp']):.2f} ms per step under ddp")
+        for what in ("wall", "cpu"):
+            print(f"    {what} time per step, hetero_ddp : ddp            {ratio(runs, what, 'hetero_ddp', 'ddp')}")
+        print(f"    wall time per step, with : without the monitor  {ratio(runs, 'wall', 'monitored', 'hetero_ddp')}")
+        parts, reports = zip(*((run["inside"] / run["wall"], run["report"]) for run in runs["monitored"]), strict=True)
+        print(f"    inside the monitor, as a part of a step         {jobs.spread(parts)}")
+        print(f"    its report at the end, s                        {jobs.spread(reports)}")
+    print(f"load average at the end {os.getloadavg()[0]:.2f}")
+
+
+def ratio(runs: dict[str, list[dict[str, float]]], what: str, own: str, base: str) -> str:
+    """How much more a contender takes than another one, run by run."""
+    return jobs.spread([a[what] / b[what] for a, b in zip(runs[own], runs[base], strict=True)])
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 from ranks import run
 from virtual_time import virtual_time
 
-ON_RANKS, IN_A_TEST = "runs on 2 ranks", "runs in "
+ON_RANKS = "runs on 2 ranks"
 OWN = {"train.py"}  # scripts of the reader's
 OF_LIGHTNING_CLI = {"fit", "validate", "test", "predict"}
 #: Programs of the system, with options that this test does not know.
@@ -63,7 +63,7 @@ OTHERS = {
     *("squeue", "srun", "ssh", "tail"),
 }
 
-PYTHON = [block for block in blocks("python") if not block.remark.startswith(("not run", ON_RANKS, IN_A_TEST))]
+PYTHON = [block for block in blocks("python") if not block.remark.startswith(("not run", ON_RANKS))]
 COMMANDS = [
     (block, words) for block in (*blocks("bash", "sh", "console"), *inline_commands()) for words in commands(block.code)
 ]

@@ -2,10 +2,12 @@
 
     sudo python benchmarks/cluster                                       # the table in docs/benchmarks.md
     sudo python benchmarks/cluster --batch 16 --delay 0.07               # devices that leave the cores free
-    sudo python benchmarks/cluster hetero_node:every_n_steps=8 ddp --rate 1gbit --nodes 3
+    sudo python benchmarks/cluster --nodes 4 --ranks 1 --speeds 0.8,0.4,0.2,0.2 --delay 0.012 alone ddp hetero_ddp
+    sudo python benchmarks/cluster --nodes 1 --ranks 2 --steps 16 --repeats 1 --delay 0.02 alone ddp    # half a minute
 
-Nodes are network namespaces, links are shaped, each rank has a part of a core (see network.py). All contenders run in
-turn in the same processes, several times: compare ratios, not milliseconds. Needs root, Linux and iproute2.
+Nodes are network namespaces, links are shaped, each rank has a part of a core (see network.py), or is a device that
+takes a given time. All contenders run in turn in the same processes, several times: compare ratios, not milliseconds.
+Under `alone` every rank trains by itself. Needs root, Linux and iproute2.
 """
 
 import argparse
@@ -35,18 +37,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contenders", nargs="*", default=CONTENDERS, help="NAME or NAME:option=value,option=value")
     runner.add_options(parser, nodes=2, ranks=2, rate="200mbit", batch=64, steps=60)
+    parser.add_argument("--model", choices=("cnn", "deep"), default="cnn", help="8.6 MB, in one layer or many")
+    parser.add_argument("--speeds", type=runner.numbers, default=(), help="A,B,..: samples per ms of each device")
     options = parser.parse_args()
-    console = Console(highlight=False)
-    runs = runner.measure(options, options.contenders, "cnn", console)
+    console = Console(highlight=False, width=180)
+    runs = runner.measure(options, options.contenders, options.model, console, options.speeds)
     console.print(table(runs, options.contenders))
     console.print(speedups(runs, options.contenders))
     console.print(NOTES)
 
 
 NOTES = """\
-[bold]ms per step[/bold]: of the slowest rank, mean over a run; median and range over runs.
+[bold]ms per step[/bold]: of the slowest rank, mean over a run; median and range over runs; and its longest step.
 [bold]over the first two[/bold]: that time over `alone` (no communication at all), and over the second contender (by
 default: gradients within a node, nothing between nodes), the median over runs.
+[bold]samples over the first[/bold]: samples per second of all ranks, each over its own steps, over the first
+contender's; where that is `alone`, the part of what the devices can do that they do together.
 [bold]exposed[/bold]: the part of the time for which training waited for exchanges between nodes, on the rank that
 waited least and on that which waited most: who is ahead also waits for the others, not only for the wire.
 [bold]kB per step[/bold]: sent over a node's link, the network's own headers included; [bold]over theory[/bold]: over
@@ -72,11 +78,14 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
     """A row per contender."""
     by_name = {name: [run["ranks"] for run in runs if run["contender"] == name] for name in contenders}
     ms = {name: slowest(runs, name) for name in contenders}
+    rates = {name: [sum(rank["rate"] for rank in ranks) for ranks in of] for name, of in by_name.items()}
     result = Table()
     result.add_column("strategy", overflow="fold", style="bold")
     columns = (
         "ms per step",
+        "longest",
         "over the first two",
+        "samples over the first",
         "exposed",
         "kB per step",
         "over theory",
@@ -88,6 +97,7 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
         result.add_column(name, justify="right")
     for name, of in by_name.items():
         over = [statistics.median(a / b for a, b in zip(ms[name], ms[base], strict=True)) for base in contenders[:2]]
+        samples = [own / first for own, first in zip(rates[name], rates[contenders[0]], strict=True)]
         waits = [[rank["exposed"] for rank in ranks] for ranks in of if ranks[0]["exposed"] is not None]
         least, most = (statistics.median(map(f, waits)) if waits else 0.0 for f in (min, max))
         sent = statistics.median(max(rank["bytes"] for rank in ranks) for ranks in of)
@@ -97,7 +107,9 @@ def table(runs: list[dict[str, Any]], contenders: list[str]) -> Table:
         result.add_row(
             name,
             spread(ms[name], ".0f"),
+            f"{max(rank['worst'] for ranks in of for rank in ranks):.0f}",
             " ".join(f"{ratio:.2f}x" for ratio in over),
+            spread(samples, ".3f"),
             f"{least:.1%} to {most:.1%}" if waits else "",
             f"{sent / 1e3:.0f}",
             f"{sent / theory:.3f}" if theory else "",

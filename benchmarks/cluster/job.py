@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -17,10 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import EmulatedSpeed
-from lightning_hetero.batching.shares import Cost
 from lightning_hetero.strategies.replica import ReplicaStrategy
-
-SKIP = 12  # steps before the measured ones: connections open, memory is allocated, a rate is found
 
 
 def deep() -> nn.Module:
@@ -60,50 +58,58 @@ class Watched(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
 
 
-def fit(contender: str, model: str, steps: int, batch: int, delay: float) -> dict[str, Any]:
-    """Train, and measure this rank's steps after the first few."""
+def fit(contender: str, model: str, steps: int, skip: int, batch: int, costs: list[list[float]]) -> dict[str, Any]:
+    """Train, and measure this rank's steps after the first ``skip``.
+
+    Args:
+        contender: its string.
+        model: one of ``MODELS``.
+        steps: in all.
+        skip: steps that are not measured: connections open, memory is allocated, shares and rates are found.
+        batch: samples per rank and step, on average.
+        costs: seconds of a batch and of each of its samples, for every rank's device; empty: as fast as they can.
+    """
     pl.seed_everything(1, verbose=False)
-    world = 1 if contenders.is_alone(contender) else int(os.environ["WORLD_SIZE"])
-    slowed = [EmulatedSpeed([Cost(delay, 1e-6)] * world)] if delay else []
+    alone = contenders.is_alone(contender)
+    world = 1 if alone else int(os.environ["WORLD_SIZE"])
+    own = [costs[int(os.environ["RANK"])]] if alone and costs else costs
+    slowed = [EmulatedSpeed([(fixed, per_sample) for fixed, per_sample in own])] if costs else []
     trainer = contenders.trainer(contender, max_steps=steps, max_epochs=1, callbacks=slowed)
     module = Watched(model)
-    samples = batch * steps * world
-    loader = DataLoader(Digits(samples), batch_size=batch, shuffle=True)
-    trainer.fit(module, loader)
-    elapsed = module.starts[-1] - module.starts[SKIP]
+    trainer.fit(module, DataLoader(Digits(batch * steps * world), batch_size=batch, shuffle=True))
     images, labels = handwritten(training=False)
     with torch.no_grad():
         logits = module.net(images)
-    count = len(module.starts) - 1 - SKIP
-    theory = (module.payload[-1] - module.payload[SKIP]) / count if module.payload else None
+    seconds = [b - a for a, b in zip(module.starts[skip:], module.starts[skip + 1 :], strict=False)]
+    elapsed, count = sum(seconds), len(seconds)
     return {
-        "ms": 1e3 * elapsed / count,
-        "bytes": (module.sent[-1] - module.sent[SKIP]) / count,
-        "exposed": (module.exposed[-1] - module.exposed[SKIP]) / elapsed if module.exposed else None,
+        "ms": 1e3 * statistics.mean(seconds),
+        "worst": 1e3 * max(seconds),
+        "rate": sum(module.sizes[skip:-1]) / elapsed,
+        "bytes": (module.sent[-1] - module.sent[skip]) / count,
+        "exposed": (module.exposed[-1] - module.exposed[skip]) / elapsed if module.exposed else None,
         "accuracy": (logits.argmax(1) == labels).float().mean().item(),
         "loss": nn.functional.cross_entropy(logits, labels).item(),
-        "theory": theory,
+        "theory": (module.payload[-1] - module.payload[skip]) / count if module.payload else None,
         "status": module.status,
-        "starts": module.starts,  # of one clock for all ranks
-        "sent": module.sent,
     }
 
 
 def main() -> None:
-    output, model, names = Path(sys.argv[1]), sys.argv[2], sys.argv[7:]
-    repeats, steps, batch, delay = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
-    rank = int(os.environ["RANK"])
+    output, model, names = Path(sys.argv[1]), sys.argv[2], sys.argv[8:]
+    repeats, steps, skip, batch = map(int, sys.argv[3:7])
+    costs = json.loads(sys.argv[7])
     network.throttle()
     with contenders.on_cluster():
         everything: list[dict[str, Any]] = []
         for repeat in range(repeats):
             for name in names:
                 dist.barrier()
-                mine = fit(name, model, steps, batch, delay)
+                mine = fit(name, model, steps, skip, batch, costs)
                 ranks: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(ranks, mine)
                 everything.append({"contender": name, "repeat": repeat, "ranks": ranks})
-                if rank == 0:
+                if dist.get_rank() == 0:
                     output.write_text(json.dumps(everything))
                     print(f"{repeat + 1}/{repeats} {name}: {max(r['ms'] for r in ranks):.1f} ms per step", flush=True)
 

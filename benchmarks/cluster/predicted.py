@@ -121,9 +121,9 @@ def on_cluster(options: argparse.Namespace, speeds: tuple[float, ...], console: 
     runs |= {one.text: (settled[one.text], one.steps) for one in CONTENDERS}
     numbers = options.batch, json.dumps(costs), json.dumps(runs)
     links, *found = runner.run_script("predicted_job.py", ["cnn", *numbers], options, None, console)
-    times = {run["contender"]: max(statistics.mean(rank["steps"]) for rank in run["ranks"]) for run in found}
+    times = {run["contender"]: max(rank["ms"] for rank in run["ranks"]) / 1e3 for run in found}
     [alone] = (run for run in found if run["contender"] == "alone")
-    cluster = cluster_of(options, costs, [statistics.mean(rank["steps"]) for rank in alone["ranks"]], links)
+    cluster = cluster_of(options, costs, [rank["ms"] / 1e3 for rank in alone["ranks"]], links)
     known = {(one.name, wire): one for wire in WIRES for one in predictions(cluster, EVERY, wire)}
     outcomes = []
     for one in CONTENDERS:

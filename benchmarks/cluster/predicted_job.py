@@ -8,7 +8,7 @@ from typing import Any
 
 import contenders
 import torch.distributed as dist
-from unequal_job import fit
+from job import fit
 
 from lightning_hetero.planning import cluster
 

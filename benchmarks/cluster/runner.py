@@ -21,24 +21,60 @@ def add_options(parser: argparse.ArgumentParser, nodes: int, ranks: int, rate: s
     parser.add_argument("--nodes", type=int, default=nodes)
     parser.add_argument("--ranks", type=int, default=ranks, help="of each node")
     parser.add_argument("--rate", default=rate, help="of each node's link, such as 200mbit or 1gbit")
-    parser.add_argument("--quota", type=float, default=0.45, help="part of a core for each rank")
     parser.add_argument("--batch", type=int, default=batch, help="samples per rank and step")
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds that a step takes at least, without a core")
-    parser.add_argument("--steps", type=int, default=steps, help="of each run; the first 12 are not measured")
+    parser.add_argument(
+        "--delay", type=numbers, help="seconds that a step takes at least, without a core; one, or A,B,.. for the ranks"
+    )
+    parser.add_argument("--quota", type=float, help="part of a core for each rank; default: 0.45, and 1 with a delay")
+    parser.add_argument("--steps", type=int, default=steps, help="of each run")
+    parser.add_argument("--skip", type=int, default=12, help="the first steps, which are not measured")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for everything")
 
 
-def measure(options: argparse.Namespace, contenders: list[str], model: str, console: Console) -> list[dict[str, Any]]:
-    """Run every contender in turn, several times; what `job.py` has written."""
+def measure(
+    options: argparse.Namespace, contenders: Sequence[str], model: str, console: Console, speeds: Sequence[float] = ()
+) -> list[dict[str, Any]]:
+    """Run every contender in turn, several times; what `job.py` has written.
+
+    Args:
+        options: of the command line.
+        contenders: their strings.
+        model: one of `job.py`'s.
+        console: to say what is run.
+        speeds: samples per millisecond of each device, whose batches take ``delay`` seconds besides; empty: no sample
+            takes time.
+    """
+    world = options.nodes * options.ranks
+    delays, rates = (of_each(values, world) for values in (options.delay or (), speeds))
+    quota = options.quota or (1.0 if delays or rates else 0.45)
+    costs = [
+        [delay, 1e-3 / rate if rate else 1e-6]
+        for delay, rate in zip(delays or [0.0] * world, rates or [0.0] * world, strict=True)
+    ]
+    devices = f"devices of {' '.join(map(str, rates))} samples per ms" if rates else "devices alike"
+    least = " ".join(f"{1e3 * delay:.0f}" for delay in options.delay or [0.0])
     console.print(
-        f"{options.nodes} nodes of {options.ranks} ranks, {options.quota:.0%} of a core each, links of {options.rate}; "
-        f"{options.batch} samples per rank and step, {1e3 * options.delay:.0f} ms at least; "
-        f"{options.repeats} runs of {options.steps} steps each. {os.cpu_count()} cores, load average "
+        f"{options.nodes} nodes of {options.ranks} ranks, {quota:.0%} of a core each, links of {options.rate}; "
+        f"{devices}, {options.batch} samples per rank and step, {least} ms at least; {options.repeats} runs of "
+        f"{options.steps} steps each, the first {options.skip} not measured. {os.cpu_count()} cores, load average "
         f"{os.getloadavg()[0]:.2f}."
     )
-    numbers = options.repeats, options.steps, options.batch, options.delay
-    return run_script("job.py", [model, *numbers, *contenders], options, options.quota, console)
+    counts = options.repeats, options.steps, options.skip, options.batch
+    given = json.dumps(costs if delays or rates else [])
+    return run_script("job.py", [model, *counts, given, *contenders], options, quota, console)
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of an option."""
+    return [float(part) for part in text.split(",")]
+
+
+def of_each(values: Sequence[float], world: int) -> list[float]:
+    """A value for each rank, from one for all, or one for each."""
+    if len(values) not in (0, 1, world):
+        raise SystemExit(f"{len(values)} values for {world} ranks: give one, or one for each")
+    return list(values) * (world if len(values) == 1 else 1)
 
 
 def run_script(
@@ -79,7 +115,8 @@ def run_script(
             raise SystemExit(f"Ranks ended with {status}.")
         figures = json.loads(output.read_text())
     console.print(
-        f"The rest of the machine used {(everyone - own) / (time.monotonic() - began):.2f} cores meanwhile.\n"
+        f"The rest of the machine used {(everyone - own) / (time.monotonic() - began):.2f} cores meanwhile; load "
+        f"average at the end {os.getloadavg()[0]:.2f}.\n"
     )
     return figures
 

@@ -1,4 +1,4 @@
-"""The averager of docs/own_averager.md is what it says: SlowMo, against a loop by hand; and its example runs."""
+"""Averagers of one's own against loops by hand: SlowMo of docs/own_averager.md, and one that keeps replicas apart."""
 
 import contextlib
 import io
@@ -6,9 +6,10 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from center_tasks import lines
 from oracles import START, data, order, split
 from ranks import run
 from torch.optim import SGD
+
+from lightning_hetero import Averager, StepContext, strategy_for
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # ranks inherit it
 import own_averager
@@ -26,31 +29,50 @@ def rise_and_fall(step: int) -> float:
     return 0.2 + math.sin(step / 10) ** 2
 
 
-def by_hand(tau: int, alpha: float, beta: float, schedule: Any, mutant: str = "") -> np.ndarray:
-    """Two replicas on 8 and 4 of each 12 samples, for 60 steps: the weights of the first after each (NumPy)."""
+def constant(step: int) -> float:
+    return 1.0
+
+
+Meet = Callable[[int, list[np.ndarray], float], list[np.ndarray]]
+
+
+def by_hand(schedule: Callable[[int], float], meet: Meet) -> np.ndarray:
+    """Two replicas on 8 and 4 of each 12 samples, for 60 steps: the weights of each after each step (NumPy).
+
+    Args:
+        schedule: of the learning rate.
+        meet: what they do after a step, from its number, their weights and the step's rate.
+    """
     features, targets = (np.asarray(part) for part in data())
-    start = np.array(START)
-    w, u, path, rates = [start.copy(), start.copy()], np.zeros_like(start), [], []
+    w, path = [np.array(START), np.array(START)], []
     for step in range(60):
         epoch, batch = divmod(step, 20)
         rows = order(epoch, 235)[12 * batch : 12 * batch + 12]
-        rates.append(0.01 * schedule(step))
-        first = 0
+        rate, first = 0.01 * schedule(step), 0
         for i, part in enumerate(split(len(rows), [2.0, 1.0])):
             mine, first = rows[first : first + part], first + part
             x, y = features[mine], targets[mine]
-            w[i] = w[i] - rates[-1] * 2 * x.T @ (x @ w[i] - y) / len(mine)
-        if (step + 1) % tau == 0:
-            mean, eta = 2 / 3 * w[0] + 1 / 3 * w[1], 1.0 if mutant == "as in BMUF" else np.mean(rates)
-            u = beta * u + (start - mean) / eta
-            start = start - alpha * eta * u
-            w, rates = [start.copy(), start.copy()], []
-        path.append(w[0])
-    return np.stack(path)
+            w[i] = w[i] - rate * 2 * x.T @ (x @ w[i] - y) / len(mine)
+        w = meet(step + 1, w, rate)
+        path.append(np.stack(w))
+    return np.stack(path, 1)
 
 
-def constant(step: int) -> float:
-    return 1.0
+def slow_momentum(tau: int, alpha: float, beta: float, mutant: str = "") -> Meet:
+    start, u, rates = np.array(START), np.zeros_like(np.array(START)), list[float]()
+
+    def meet(step: int, w: list[np.ndarray], rate: float) -> list[np.ndarray]:
+        nonlocal start, u
+        rates.append(rate)
+        if step % tau:
+            return w
+        mean, eta = 2 / 3 * w[0] + 1 / 3 * w[1], 1.0 if mutant == "as in BMUF" else np.mean(rates)
+        rates.clear()
+        u = beta * u + (start - mean) / eta
+        start = start - alpha * eta * u
+        return [start, start]
+
+    return meet
 
 
 def test_against_a_loop_by_hand() -> None:
@@ -61,11 +83,52 @@ def test_against_a_loop_by_hand() -> None:
     ]
     bmuf = ("diloco", {"tau": 4, "outer": partial(SGD, lr=0.8, momentum=0.5), "model": {"schedule": constant}})
     (*results, of_bmuf), _ = run(lines, 2, *fits, bmuf, nodes=[1, 1])
-    for case, result in zip(cases, results, strict=True):
-        np.testing.assert_allclose(result["path"], by_hand(*case), rtol=0, atol=1e-12)
+    for (*options, schedule), result in zip(cases, results, strict=True):
+        expected = by_hand(schedule, slow_momentum(*options))
+        np.testing.assert_allclose(result["path"], expected[0], rtol=0, atol=1e-12)
     # At a constant rate it is BMUF, which the package has; at another it is not.
     np.testing.assert_allclose(results[1]["path"], of_bmuf["path"], rtol=0, atol=1e-12)
-    assert abs(by_hand(*cases[0]) - by_hand(*cases[0], "as in BMUF")).max() > 1e-4
+    *options, schedule = cases[0]
+    wrong = by_hand(schedule, slow_momentum(*options, "as in BMUF"))
+    assert abs(by_hand(schedule, slow_momentum(*options)) - wrong).max() > 1e-4
+
+
+@dataclass
+class PullAverager(Averager):
+    """Every tau steps each replica goes a part of the way to the mean, so that no two are equal."""
+
+    tau: int = 12
+    pull: float = 0.5
+
+    def due(self, context: StepContext) -> bool:
+        return context.step % self.tau == 0
+
+    def meet(self, context: StepContext) -> None:
+        own = self.replica.pack()
+        average = self.average(context)
+        self.adopt(average)
+        self.replica.unpack([m + (1 - self.pull) * (x.to(m) - m) for x, m in zip(own, average.mean, strict=True)])
+
+
+PullStrategy = strategy_for(PullAverager, name="hetero_pull", replica="rank")
+
+
+def pulled(tau: int, pull: float, parts: tuple[float, float] = (2 / 3, 1 / 3)) -> Meet:
+    def meet(step: int, w: list[np.ndarray], rate: float) -> list[np.ndarray]:
+        mean = parts[0] * w[0] + parts[1] * w[1]
+        return w if step % tau else [mean + (1 - pull) * (own - mean) for own in w]
+
+    return meet
+
+
+def test_replicas_that_stay_apart_against_a_loop_by_hand() -> None:
+    cases = [(5, 0.5), (4, 0.25), (12, 1.0)]
+    fits = [(PullStrategy, {"tau": tau, "pull": pull}) for tau, pull in cases]
+    for rank, results in enumerate(run(lines, 2, *fits, nodes=[1, 1])):
+        for case, result in zip(cases, results, strict=True):
+            np.testing.assert_allclose(result["path"], by_hand(constant, pulled(*case))[rank], rtol=0, atol=1e-12)
+        wrong = by_hand(constant, pulled(*cases[0], (1 / 2, 1 / 2)))[rank]
+        assert abs(np.asarray(results[0]["path"]) - wrong).max() > 1e-4
 
 
 def _example(folder: str, *arguments: str) -> str:

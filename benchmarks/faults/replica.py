@@ -1,4 +1,4 @@
-"""What each rank of `faults.py` runs: a small fit that takes a given time per sample, and writes down how far it is."""
+"""What each rank runs: a small fit that takes a given time per sample, and writes down how far it is."""
 
 import ctypes
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from faults_files import (
+from place import (
     BATCH,
     FIRST,
     LATEST,

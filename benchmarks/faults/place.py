@@ -1,4 +1,4 @@
-"""What the ranks of `faults.py` train, and what they write down. Nothing of Lightning in here."""
+"""The task of the ranks, and what they write down; without Lightning, so that torchft's environment can import it."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What each replica of `torchft_faults.py` runs under torchft: LocalSGD or DiLoCo in a plain loop.
+"""What each replica runs under torchft: LocalSGD or DiLoCo in a plain loop.
 
 It reads orders from its standard input, a line of JSON each: a `Place` for a replica, or a path to write the address of
 a new lighthouse to. For each it forks a process, so that one that starts again need not import anything, and prints its
@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 socket.gethostname = lambda: "127.0.0.1"  # what torchft tells the other replicas
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from faults_files import (
+from place import (
     BATCH,
     FIRST,
     GRACE,

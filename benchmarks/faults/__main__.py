@@ -1,16 +1,20 @@
 """What faults cost a fit: ranks are killed, frozen, cut off, or fail, at random moments, and the fit goes on.
 
+    python benchmarks/faults --seconds 30 --mean 8 --seeds 1 --strategies hetero_ddp           # two minutes
+    python benchmarks/faults --ranks 8 --step 0.2 --seconds 300 --mean 20 --restart 10 --faults killed frozen error
+    python benchmarks/faults --strategies hetero_ddp torchft_localsgd --faults killed --restart 10 --envs peers-envs
+    sudo python benchmarks/faults --cluster --seconds 60 --faults alone halves "slow link"
+
 Each rank is a process, and a replica where the strategy has any. In half of all cases the first rank is struck. Where a
 fault ends the fit on all ranks, as a disk that is full does, the same command is started again and goes on from its
-newest checkpoint. Faults do not overlap.
-
-    python benchmarks/faults.py --seconds 30 --mean 8 --seeds 2 --strategies hetero_ddp hetero_node
-    python benchmarks/faults.py --ranks 8 --step 0.2 --seconds 300 --mean 20 --restart 10 --faults killed frozen error
-    sudo python benchmarks/faults.py --cluster --seconds 60 --faults alone halves "slow link"
+newest checkpoint. Faults do not overlap. `torchft_localsgd` and `torchft_diloco` run in an environment of their own;
+they average every 16 steps, as this package's strategies with a period do here.
 """
 
 import argparse
+import atexit
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -23,7 +27,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,12 +35,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # PyTorch's store asks for the names of addresses. Without an answer that takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
-sys.path.insert(0, str(Path(__file__).parent / "cluster"))
+BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(BENCHMARKS / "faults"), str(BENCHMARKS), str(BENCHMARKS / "cluster"), str(BENCHMARKS / "peers")]
 
 import network
-from faults_files import FIRST, GRACE, LATEST, PAUSE, RANK, SAMPLES, TIMEOUT, Place, ending, progress
-from faults_job import worker
+import systems
 from jobs import machine
+from place import FIRST, GRACE, LATEST, PAUSE, RANK, SAMPLES, TIMEOUT, Place, ending, progress
+from replica import worker
 
 #: Each with its own node: one node alone, the two halves apart, every link at a hundredth of its rate.
 LINK_FAULTS = ("alone", "halves", "slow link")
@@ -56,9 +62,16 @@ HOST_FAULTS, ALL_FAULTS = tuple(SIGNALS), (*SIGNALS, *LINK_FAULTS)
 LOSES = ("killed", "frozen", "paused", "error", "alone", "halves")
 LASTS = 15.0  # seconds, of a pause or a fault of a link
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["faults_job"])
+_context.set_forkserver_preload(["replica"])
 # The server that processes are forked from finds it there.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS / "faults"), os.environ.get("PYTHONPATH", "")])
+#: Options of strategies that have a period: torchft's.
+PERIOD: dict[str, dict[str, Any]] = {
+    "hetero_node": {"every_n_steps": 16},
+    "hetero_diloco": {"tau": 16},
+    "hetero_gossip_async": {"every_n_steps": 16},
+}
+TORCHFT_FAULTS = ("killed", "frozen", "error")  # by an error torchft's processes end without a word
 
 
 @dataclass
@@ -161,9 +174,6 @@ class Fit:
         tell: is told what happens.
     """
 
-    #: Options of strategies, beside those that all have.
-    given: dict[str, dict[str, Any]] = {}
-
     def __init__(
         self,
         options: Any,
@@ -229,11 +239,11 @@ class Fit:
             steps=int(options.seconds / options.step),
             step=options.step,
             save=options.save,
-            grace=getattr(options, "grace", GRACE),
+            grace=options.grace,
             joins=options.restart is not None,
             variables=variables,
             space=links.space(slot) if links else None,
-            options=self.given.get(self.strategy, {}),
+            options=PERIOD.get(self.strategy, {}),
         )
         self.ranks.append(Rank(number, slot, self._process(place), seen, begins, time.monotonic()))
 
@@ -378,9 +388,71 @@ class Fit:
             result.joined += bool(not rank.begins and rank.seen[FIRST])
 
 
+class Forked:
+    """A process of torchft's interpreter, with what `Fit` asks of a `multiprocessing.Process`."""
+
+    def __init__(self, server: subprocess.Popen, order: dict[str, Any]) -> None:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        self.pid = int(server.stdout.readline())
+
+    @property
+    def exitcode(self) -> int | None:
+        return None if Path(f"/proc/{self.pid}").exists() else 0
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+class TorchftFit(Fit):
+    """As `Fit`, with torchft's replicas and their lighthouse."""
+
+    server: subprocess.Popen
+
+    def run(self) -> Result:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "address")
+            lighthouse = Forked(self.server, {"lighthouse": str(file)})
+            try:
+                deadline = time.monotonic() + 60
+                while not file.exists():
+                    if time.monotonic() > deadline or lighthouse.exitcode is not None:
+                        raise SystemExit("torchft's lighthouse does not start.")
+                    time.sleep(0.1)
+                self.address = file.read_text()
+                return super().run()
+            finally:
+                lighthouse.kill()
+
+    def _process(self, place: Place) -> Any:
+        return Forked(self.server, {"place": asdict(place), "address": self.address})
+
+
+def serve_torchft(strategies: list[str], options: argparse.Namespace) -> bool:
+    """Start torchft's interpreter, from which its processes are forked; whether there is one."""
+    for python in systems.interpreters(strategies, options).values():
+        TorchftFit.server = subprocess.Popen(
+            [python, str(BENCHMARKS / "faults" / "torchft_replica.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": ""},
+        )
+        atexit.register(TorchftFit.server.kill)
+    return hasattr(TorchftFit, "server")
+
+
 def main() -> None:
     """Run each strategy without faults and with them, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=["hetero_ddp", "hetero_node", "hetero_gossip_async"])
     parser.add_argument("--seconds", type=float, default=60.0, help="that the fit takes without faults")
     parser.add_argument("--mean", type=float, default=10.0, help="seconds between two faults")
@@ -393,10 +465,16 @@ def main() -> None:
     parser.add_argument("--restart", type=float, help="seconds after which a lost rank is started again, and joins")
     parser.add_argument("--cluster", action="store_true", help="a network namespace for each rank: needs root")
     parser.add_argument("--faults", nargs="+", choices=ALL_FAULTS, help="that may strike; default: all")
+    systems.add_options(parser)
     options = parser.parse_args()
     faults = tuple(options.faults or (ALL_FAULTS if options.cluster else HOST_FAULTS))
     if not options.cluster and set(faults) & set(LINK_FAULTS):
         parser.error("faults of links need --cluster")
+    torchft = [name for name in options.strategies if name.startswith("torchft_")]
+    if torchft and (options.cluster or not set(faults) <= set(TORCHFT_FAULTS)):
+        parser.error(f"torchft's replicas are not struck by other faults than --faults {' '.join(TORCHFT_FAULTS)}")
+    if torchft and not serve_torchft(torchft, options):
+        options.strategies = [name for name in options.strategies if name not in torchft]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # tidy up, as on Ctrl-C
     print(
         f"{machine()}; {options.ranks} ranks, {options.seconds:.0f} s, a fault every {options.mean:.0f} s", flush=True
@@ -407,10 +485,9 @@ def main() -> None:
     print(f"load average at the end {os.getloadavg()[0]:.2f}")
 
 
-def run_strategy(
-    name: str, options: argparse.Namespace, faults: tuple[str, ...], links: Links | None, fit: type[Fit] = Fit
-) -> str:
+def run_strategy(name: str, options: argparse.Namespace, faults: tuple[str, ...], links: Links | None) -> str:
     """Run a strategy for all seeds, and print what came of it; its row of the table."""
+    fit = TorchftFit if name.startswith("torchft_") else Fit
     plain, struck = list[Result](), list[Result]()
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for results, some in ((plain, ()), (struck, faults)):
