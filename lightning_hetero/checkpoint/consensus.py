@@ -28,7 +28,7 @@ class BackgroundConsensus:
     def __init__(self, engine: ReplicaEngine, averager: Averager, serves: Callable[[], bool]) -> None:
         self._engine, self._averager, self._serves = engine, averager, serves
         leaders = [(member.leader,) for member in engine.view.replicas]
-        self._average = engine.links.averager_apart(leaders) if engine.view.leads else None
+        self._average = engine.links.background_averager(leaders) if engine.view.is_leader else None
 
     @property
     def serves(self) -> bool:
@@ -49,11 +49,11 @@ class BackgroundConsensus:
             (collective over the leaders of replicas, on threads).
         """
         engine, averager = self._engine, self._averager
-        known = averager.replica.included if isinstance(averager, CenteredAverager) and averager.leads else 0
+        known = averager.replica.included if isinstance(averager, CenteredAverager) and averager.uses_center else 0
         if not known:
-            engine.looked()
+            engine.note_evaluation()
         rooms, places = list[Tensor](), dict[Any, Tensor]()
-        for group in averager.replica.layout if engine.view.leads else ():
+        for group in averager.replica.layout if engine.view.is_leader else ():
             room, parts = snapshot.room(list(group.values()))
             rooms.append(room)
             places |= {identity(value): part for value, part in zip(group.values(), parts, strict=True)}

@@ -18,13 +18,13 @@ from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.checkpoint.format import readable, warn_of_replicas
+from lightning_hetero.checkpoint.format import explain_unreadable, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
 from lightning_hetero.comm import failures, threads, waits
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.comm.job import tell_failure
-from lightning_hetero.comm.objects import portable
+from lightning_hetero.comm.job import announce_failure
+from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import DisagreementError, UnsupportedError
 from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
@@ -36,7 +36,7 @@ from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.position import describe, tell_while_waiting
-from lightning_hetero.strategies.recovery import GoingOn
+from lightning_hetero.strategies.recovery import PeerRecovery
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, share_buffers
 from lightning_hetero.strategies.signals import StopRequest, end_at_once
 from lightning_hetero.strategies.training_step import EvaluationStep, apply, explain_unused, values_shared
@@ -72,7 +72,7 @@ class HeteroStrategy(JobStrategy):
         self._evaluation = EvaluationStep(self.collectives)
         self._rank_state, self._shards = saving.RankState(self), Shards()
         if self.survives:
-            self.survival = GoingOn(self)
+            self.survival = PeerRecovery(self)
 
     # -- the job -----------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class HeteroStrategy(JobStrategy):
                 growth.enter_running_job()
             trainer = lightning_compat.trainer_of(self.lightning_module)
             if self.survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-                threads.leave_out()  # before others wait for this rank
+                threads.freeze_gc()  # before others wait for this rank
         self.join_world()
         if self.job is None:
             if (growth := self.survival.growth) is not None:
@@ -180,7 +180,7 @@ class HeteroStrategy(JobStrategy):
     def _save_and_stop(self) -> None:
         """All ranks have been asked to stop: save, and let no rank count as lost that ends now (collective)."""
         saving.save_to_resume(self.trainer)
-        self.share.listen()  # leave nothing in flight
+        self.share.apply_reports()  # leave nothing in flight
         self.survival.end()
 
     # -- data --------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class HeteroStrategy(JobStrategy):
             with self.step.hooks():
                 return self.step.optimize(self.trainer, optimizer, closure, stepping)
 
-        output = self.survival.step(step, left_out=lambda: lightning_compat.leave_out(closure))
+        output = self.survival.step(step, left_out=lambda: lightning_compat.mark_executed(closure))
         if self.trainer.lightning_module.automatic_optimization:
             self._window_ended()  # before schedulers and callbacks
         return output
@@ -281,7 +281,7 @@ class HeteroStrategy(JobStrategy):
         self.step.window_ended()
         self._compare_parameters()
         apply(self.survival.exchange(lambda: self.engine.exchange()), type(self).__name__)
-        self.survival.again(lambda: self.engine.met())
+        self.survival.again(lambda: self.engine.exchange_completed())
 
     def _compare_parameters(self) -> None:
         """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
@@ -319,7 +319,9 @@ class HeteroStrategy(JobStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         collective("share buffers", lambda: share_buffers(self.model))  # as DDP would
-        self.engine.hold(collective("find the consensus", lambda: self.engine.look(self.trainer.sanity_checking)))
+        self.engine.hold(
+            collective("find the consensus", lambda: self.engine.evaluation_values(self.trainer.sanity_checking))
+        )
 
     @override
     def on_validation_end(self) -> None:
@@ -341,7 +343,7 @@ class HeteroStrategy(JobStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.survival.again(lambda: self.step.batch_ended(self.trainer))
-        self.survival.again(lambda: self.share.listen())  # leave nothing in flight
+        self.survival.again(lambda: self.share.apply_reports())  # leave nothing in flight
         if self.stop_request is not None:
             self.stop_request.finish()
         self.survival.end()
@@ -363,7 +365,7 @@ class HeteroStrategy(JobStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.survival.end() if self.stopped else self.survival.failed(exception)
-        tell_failure(exception)
+        announce_failure(exception)
         lightning_compat.forget_loader_that_failed(lightning_compat.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)
 
@@ -402,7 +404,7 @@ class HeteroStrategy(JobStrategy):
         return saving.copied_for_join(self.checkpoint_io, self.lightning_module, state)
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         with self._rank_state.saving(checkpoint) as whole:
             super().save_checkpoint(whole, filepath, storage_options)
@@ -418,7 +420,7 @@ class HeteroStrategy(JobStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with readable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
+        with explain_unreadable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
             return self._rank_state.read(super().load_checkpoint(checkpoint_path, *args, **kwargs))
 
     @override

@@ -27,17 +27,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.batching.accounting import Workshare
-from lightning_hetero.batching.preserved import Kept
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.sampler import FixedBatches, ShareSampler
+from lightning_hetero.batching.state_backup import StateBackup
 from lightning_hetero.batching.streams import SharedStreamLoader
 from lightning_hetero.checkpoint import random_states
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.collectives import Collectives, Trial
-from lightning_hetero.comm.objects import CPU
-from lightning_hetero.comm.threads import alone
+from lightning_hetero.comm.collectives import Collectives, TrialBatch
+from lightning_hetero.comm.object_collectives import CPU
+from lightning_hetero.comm.threads import without_process_group
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError, UnsupportedError
-from lightning_hetero.sections import FORMAT, KEY, part_of
 from lightning_hetero.strategies.options import Options, memory_per_rank
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Capacity:
         if (kept := part_of(checkpoint).get(_NAME)) is not None:
             self.found, self.basis, self._module = kept["found"], kept["basis"], None
 
-    def begin(self, trainer: "pl.Trainer", share: Workshare, collectives: Collectives) -> bool:
+    def begin(self, trainer: "pl.Trainer", share: BatchAccounting, collectives: Collectives) -> bool:
         """Training is about to start: limit the ranks to what fits, and search for it if it is unknown (collective).
 
         Args:
@@ -257,7 +257,7 @@ class _Search:
         module, precision = trainer.lightning_module, strategy.precision_plugin
         batch = lightning_compat.before_transfer(module, precision.convert_input(batches.of(samples)))
         batch = Strategy.batch_to_device(strategy, batch, strategy.root_device)
-        trial = Trial(batches.sizes(samples), trainer.world_size)
+        trial = TrialBatch(batches.sizes(samples), trainer.world_size)
         with self.collectives.trying(trial), precision.train_step_context():
             output = module.training_step(*lightning_compat.step_arguments(trainer, batch))
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -304,7 +304,7 @@ def _log_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _draw_anew(trainer: "pl.Trainer", share: Workshare) -> None:
+def _draw_anew(trainer: "pl.Trainer", share: BatchAccounting) -> None:
     """Let batches be drawn again, of the new sizes, that workers have prefetched."""
     loaders, combined = share.loaders, lightning_compat.combined_loader(trainer)
     sources = loaders.sources()
@@ -314,7 +314,7 @@ def _draw_anew(trainer: "pl.Trainer", share: Workshare) -> None:
         return
     with ExitStack() as stack:
         for source in reversed(sources):
-            stack.enter_context(loaders.moments[source].again())  # type: ignore[attr-defined]
+            stack.enter_context(loaders.moments[source].replay())  # type: ignore[attr-defined]
         for loader in combined.flattened:
             reader = getattr(loader, "loader", loader)
             if getattr(reader, "persistent_workers", False):  # they have drawn random numbers for their batches
@@ -329,14 +329,14 @@ def _draw_anew(trainer: "pl.Trainer", share: Workshare) -> None:
 def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
     """What happens in this block leaves modules, optimizers and random states as they are.
 
-    See :class:`~lightning_hetero.batching.preserved.Kept` for what that covers.
+    See :class:`~lightning_hetero.batching.state_backup.StateBackup` for what that covers.
 
     Args:
         *things: modules and optimizers.
         device: on which this rank computes.
     """
     numbers = random_states.current(device)
-    kept = Kept()
+    kept = StateBackup()
     for thing in things:
         kept.keep(thing)
     try:
@@ -371,7 +371,11 @@ class Trials:
     def begun(self) -> Iterator[None]:
         """Try batches in this block. After it, all is as it was before."""
         try:
-            with untouched(self._module, *self._optimizers, device=self._device), alone(), torch.enable_grad():
+            with (
+                untouched(self._module, *self._optimizers, device=self._device),
+                without_process_group(),
+                torch.enable_grad(),
+            ):
                 self._ready = not self._runs_out(self._fill)
                 yield
         finally:

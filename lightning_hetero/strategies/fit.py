@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import StreamPeers, Workshare, samples_in
-from lightning_hetero.batching.finite import FiniteSteps
-from lightning_hetero.batching.planner import Regrouping, plan_among
+from lightning_hetero.batching.accounting import BatchAccounting, StreamPeers, samples_in
+from lightning_hetero.batching.nonfinite import NonFiniteGuard
+from lightning_hetero.batching.planner import Repartition, plan_for_survivors
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm.agreement import AsyncAllGather
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.job import Job
-from lightning_hetero.replicas.drift import SameParameters
+from lightning_hetero.replicas.drift import ParameterDriftCheck
 from lightning_hetero.replicas.optimizer_states import hyperparameters
-from lightning_hetero.strategies.default_groups import LentGroups
+from lightning_hetero.strategies.default_groups import GroupOverrides
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import describe, position
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Parts:
+class Fit:
     """What one view of the ranks needs in a fit.
 
     Attributes:
@@ -46,17 +46,17 @@ class Parts:
         told: how gradients travel, in the words that the user has been told.
     """
 
-    share: Workshare
+    share: BatchAccounting
     engine: Engine
     step: TrainingStep
     loaders: Loaders
-    finite: FiniteSteps
+    finite: NonFiniteGuard
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
-    same: SameParameters | None
+    same: ParameterDriftCheck | None
     told: str = ""
 
-    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: LentGroups) -> Any:
+    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: GroupOverrides) -> Any:
         """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
 
         Args:
@@ -81,10 +81,10 @@ class Parts:
         timer: StepTimer,
         collectives: Collectives,
         trainer: "Callable[[], pl.Trainer]",
-        make_engine: Callable[[Job, Workshare], Engine],
-        former: "Parts | None" = None,
-        regrouped: Regrouping | None = None,
-    ) -> "Parts":
+        make_engine: Callable[[Job, BatchAccounting], Engine],
+        former: "Fit | None" = None,
+        regrouped: Repartition | None = None,
+    ) -> "Fit":
         """Make the collaborators for the view of a job (collective).
 
         Args:
@@ -103,7 +103,7 @@ class Parts:
         mode = options.on_nan if view.count == 1 else "ignore"
         planner = options.planner(view.world, view.ids if view.number else None)
         if former is not None and regrouped is not None:
-            planner = plan_among(former.share.planner, regrouped.kept, planner)
+            planner = plan_for_survivors(former.share.planner, regrouped.kept, planner)
 
         def begin_pass() -> Position:
             share.begin_pass()
@@ -130,19 +130,19 @@ class Parts:
             options.balance_iterable,
         )
         ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
-        share = Workshare(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
+        share = BatchAccounting(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
         share.settings = lambda: hyperparameters(trainer().optimizers)
-        finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(trainer()))
+        finite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()))
         if former is not None:
-            share.take_over(former.share, regrouped)
+            share.continue_from(former.share, regrouped)
         engine = make_engine(job, share)
         if former is not None:
-            engine.take_over(former.engine)
+            engine.continue_from(former.engine)
         step = TrainingStep(share, engine, finite, collectives, several=view.count > 1)
         return cls(share, engine, step, loaders, finite, BucketSize(), job.data_group, _same_parameters(job))
 
 
-def _same_parameters(job: Job) -> SameParameters | None:
+def _same_parameters(job: Job) -> ParameterDriftCheck | None:
     """What compares parameters in this rank's replica; ``None`` if its devices are alike (collective over it)."""
     ranks = job.view.replica.ranks
     if len(ranks) == 1 or job.view.topology.backend(ranks) is not None:
@@ -150,4 +150,4 @@ def _same_parameters(job: Job) -> SameParameters | None:
     data, small = job.data_group(), job.small_group()
     assert data is not None
     assert small is not None
-    return SameParameters(ranks, data, small)
+    return ParameterDriftCheck(ranks, data, small)

@@ -18,30 +18,30 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.algorithms.base import Run
+from lightning_hetero.algorithms.base import FitInfo
 from lightning_hetero.algorithms.engine import Engine, SingleReplica
-from lightning_hetero.batching.accounting import PlanAgreement, Workshare
-from lightning_hetero.batching.planner import Knowledge, PastShares, Regrouping
+from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement
+from lightning_hetero.batching.planner import PlanningState, Repartition, ShareHistory
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.job import Address, Follows, Job, meet
-from lightning_hetero.comm.threads import noting_sockets
+from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
+from lightning_hetero.comm.threads import record_sockets
 from lightning_hetero.comm.topology import Topology, interface_towards, place_of
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.launch.environment import RegroupedEnvironment, check_variables, hostname, local_devices
+from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.strategies.default_groups import LentGroups, register_hook
-from lightning_hetero.strategies.fit import Parts
+from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
+from lightning_hetero.strategies.fit import Fit
 from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.numbering import continue_logs, launched, show_progress
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import length_of
-from lightning_hetero.strategies.recovery_policy import Entry, Survival
-from lightning_hetero.strategies.replica_ddp import ReplicaDDP, average_within
+from lightning_hetero.strategies.recovery_policy import Entry, RecoveryPolicy
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP, use_shared_memory_allreduce
 from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.training_step import TrainingStep
 
@@ -68,15 +68,15 @@ class JobStrategy(DDPStrategy):
         super().__init__(accelerator, *args, **kwargs)
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer.waiting, self._is_alone, self._loss_counts)
-        self.lent = LentGroups()
-        self.survival = Survival()
+        self.lent = GroupOverrides()
+        self.survival = RecoveryPolicy()
 
     job: Job | None = None  # once this process has joined
     entry: Entry | None = None  # if it joins a job that runs, until training starts
-    share: Workshare
+    share: BatchAccounting
     engine: Engine
     step: TrainingStep
-    parts: Parts
+    parts: Fit
     stop_request: StopRequest | None = None  # of the latest fit
     monitored: MonitoredMetrics | None = None  # of the latest run
 
@@ -100,7 +100,7 @@ class JobStrategy(DDPStrategy):
         """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
         return (tuple(range(topology.world)),)
 
-    def make_engine(self, job: Job, share: Workshare) -> Engine:
+    def make_engine(self, job: Job, share: BatchAccounting) -> Engine:
         """What happens between replicas."""
         return SingleReplica(self.options.rebalance_every_n_steps)
 
@@ -146,7 +146,7 @@ class JobStrategy(DDPStrategy):
 
     def renumber(self, rank: int, world: int) -> None:
         """Let this process have another number, among other ranks than were launched with it."""
-        self.cluster_environment = RegroupedEnvironment(launched(self.environment), rank, world)
+        self.cluster_environment = RenumberedEnvironment(launched(self.environment), rank, world)
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
     def take_number(self, job: Job) -> None:
@@ -167,12 +167,12 @@ class JobStrategy(DDPStrategy):
             failures.watch(self.interface, limit.total_seconds())
             return
         began, environment = time.monotonic(), self.environment
-        address = Address(
+        address = RendezvousAddress(
             environment.main_address, environment.main_port, environment.global_rank(), environment.world_size()
         )
 
         def init() -> None:
-            with noting_sockets(of_all=True):
+            with record_sockets(of_all=True):
                 lightning_compat.init_dist_connection(environment, "gloo", timeout=limit, **_store_of_restart(limit))
 
         launcher = self.launcher
@@ -183,7 +183,7 @@ class JobStrategy(DDPStrategy):
                 "that is started again finds its job through the strategy's `join_file` only."
             )
         ended = launcher.ended if isinstance(launcher, ObservedLauncher) else lambda: None
-        meet(init, address, limit, ended, hint, began)
+        join_world(init, address, limit, ended, hint, began)
 
     def join_job(self) -> Job:
         """Learn who takes part in the job (collective)."""
@@ -193,7 +193,7 @@ class JobStrategy(DDPStrategy):
         follows = None
         if entry is not None:
             cluster = launched(self.environment)  # each launcher counts its nodes from 0
-            follows = Follows(entry.admission.view, f"{cluster.main_address}:{cluster.main_port}", entry.replica)
+            follows = ViewSuccession(entry.admission.view, f"{cluster.main_address}:{cluster.main_port}", entry.replica)
         agreed = {"strategy": type(self).__name__, **options.agreed(), **self.algorithm_options()}
         job = Job.join(place, options.ranks_per_node, self.replicas, agreed, options.limit, follows)
         for card, ranks in job.view.topology.shared_cards().items():
@@ -220,13 +220,13 @@ class JobStrategy(DDPStrategy):
 
     # -- the view, and what is made from it --------------------------------------------------------
 
-    def build(self, job: Job, regrouping: Regrouping | None = None) -> Parts | None:
+    def build(self, job: Job, repartition: Repartition | None = None) -> Fit | None:
         """Make what depends on who takes part, by the job's view (collective); returns what was there before.
 
-        In the midst of a fit ``regrouping`` says which of the former ranks remain.
+        In the midst of a fit ``repartition`` says which of the former ranks remain.
         """
         former = None if self.job is None else self.parts
-        parts = Parts.build(
+        parts = Fit.build(
             job,
             self.options,
             self.timer,
@@ -234,12 +234,12 @@ class JobStrategy(DDPStrategy):
             lambda: self.trainer,
             self.make_engine,
             former,
-            regrouping,
+            repartition,
         )
         self.job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
         return former
 
-    def rebuild(self, job: Job, moved: Regrouping) -> None:
+    def rebuild(self, job: Job, moved: Repartition) -> None:
         """Make what depends on who takes part, which goes on where the former parts have stopped (collective).
 
         Args:
@@ -248,10 +248,10 @@ class JobStrategy(DDPStrategy):
         """
         former = self.build(job, moved)
         assert former is not None
-        self.step.take_over(former.step)
-        self.parts.loaders.take_over(former.loaders, moved)
+        self.step.continue_from(former.step)
+        self.parts.loaders.continue_from(former.loaders, moved)
 
-    def continue_with(self, job: Job, moved: Regrouping, missed: bool, source: int, past: PastShares) -> None:
+    def continue_with(self, job: Job, moved: Repartition, missed: bool, source: int, past: ShareHistory) -> None:
         """Go on with the ranks that remain (collective).
 
         Args:
@@ -266,12 +266,12 @@ class JobStrategy(DDPStrategy):
         self.take_number(job)
         failures.watch(self.interface, self.options.limit.total_seconds(), job.view.ids)
         self._settle_plan()
-        known = Knowledge.of(self.share.planner)
-        of_rank(known, source).teach(self.share.planner)
+        known = PlanningState.of(self.share.planner)
+        of_rank(known, source).apply_to(self.share.planner)
         past.end(before.view.ids, self.share.planner, moved.start)
         self.rebuild(job, moved)
         kept = [before.view.index_of(member.id) for member in job.view.replicas]
-        self.engine.go_on(engine, kept, missed, self.fit_info())
+        self.engine.continue_after_loss(engine, kept, missed, self.fit_info())
         self.continue_in_view()
 
     def continue_in_view(self) -> None:
@@ -318,10 +318,10 @@ class JobStrategy(DDPStrategy):
             # The learning rate is this rank's own: its schedule has yet to follow.
             optimizer_states.restore(optimizer, {**optimizer.state_dict(), "state": state})
 
-    def fit_info(self) -> Run:
+    def fit_info(self) -> FitInfo:
         """The job and the fit, as the algorithm between replicas needs to know them."""
         assert self.job is not None
-        return Run(
+        return FitInfo(
             self.job.view.topology,
             self.job.view.ranks,
             self.job.groups,
@@ -352,7 +352,7 @@ class JobStrategy(DDPStrategy):
         if (hook := lightning_compat.comm_hook(self)) is not None:
             register_hook(ddp, *hook, group, self.lent, job.view.count > 1)
         topology = job.view.topology
-        way = average_within(self.options, ddp, topology, ranks, group, hooked=hook is not None)
+        way = use_shared_memory_allreduce(self.options, ddp, topology, ranks, group, hooked=hook is not None)
         way = way or topology.route(ranks)
         if way != parts.told:
             parts.told = way
@@ -384,7 +384,7 @@ class JobStrategy(DDPStrategy):
             return
         fit = next(_fits)
         if job.view.rank == 0:
-            PlanAgreement.open_boxes(job.store(f"plans/{fit}"), job.view.world)
+            PlanAgreement.open_mailboxes(job.store(f"plans/{fit}"), job.view.world)
         store = job.store(f"plans/{of_rank(fit, 0)}")
 
         def lost() -> str | None:

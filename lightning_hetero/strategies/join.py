@@ -20,10 +20,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.checkpoint.snapshot import MemoryFiles
+from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm import failures, threads
 from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
-from lightning_hetero.comm.failures import deadline, of_communication
+from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import begin_world, default_store
 from lightning_hetero.comm.job import open_store
 from lightning_hetero.comm.stores import store_at
@@ -35,11 +35,11 @@ from lightning_hetero.elastic.join_requests import (
     JobGoneError,
     JoinRequests,
     LauncherStore,
-    answers,
-    ask,
-    other_job,
+    is_other_job,
+    job_answers,
+    request_to_join,
 )
-from lightning_hetero.elastic.protocol import Agreed
+from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError
 from lightning_hetero.replicas.vectors import share
 from lightning_hetero.strategies import saving
@@ -47,12 +47,12 @@ from lightning_hetero.strategies.guards import settings
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.numbering import launched
 from lightning_hetero.strategies.options import Options
-from lightning_hetero.strategies.recovery_policy import Entry, Loss, Newcomers
+from lightning_hetero.strategies.recovery_policy import Entry, MembershipChange, Newcomers
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
 from lightning_hetero.version import __version__
 
 
-def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Why a process that differs from the job in these values cannot take part; ``None`` if it can."""
     if other.get("version") != ours["version"]:
         return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
@@ -91,11 +91,11 @@ _HERE = timedelta(seconds=15)  # in which all newcomers come to the new store
 def _living(place: JobAddress, limit: timedelta) -> Any:
     """The address of a job that runs, if there is one; if its first rank has just been lost, that of the next one."""
     address, until = place.read(limit), math.inf
-    while address is not None and not answers(address):
+    while address is not None and not job_answers(address):
         before, address = address, place.read(min(limit, timedelta(seconds=_SUCCESSION)))
         until = min(until, time.monotonic() + _SUCCESSION) if address == before else math.inf
         if time.monotonic() > until:
-            if address is not None and other_job(address):
+            if address is not None and is_other_job(address):
                 raise JoinRefusedError(
                     f"{place} names a job at {address[0]}:{address[1]}. A job runs there, but not with the secret that "
                     "stands in the place: it was changed, or it is left from an earlier job. If that job is yours, let "
@@ -135,7 +135,7 @@ def wrong_are_others(entry: Entry, error: Exception) -> bool:
         error: with which the fit could not begin.
     """
     if not isinstance(error, HeteroError) or not error.of_ranks:
-        return of_communication(error)  # some rank has ended, with an error of its own or without a word
+        return is_communication_error(error)  # some rank has ended, with an error of its own or without a word
     _, rank, _, before, _ = entry.admission
     return rank not in error.of_ranks and max(error.of_ranks) >= before
 
@@ -153,7 +153,7 @@ class BeginAgainError(Exception):
         self.entry, self.store = entry, store
 
 
-class Growth(Newcomers):
+class ElasticJoin(Newcomers):
     """Elastic joining, seen from one process: it asks a job to take it in, or takes others in.
 
     Args:
@@ -197,7 +197,7 @@ class Growth(Newcomers):
                     "first. Start a process that trains, or give this one no join_file."
                 )
             admission = self._admitted(place, address)
-            return Entry(admission, MemoryFiles(PATH, strategy.checkpoint_io), None, time.monotonic())
+            return Entry(admission, MemoryCheckpointIO(PATH, strategy.checkpoint_io), None, time.monotonic())
         return None
 
     def _admitted(self, place: JobAddress, address: Any) -> Admission:
@@ -206,12 +206,12 @@ class Growth(Newcomers):
 
         def waits() -> None:
             print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
-            threads.leave_out()  # while the ranks of the job agree on a step
+            threads.freeze_gc()  # while the ranks of the job agree on a step
 
         own = self.card()
         while True:
             try:
-                return ask(address, own, limit, waits)
+                return request_to_join(address, own, limit, waits)
             except JobGoneError as error:
                 if (address := _living(place, min(limit, timedelta(seconds=_SUCCESSION)))) is None:
                     what = f"this process could not join the job that {place} names: {error}"
@@ -322,7 +322,7 @@ class Growth(Newcomers):
         values = (*module.named_parameters(), *module.named_buffers())
         share(value.data for name, value in values if name not in loaded)
 
-    def entered(self) -> Loss | None:
+    def entered(self) -> MembershipChange | None:
         """Training begins: from now on files are files again; returns the change, if this rank has entered."""
         strategy = self._strategy
         entry = strategy.entry
@@ -335,7 +335,9 @@ class Growth(Newcomers):
         joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
         if not joined and not lost:
             return None
-        return Loss(view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)
+        return MembershipChange(
+            view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined
+        )
 
     # -- ranks that take part, and take others in --------------------------------------------------
 
@@ -354,7 +356,7 @@ class Growth(Newcomers):
             problem = error
         raise_on_all(problem, "a fit that other processes may join")
 
-    def go_on(self) -> None:
+    def continue_after_loss(self) -> None:
         """Others were lost: this may be the first rank now."""
         try:
             self.open()
@@ -376,7 +378,7 @@ class Growth(Newcomers):
             return
         if self._requests is None:
             interface, limit = strategy.interface, strategy.options.limit
-            self._requests = JoinRequests(interface, limit, lambda other: misfit(self.card(), other))
+            self._requests = JoinRequests(interface, limit, lambda other: incompatibility(self.card(), other))
             self._claim()
         self._written = self._written or self.addresses()
         for place in self._written:
@@ -387,7 +389,7 @@ class Growth(Newcomers):
         file = self._strategy.options.join_file
         follows = self._strategy.survival.view or self._strategy.entry is not None  # what stands there is this job's
         there = None if file is None or follows else AddressFile(file).read()
-        if there is not None and answers(there):
+        if there is not None and job_answers(there):
             raise JoinRefusedError(
                 f"another job has written join_file={file!r} in the meantime, and runs at {there[0]}:{there[1]}. "
                 "Start this process again to join it, or give this job another file."
@@ -439,7 +441,7 @@ class Growth(Newcomers):
             return
         world = view.world + more
         rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
-        files = MemoryFiles(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy.precision_plugin))
+        files = MemoryCheckpointIO(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy.precision_plugin))
         strategy.checkpoint_io = files
         admission = Admission(view.number + 1, view.rank, world, view.world, address)
         self._leaving = Entry(admission, files, view.replica.id, began)
@@ -447,7 +449,7 @@ class Growth(Newcomers):
             trainer.save_checkpoint(PATH)
         finally:
             strategy.checkpoint_io = files.usual
-        strategy.survival.again(strategy.share.listen)  # leave nothing in flight
+        strategy.survival.again(strategy.share.apply_reports)  # leave nothing in flight
         if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
             if requests is not None:
                 requests.put_off(newcomers)
@@ -456,7 +458,7 @@ class Growth(Newcomers):
             requests.admit(newcomers, view.number + 1, view.world, address)
         raise BeginAgainError(self._leaving, store)
 
-    def again(self, agreed: Agreed, store: dist.Store | None) -> BeginAgainError:
+    def again(self, agreed: AgreedView, store: dist.Store | None) -> BeginAgainError:
         """How this rank begins again with those that remain, since some of them have left the fit already.
 
         Args:
@@ -513,7 +515,11 @@ class Growth(Newcomers):
         """
         strategy = self._strategy
         entry = strategy.entry
-        if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or of_communication(error)):
+        if (
+            entry is None
+            or entry.replica is None
+            or not (isinstance(error, HeteroError) or is_communication_error(error))
+        ):
             return None  # training has begun, or this is a newcomer
         view, rank, world, before, address = entry.admission
         if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
@@ -551,7 +557,7 @@ class Growth(Newcomers):
             vars(strategy).pop(name, None)
 
 
-def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> BeginAgainError:
+def among(entry: Entry, agreed: AgreedView, me: int, store: dist.Store | None) -> BeginAgainError:
     """How a rank begins again with those that remain, without newcomers.
 
     Args:

@@ -10,7 +10,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_hetero.launch.environment import RegroupedEnvironment
+from lightning_hetero.launch.environment import RenumberedEnvironment
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def launched(environment: ClusterEnvironment) -> ClusterEnvironment:
     """What the launcher said about this process, before it got another number."""
-    while isinstance(environment, RegroupedEnvironment):
+    while isinstance(environment, RenumberedEnvironment):
         environment = environment.inner
     return environment
 

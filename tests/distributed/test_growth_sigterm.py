@@ -22,8 +22,8 @@ class Terminated(pl.Callback):
     def __init__(self, rank: int, where: str) -> None:
         self.rank, self.where, self.starts = rank, where, 0
         if where == "enter":
-            self._usual = join.Growth.enter
-            join.Growth.enter = lambda *args: self._enter(*args)  # type: ignore[method-assign]
+            self._usual = join.ElasticJoin.enter
+            join.ElasticJoin.enter = lambda *args: self._enter(*args)  # type: ignore[method-assign]
 
     def _come(self, where: str) -> None:
         own = os.environ["RANK"] == str(self.rank) and not os.environ.get(LATE)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 Restore = Callable[[], Any]
 
 
-class Kept:
+class StateBackup:
     """What objects held when they were kept, each once.
 
     That covers parameters, buffers, gradients, and what attributes hold: numbers, texts, tensors, generators of random
