@@ -1,4 +1,4 @@
-"""Leaves a model as it was, whatever is tried with it."""
+"""Backup of a model's state and its optimizers', restored after steps that were only tried."""
 
 import random
 from collections import deque
@@ -16,7 +16,7 @@ Restore = Callable[[], Any]
 
 
 class StateBackup:
-    """What objects held when they were kept, each once.
+    """Backup of what objects held, each once.
 
     That covers parameters, buffers, gradients, and what attributes hold: numbers, texts, tensors, generators of random
     numbers, other modules such as metrics, and lists, dictionaries and sets of these. It does not cover objects of

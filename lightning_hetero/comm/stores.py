@@ -14,7 +14,7 @@ _TRY = timedelta(seconds=2)
 
 
 def connected(connect: Callable[[timedelta], T], limit: timedelta) -> T:
-    """Make a connection, in short tries, and give up once :func:`~lightning_hetero.comm.threads.abort_sockets` is called.
+    """Connect, in short tries; give up once :func:`~lightning_hetero.comm.threads.abort_sockets` is called.
 
     Args:
         connect: makes it, within a time.

@@ -1,4 +1,4 @@
-"""What a forecast starts from: ranks, links and a model, as measured or as assumed."""
+"""Cluster of a forecast: ranks, links and a model, as measured or as assumed."""
 
 import math
 import re
@@ -196,7 +196,8 @@ class Cluster:
 
             >>> from lightning_hetero.planning.cluster import Cluster, LinkModel
             >>> from lightning_hetero.batching.shares import Cost
-            >>> cluster = Cluster(((Cost(0.2, 0.01),), (Cost(0.2, 0.01),)), 80, 4e6, LinkModel(0, 1e9), LinkModel(0, 1e7))
+            >>> nodes = ((Cost(0.2, 0.01),), (Cost(0.2, 0.01),))
+            >>> cluster = Cluster(nodes, 80, 4e6, LinkModel(0, 1e9), LinkModel(0, 1e7))
             >>> round(cluster.exposed(0.4, cluster.split), 3), cluster.exposed(0.4, cluster.split, by_link=False)
             (0.105, 0.4)
         """

@@ -20,12 +20,12 @@ from lightning_hetero.planning.strategy_choice import changes, draw, efficiencie
 MOST_RANKS = 100_000
 #: Of the files of ``lightning-hetero doctor --save``; the first ones had no number.
 FORMAT = 1
-#: What a user may say of a cluster that was measured; the rest of :class:`ClusterOptions` describes its ranks, which are known.
+#: Options that a user may give for a measured cluster; the rest of :class:`ClusterOptions` describes its ranks.
 OVER_A_FILE = ("nodes", "params", "batch", "link", "latency", "inside", "handling")
 
 
 class ClusterOptions(NamedTuple):
-    """What a user gives instead of measurements.
+    """Options that describe a cluster, instead of measurements.
 
     Attributes:
         nodes: their number.
@@ -187,7 +187,7 @@ _SELDOM = (
 
 
 def run(measured: Path | None, given: Mapping[str, Any], every: int, wire: str, most: int, out: Path | None) -> None:
-    """What the command does.
+    """Run the command.
 
     Args:
         measured: a file of ``doctor --save``. Default: the cluster is described.

@@ -326,7 +326,7 @@ def _draw_anew(trainer: "pl.Trainer", share: BatchAccounting) -> None:
 
 
 @contextmanager
-def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
+def preserve_state(*things: Any, device: torch.device = CPU) -> Iterator[None]:
     """What happens in this block leaves modules, optimizers and random states as they are.
 
     See :class:`~lightning_hetero.batching.state_backup.StateBackup` for what that covers.
@@ -372,7 +372,7 @@ class Trials:
         """Try batches in this block. After it, all is as it was before."""
         try:
             with (
-                untouched(self._module, *self._optimizers, device=self._device),
+                preserve_state(self._module, *self._optimizers, device=self._device),
                 without_process_group(),
                 torch.enable_grad(),
             ):

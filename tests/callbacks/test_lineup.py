@@ -1,4 +1,4 @@
-"""The report when ranks are lost in the midst of a fit: the successor writes it, with the numbers of `MembershipChange`."""
+"""The report when ranks are lost within a fit: the successor writes it, with the numbers of `MembershipChange`."""
 
 import io
 import json
