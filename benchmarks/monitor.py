@@ -65,11 +65,11 @@ def fit(model: str, monitored: bool, folder: str) -> tuple[float, float, float]:
 
 def worker(repeats: int) -> dict[str, Any]:
     from lightning_hetero import HeteroMonitor
-    from lightning_hetero.callbacks.record import StepRecord
+    from lightning_hetero.callbacks.monitor_data import StepHistory
 
     for owner, name, part in (
         (HeteroMonitor, "on_train_batch_end", "steps"),
-        (StepRecord, "add", "steps"),
+        (StepHistory, "add", "steps"),
         (HeteroMonitor, "on_train_end", "report"),
     ):
         timed(owner, name, part)

@@ -70,7 +70,7 @@ def alone(repeats: int) -> dict[str, list[float]]:
 def exchanges(repeats: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of what replicas do: an average over them, and a message to the other ranks of a replica."""
     from lightning_hetero.comm.all_reduce import ReplicaLinks
-    from lightning_hetero.comm.groups import Groups, Sharing, Within
+    from lightning_hetero.comm.groups import Groups, SharedMemoryGroups, Within
 
     world, limit = dist.get_world_size(), timedelta(seconds=120)
     values, reference = torch.randn(BYTES // 4), torch.zeros(BYTES // 4)
@@ -78,7 +78,7 @@ def exchanges(repeats: int) -> dict[str, dict[str, list[float]]]:
     messages: dict[str, Callable[[], float]] = {}
     ways: tuple[Within, ...] = "gloo", "shm"
     for way in ways:
-        groups = Groups.open(limit, Sharing(["here"] * world, limit, way))
+        groups = Groups.open(limit, SharedMemoryGroups(["here"] * world, limit, way))
         apart = ReplicaLinks(dist.get_rank(), [[rank] for rank in range(world)], groups)
         told = ReplicaLinks(dist.get_rank(), [list(range(world))], groups)
         averages[way] = lambda apart=apart: seconds(lambda: apart.average([values], [1.0] * world, [reference]))

@@ -343,9 +343,9 @@ def fetched_batch(fetcher: Any) -> Any:
 def watch_fetching(trainer: "pl.Trainer", begins: Callable[[], None], ends: Callable[[], None]) -> None:
     """Call functions when the fetching of a training batch begins and ends, beside Lightning's profiler."""
     fetcher = trainer.fit_loop._data_fetcher
-    if fetcher is not None and not isinstance(fetcher._start_profiler, _Both):  # the Trainer sets its own anew
+    if fetcher is not None and not isinstance(fetcher._start_profiler, _CallBoth):  # the Trainer sets its own anew
         start, stop = fetcher._start_profiler, fetcher._stop_profiler
-        fetcher._start_profiler, fetcher._stop_profiler = _Both(start, begins), _Both(ends, stop)
+        fetcher._start_profiler, fetcher._stop_profiler = _CallBoth(start, begins), _CallBoth(ends, stop)
 
 
 def fetch_anew(trainer: "pl.Trainer") -> None:
@@ -384,7 +384,7 @@ class _Connector(_DataConnector):
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 
 
-class _Both:
+class _CallBoth:
     """Calls one function, then another."""
 
     def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -395,7 +395,7 @@ class _Both:
         self._second()
 
 
-def leave_out(closure: Any) -> None:
+def mark_executed(closure: Any) -> None:
     """Let the closure of a step count as executed: other ranks have taken the step for this one."""
     closure._result = ClosureResult(closure_loss=None)
 

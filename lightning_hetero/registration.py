@@ -34,7 +34,7 @@ def register_with_lightning() -> None:
     sys.meta_path.insert(0, _After("pytorch_lightning", _refuse_apart) if _differ() else _OldNames())
 
 
-def why_apart() -> str:
+def why_not_aliased() -> str:
     """Why ``pytorch_lightning`` does not stand for ``lightning.pytorch`` in this process, and what to do."""
     if versions := _differ():
         return (

@@ -11,15 +11,15 @@ from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.center import CenterAverager, CenteredAverager
-from lightning_hetero.checks import is_number
+from lightning_hetero.algorithms.center import CenteredAverager, SyncCenterAverager
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.option_checks import is_number
 
 
 @dataclass(frozen=True)
-class Pull:
+class ElasticForce:
     """How strongly replicas and their center pull at each other. Give one of the first two at most.
 
     Attributes:
@@ -72,13 +72,13 @@ class Pull:
         return replicas * alpha if self.beta is None else self.beta
 
     @property
-    def nothing(self) -> bool:
+    def is_zero(self) -> bool:
         """Whether nothing ever moves, whatever the learning rate."""
         return not (self.moving_rate or self.rho or self.beta)
 
 
 @dataclass
-class Elastic(CenteredAverager):
+class ElasticBase(CenteredAverager):
     """What all forms of EASGD have in common: replicas are tied to a center by an elastic force.
 
     With ``D_i = x_i - c`` from before the replica's own step, weights ``w_i`` (the part of the samples that replica
@@ -109,18 +109,18 @@ class Elastic(CenteredAverager):
     rho: float | None = None
     beta: float | None = None
     wire: str = "fp32"
-    pull: Pull = field(init=False, repr=False)
+    pull: ElasticForce = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.pull = Pull(self.moving_rate, self.rho, self.beta)
+        self.pull = ElasticForce(self.moving_rate, self.rho, self.beta)
         self.moving_rate = self.pull.moving_rate
         check_wire(self.wire)
 
     @override
     def prepare(self) -> Outcome | None:
         super().prepare()
-        self._moved = self.pull.nothing  # the center never will: nothing is sent, for the mean neither
+        self._moved = self.pull.is_zero  # the center never will: nothing is sent, for the mean neither
         return Outcome(warning=stability(*self.strength()))
 
     def strength(self) -> tuple[float, float]:
@@ -130,7 +130,7 @@ class Elastic(CenteredAverager):
 
 
 @dataclass
-class ElasticAverager(Elastic, CenterAverager):
+class ElasticAverager(ElasticBase, SyncCenterAverager):
     """EASGD: ``x_i -= alpha D_i;  c += beta sum_i w_i D_i``, both from the old values, all replicas at once.
 
     Alpha is that of the first replica, for all. Without gradients ``alpha c + beta sum_i w_i x_i`` is conserved.
@@ -142,7 +142,7 @@ class ElasticAverager(Elastic, CenterAverager):
 
     @override
     def due(self, context: StepContext) -> bool:
-        return not self.pull.nothing and super().due(context)
+        return not self.pull.is_zero and super().due(context)
 
     @override
     def payload(self) -> float:

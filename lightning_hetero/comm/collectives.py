@@ -13,14 +13,14 @@ from torch.distributed import ReduceOp
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm.agreement import gather, gather_samples, of_rank
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.comm.objects import CPU, check_sum, number_of
+from lightning_hetero.comm.object_collectives import CPU, check_sum, collective_number
 from lightning_hetero.comm.topology import widest
 from lightning_hetero.errors import UnsupportedError
 
 _REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
 
 
-class Trial(NamedTuple):
+class TrialBatch(NamedTuple):
     """A batch that a rank tries alone.
 
     Attributes:
@@ -54,7 +54,7 @@ class Collectives:
         self.alone, self._timer, self._loss_counts = alone, timer, loss_counts
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
         self._warned = False  # that a mean could not be weighted
-        self._trial: Trial | None = None  # under way, if one is
+        self._trial: TrialBatch | None = None  # under way, if one is
         self._name: str | None = None  # of the value that is being logged with a weight of its own
         self._logged = ""  # the value that is being logged, in words
         self._told: set[str] = set()  # names of values of which nothing was left
@@ -87,7 +87,7 @@ class Collectives:
         finally:
             self._before = None
 
-    def tell_of_nothing(self, name: str) -> None:
+    def explain_nan(self, name: str) -> None:
         """Say once why a logged value is not a number."""
         if name not in self._told:
             self._told.add(name)
@@ -97,7 +97,7 @@ class Collectives:
             )
 
     @contextmanager
-    def trying(self, trial: Trial) -> Iterator[None]:
+    def trying(self, trial: TrialBatch) -> Iterator[None]:
         """In this block, in which this rank is alone, what is gathered is made of its own samples."""
         self._trial = trial
         try:
@@ -180,7 +180,7 @@ class Collectives:
         what = f"reduce {self._logged or 'a tensor'}"
 
         def reduced() -> Tensor:
-            number = number_of(what, group)
+            number = collective_number(what, group)
             total = torch.cat([value, value.new_tensor([number])]) if mean else value.clone()
             dist.all_reduce(total, op=op, group=group)
             if not mean:
@@ -207,7 +207,7 @@ class Collectives:
         weight, ranks, unknown = sums[-3:].tolist()
         if not unknown:
             if not weight and self._name is not None:
-                self.tell_of_nothing(self._name)
+                self.explain_nan(self._name)
             return weighted / weight
         if not self._warned:
             self._warned = True

@@ -422,7 +422,7 @@ def check_wire(wire: str) -> None:
     encoding_of(wire)
 
 
-def only_wide_wires(wire: str, strategies: str) -> None:
+def refuse_low_bit(wire: str, strategies: str) -> None:
     """See that an option is a wire of an algorithm that cannot take low-bit ones.
 
     Args:
@@ -444,7 +444,7 @@ def only_wide_wires(wire: str, strategies: str) -> None:
         )
 
 
-__all__ = ["LOW_BIT", "Encoding", "Feedback", "check_wire", "encoding_of", "only_wide_wires"]
+__all__ = ["LOW_BIT", "Encoding", "Feedback", "check_wire", "encoding_of", "refuse_low_bit"]
 
 
 def encoded_sum(

@@ -9,7 +9,7 @@ from lightning_hetero.comm.topology import Place, Topology
 
 
 @dataclass(frozen=True)
-class Member:
+class ReplicaMember:
     """A replica that takes part.
 
     Attributes:
@@ -45,13 +45,13 @@ class View:
 
         >>> from lightning_hetero.comm.topology import Place
         >>> places = tuple(Place(f"host{rank // 2}", rank // 2, rank % 2, "cpu") for rank in range(4))
-        >>> view = View(0, (Member(0, (0, 1)), Member(1, (2, 3))), places, rank=2)
-        >>> view.replica.id, view.leads, view.count
+        >>> view = View(0, (ReplicaMember(0, (0, 1)), ReplicaMember(1, (2, 3))), places, rank=2)
+        >>> view.replica.id, view.is_leader, view.count
         (1, True, 2)
     """
 
     number: int
-    replicas: tuple[Member, ...]
+    replicas: tuple[ReplicaMember, ...]
     places: tuple[Place, ...]
     rank: int
     ids: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class View:
     @classmethod
     def first(cls, topology: Topology, replicas: Sequence[Sequence[int]]) -> "View":
         """The view in which a job begins: replicas get the numbers from 0 on as their ids."""
-        members = tuple(Member(number, tuple(ranks)) for number, ranks in enumerate(replicas))
+        members = tuple(ReplicaMember(number, tuple(ranks)) for number, ranks in enumerate(replicas))
         ids = tuple(range(topology.world))
         return cls(0, members, topology.places, topology.rank, ids, ranks_leave=len(members) == 1)
 
@@ -74,7 +74,7 @@ class View:
         kept = [former[member.leader] for member in self.replicas]
         following = count(1 + max((id for id in kept if id is not None), default=-1))
         ids = [next(following) if id is None or id in kept[:index] else id for index, id in enumerate(kept)]
-        members = tuple(Member(id, member.ranks) for id, member in zip(ids, self.replicas, strict=True))
+        members = tuple(ReplicaMember(id, member.ranks) for id, member in zip(ids, self.replicas, strict=True))
         return replace(self, number=number, replicas=members)
 
     @property
@@ -83,7 +83,7 @@ class View:
         ranks = [(rank,) for rank in range(self.world)] if self.ranks_leave else self.ranks
         return [[self.ids[rank] for rank in unit] for unit in ranks]
 
-    def among(self, number: int, ids: Collection[int]) -> "View":
+    def for_survivors(self, number: int, ids: Collection[int]) -> "View":
         """The view of the ranks that remain, numbered anew in their order.
 
         Args:
@@ -92,7 +92,7 @@ class View:
         """
         kept = [rank for rank, id in enumerate(self.ids) if id in ids]
         now = {rank: new for new, rank in enumerate(kept)}
-        replicas = [Member(m.id, tuple(now[rank] for rank in m.ranks if rank in now)) for m in self.replicas]
+        replicas = [ReplicaMember(m.id, tuple(now[rank] for rank in m.ranks if rank in now)) for m in self.replicas]
         return View(
             number,
             tuple(member for member in replicas if member.ranks),
@@ -122,12 +122,12 @@ class View:
         return next(index for index, member in enumerate(self.replicas) if member.id == id)
 
     @property
-    def replica(self) -> Member:
+    def replica(self) -> ReplicaMember:
         """This rank's replica."""
         return self.replicas[self.index]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank speaks for its replica."""
         return self.rank == self.replica.leader
 

@@ -27,7 +27,7 @@ class Drift(NamedTuple):
     name: str
 
 
-class SameParameters:
+class ParameterDriftCheck:
     """Compares the parameters of a replica's ranks now and then.
 
     All ranks step with the same gradients, to the last bit. But kinds of devices round differently within an optimizer,

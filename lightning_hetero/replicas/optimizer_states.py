@@ -62,7 +62,7 @@ def _numbers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, float]]:
                         yield called, value.item()
 
 
-def number_of(settings: Mapping[str, float]) -> int:
+def settings_number(settings: Mapping[str, float]) -> int:
     """A number that differs where hyperparameters differ by more than machines do."""
     return zlib.crc32(" ".join(f"{value:.4g}" for value in settings.values()).encode())
 

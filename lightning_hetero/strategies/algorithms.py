@@ -15,8 +15,8 @@ from lightning_hetero.algorithms.diloco import OuterAverager
 from lightning_hetero.algorithms.diloco_async import OuterAsyncAverager
 from lightning_hetero.algorithms.easgd import EAMSGDAverager, ElasticAverager, OverlappedElasticAverager
 from lightning_hetero.algorithms.easgd_async import (
-    AsyncAverager,
-    AsyncMomentumAverager,
+    AsyncElasticAverager,
+    AsyncMomentumElasticAverager,
     HogwildAverager,
     RoundRobinAverager,
 )
@@ -89,7 +89,7 @@ class HeteroDDPStrategy(HeteroStrategy):
         super().teardown()
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if not self.collectives.alone():
             self._gradients.add_to(checkpoint)
@@ -231,7 +231,7 @@ class EASGDRoundRobinStrategy(ReplicaStrategy):
     """
 
 
-@with_options_of(AsyncAverager, replica="rank")
+@with_options_of(AsyncElasticAverager, replica="rank")
 class EASGDAsyncStrategy(ReplicaStrategy):
     """Replicas train apart, tied to a center by an elastic force; each exchanges with it every tau steps of its own.
 
@@ -249,7 +249,7 @@ class EASGDAsyncStrategy(ReplicaStrategy):
     """
 
 
-@with_options_of(AsyncMomentumAverager, replica="rank")
+@with_options_of(AsyncMomentumElasticAverager, replica="rank")
 class MEASGDAsyncStrategy(ReplicaStrategy):
     """Asynchronous EASGD with heavy-ball momentum: ``v <- mu v - eta g;  x <- x + v - alpha (x - c)``.
 

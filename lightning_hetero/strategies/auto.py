@@ -11,22 +11,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.algorithms.automatic import UndecidedAverager
+from lightning_hetero.algorithms.automatic import AutoAverager
 from lightning_hetero.algorithms.base import Averager
-from lightning_hetero.batching.planner import Regrouping, Report
+from lightning_hetero.batching.planner import Repartition, Report
 from lightning_hetero.batching.sampler import ShareSampler
 from lightning_hetero.batching.shares import Cost
-from lightning_hetero.checkpoint.format import Identity
+from lightning_hetero.checkpoint.format import CheckpointIdentity
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.comm.view import Member, View
+from lightning_hetero.comm.view import ReplicaMember, View
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.planning import cluster
-from lightning_hetero.planning.choice import Choice, Wish, choose
-from lightning_hetero.planning.cluster import MEMORY, Cluster, Way
+from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel
+from lightning_hetero.planning.strategy_choice import AutoLimits, Choice, choose
 from lightning_hetero.replicas.vectors import share_values
-from lightning_hetero.sections import FORMAT, KEY, part_of
 from lightning_hetero.strategies import fit, saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.default_groups import beyond
@@ -39,7 +39,7 @@ def divided(strategy: "ReplicaStrategy") -> View:
     """The view of the same ranks, with the replicas that the strategy asks for now."""
     assert strategy.job is not None
     view = strategy.job.view
-    members = tuple(Member(id, ranks) for id, ranks in enumerate(strategy.replicas(view.topology)))
+    members = tuple(ReplicaMember(id, ranks) for id, ranks in enumerate(strategy.replicas(view.topology)))
     return replace(view, number=view.number + 1, replicas=members, ranks_leave=len(members) == 1)
 
 
@@ -63,7 +63,7 @@ def unchangeable(strategy: "ReplicaStrategy") -> str | None:
     return None
 
 
-def divide(strategy: "ReplicaStrategy") -> None:
+def repartition(strategy: "ReplicaStrategy") -> None:
     """Let the replicas that the strategy asks for now go on from the weights that all hold (collective).
 
     Args:
@@ -71,11 +71,11 @@ def divide(strategy: "ReplicaStrategy") -> None:
     """
     assert strategy.job is not None
     share, former = strategy.share, strategy.job
-    share.listen()  # leave nothing in flight
+    share.apply_reports()  # leave nothing in flight
     start = max(gather(share.loaders.next_step(), "the next batch to draw"))
     job = Job(divided(strategy), former.timeout, former.within)
     kept = tuple(range(former.view.world))
-    fit.rebuild(strategy, job, Regrouping(kept, start, share.heard))
+    fit.rebuild(strategy, job, Repartition(kept, start, share.reports_applied))
     share_values(strategy.trainer.lightning_module)  # unlike devices round differently, and buffers are each rank's own
     strategy.begin_apart()
     fit.renew_model(strategy)
@@ -89,7 +89,7 @@ _TRIES = 10  # times that it waits for the ranks' speeds
 _PAIRS = 4  # links of each kind that are measured, or it would take long on many nodes
 
 
-@with_options_of(UndecidedAverager)
+@with_options_of(AutoAverager)
 class AutoStrategy(ReplicaStrategy):
     """Begins as `hetero_ddp`, which is exact, measures, and changes to the fastest strategy if that gains enough.
 
@@ -110,7 +110,7 @@ class AutoStrategy(ReplicaStrategy):
         trainer = Trainer(strategy=AutoStrategy(gain=0.3, deterministic=True), accelerator="cpu", devices=2)
     """
 
-    algorithm: UndecidedAverager
+    algorithm: AutoAverager
     chosen: ReplicaStrategy | None = None  #: What goes on; ``None``: ``hetero_ddp``.
     choice: Choice | None = None  #: The latest one, with its arithmetic; ``None``: nothing has been chosen yet.
     stays = False  #: Whether it has chosen to stay with ``hetero_ddp``.
@@ -174,7 +174,7 @@ class AutoStrategy(ReplicaStrategy):
     def _choose(self) -> None:
         """Choose, and change, on all ranks after the same step (collective)."""
         with self.timer.waiting():
-            self.share.listen()
+            self.share.apply_reports()
             if problem := next(filter(None, gather(unchangeable(self), "whether replicas can change")), None):
                 self._stay(f"{problem}, so that the replicas cannot change within this fit.")
                 return
@@ -188,7 +188,7 @@ class AutoStrategy(ReplicaStrategy):
             assert measured is not None
             step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
             algorithm = self.algorithm
-            wish = Wish(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
+            wish = AutoLimits(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
             self.choice = choose(measured, step, wish)
             if self.choice.prediction is None:
                 self._stay(self.choice.why)
@@ -196,7 +196,7 @@ class AutoStrategy(ReplicaStrategy):
             self._next = 0
             self._take(self.choice.prediction.name, self.choice.prediction.options)
             rank_zero_info(f"hetero_auto goes on as {self.choice.prediction.strategy}. {self.choice.why}")
-            divide(self)
+            repartition(self)
 
     def _stay(self, why: str) -> None:
         self._next, self.stays = 0, True
@@ -209,12 +209,12 @@ class AutoStrategy(ReplicaStrategy):
         assert self.job is not None
         return [list(ranks) for ranks in self.job.view.topology.nodes]
 
-    def _measured(self, pairs: list[tuple[int, int]], size: float) -> Way:
+    def _measured(self, pairs: list[tuple[int, int]], size: float) -> LinkModel:
         """The slowest of some links for a message of ``size`` bytes (collective)."""
         some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
-        return cluster.slowest(cluster.measure(some), size) or MEMORY
+        return cluster.slowest(cluster.measure_links(some), size) or MEMORY
 
-    def _cluster(self, within: Way, between: Way) -> Cluster | None:
+    def _cluster(self, within: LinkModel, between: LinkModel) -> Cluster | None:
         """What has been measured, the same on all ranks; ``None``: not yet, or it is not known how large steps are."""
         planner, reports = self.share.planner, self.share.reports
         if planner.learns or not planner.total or len(reports) != planner.world:
@@ -261,12 +261,12 @@ class AutoStrategy(ReplicaStrategy):
             self._take(decision["strategy"], {**decision["options"], "replica": decision["replica"]})
 
     @override
-    def _identity(self) -> Identity:
+    def _identity(self) -> CheckpointIdentity:
         own = super()._identity()
         return own if self.chosen is None else own._replace(algorithm=type(self.chosen).saved_as)
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if (decision := self._decision()) is not None:
             checkpoint.setdefault(KEY, {"format": FORMAT})["choice"] = decision

@@ -29,7 +29,7 @@ class BackgroundConsensus:
     def __init__(self, strategy: "ReplicaStrategy") -> None:
         self._strategy, self._averager, view = strategy, strategy.averager, strategy.engine.view
         leaders = [(member.leader,) for member in view.replicas]
-        self._average = strategy.engine.links.averager_apart(leaders) if view.leads else None
+        self._average = strategy.engine.links.background_averager(leaders) if view.is_leader else None
 
     @staticmethod
     def possible(strategy: "ReplicaStrategy") -> bool:
@@ -70,11 +70,11 @@ class BackgroundConsensus:
         """
         engine, averager = self._strategy.engine, self._averager
         assert averager is not None
-        known = averager.replica.included if isinstance(averager, CenteredAverager) and averager.leads else 0
+        known = averager.replica.included if isinstance(averager, CenteredAverager) and averager.uses_center else 0
         if not known:
-            engine.looked()
+            engine.note_evaluation()
         rooms, places = list[Tensor](), dict[Any, Tensor]()
-        for group in averager.replica.layout if engine.view.leads else ():
+        for group in averager.replica.layout if engine.view.is_leader else ():
             room, parts = snapshot.room(list(group.values()))
             rooms.append(room)
             places |= {identity(value): part for value, part in zip(group.values(), parts, strict=True)}

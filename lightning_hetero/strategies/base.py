@@ -20,26 +20,26 @@ from typing_extensions import override
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.engine import Engine, SingleReplica
-from lightning_hetero.batching.accounting import Workshare
-from lightning_hetero.batching.planner import Regrouping
+from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.planner import Repartition
 from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.checkpoint.format import readable, warn_of_replicas
+from lightning_hetero.checkpoint.format import explain_unreadable, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
 from lightning_hetero.comm import failures, waits
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.comm.job import Job, tell_failure
+from lightning_hetero.comm.job import Job, announce_failure
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import DisagreementError
-from lightning_hetero.replicas.drift import SameParameters
+from lightning_hetero.replicas.drift import ParameterDriftCheck
 from lightning_hetero.strategies import fit, join, saving
-from lightning_hetero.strategies.default_groups import LentGroups
+from lightning_hetero.strategies.default_groups import GroupOverrides
 from lightning_hetero.strategies.guards import check_beyond, check_setup, running, served
 from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.position import describe, tell_while_waiting
-from lightning_hetero.strategies.recovery import GoingOn
-from lightning_hetero.strategies.recovery_policy import Survival
+from lightning_hetero.strategies.recovery import PeerRecovery
+from lightning_hetero.strategies.recovery_policy import RecoveryPolicy
 from lightning_hetero.strategies.replica_ddp import share_buffers, take_unfrozen_in
 from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
 from lightning_hetero.strategies.training_step import (
@@ -146,7 +146,7 @@ def optimize(
         with strategy.step.hooks():
             return strategy.step.optimize(strategy.trainer, optimizer, closure, stepping)
 
-    output = strategy.survival.step(step, left_out=lambda: lightning_compat.leave_out(closure))
+    output = strategy.survival.step(step, left_out=lambda: lightning_compat.mark_executed(closure))
     if strategy.trainer.lightning_module.automatic_optimization:
         window_ended(strategy)  # before schedulers and callbacks
     return output
@@ -159,10 +159,10 @@ def window_ended(strategy: "HeteroStrategy") -> None:
     if (same := strategy.parts.same) is not None:
         _compare(strategy, same)
     apply(strategy.survival.exchange(lambda: strategy.engine.exchange()), type(strategy).__name__)
-    strategy.survival.again(lambda: strategy.engine.met())
+    strategy.survival.again(lambda: strategy.engine.exchange_completed())
 
 
-def _compare(strategy: "HeteroStrategy", same: SameParameters) -> None:
+def _compare(strategy: "HeteroStrategy", same: ParameterDriftCheck) -> None:
     """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
     begun = False
 
@@ -204,15 +204,15 @@ class HeteroStrategy(DDPStrategy):
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer, partial(fit.alone, self), partial(fit.loss_counts, self))
         self._rank_state, self._shards = saving.RankState(self.options), Shards()
-        self.lent = LentGroups()
-        self.survival = GoingOn(self) if self.options.on_peer_loss == "continue" else Survival()
+        self.lent = GroupOverrides()
+        self.survival = PeerRecovery(self) if self.options.on_peer_loss == "continue" else RecoveryPolicy()
 
     job: Job | None = None  # once this process has joined
-    entry: join.Entry | None = None  # if it joins a job that runs, until training starts
-    share: Workshare
+    entry: join.JoinTicket | None = None  # if it joins a job that runs, until training starts
+    share: BatchAccounting
     engine: Engine
     step: TrainingStep
-    parts: fit.Parts
+    parts: fit.Fit
     stop_request: StopRequest | None = None  # of the latest fit
     evaluated: float | None = 0.0  # samples of this rank in the running evaluation; None if they are unknown
     monitored: MonitoredMetrics | None = None  # of the latest run
@@ -267,17 +267,17 @@ class HeteroStrategy(DDPStrategy):
         if self.job is None:
             self.build(fit.join_job(self))
 
-    def build(self, job: Job, regrouping: Regrouping | None = None) -> fit.Parts | None:
+    def build(self, job: Job, repartition: Repartition | None = None) -> fit.Fit | None:
         """Make what depends on who takes part, by the job's view (collective); returns what was there before.
 
-        In the midst of a fit ``regrouping`` says which of the former ranks remain.
+        In the midst of a fit ``repartition`` says which of the former ranks remain.
         """
         former = None if self.job is None else self.parts
-        parts = fit.make_parts(self, job, former, regrouping)
+        parts = fit.make_parts(self, job, former, repartition)
         self.job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
         return former
 
-    def make_engine(self, job: Job, share: Workshare) -> Engine:
+    def make_engine(self, job: Job, share: BatchAccounting) -> Engine:
         """What happens between replicas."""
         return SingleReplica(self.options.rebalance_every_n_steps)
 
@@ -352,7 +352,9 @@ class HeteroStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         collective("share buffers", lambda: share_buffers(self.model))  # as DDP would
-        self.engine.hold(collective("find the consensus", lambda: self.engine.look(self.trainer.sanity_checking)))
+        self.engine.hold(
+            collective("find the consensus", lambda: self.engine.evaluation_values(self.trainer.sanity_checking))
+        )
 
     @override
     def on_validation_end(self) -> None:
@@ -374,7 +376,7 @@ class HeteroStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.survival.again(lambda: self.step.batch_ended(self.trainer))
-        self.survival.again(lambda: self.share.listen())  # leave nothing in flight
+        self.survival.again(lambda: self.share.apply_reports())  # leave nothing in flight
         if self.stop_request is not None:
             self.stop_request.finish()
         self.survival.end()
@@ -396,7 +398,7 @@ class HeteroStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.survival.end() if fit.stopped(self) else self.survival.failed(exception)
-        tell_failure(exception)
+        announce_failure(exception)
         lightning_compat.forget_loader_that_failed(lightning_compat.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)
 
@@ -434,7 +436,7 @@ class HeteroStrategy(DDPStrategy):
         return saving.copied_for_join(self, super().lightning_module_state_dict())
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         with self._rank_state.saving(checkpoint, self) as portable:
             super().save_checkpoint(portable, filepath, storage_options)
@@ -448,7 +450,7 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with readable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
+        with explain_unreadable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
             return self._rank_state.read(super().load_checkpoint(checkpoint_path, *args, **kwargs), self)
 
     @override

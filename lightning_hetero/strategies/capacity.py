@@ -27,14 +27,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.batching.preserved import untouched
 from lightning_hetero.batching.sampler import FixedBatches, ShareSampler
+from lightning_hetero.batching.state_backup import preserve_state
 from lightning_hetero.batching.streams import SharedStreamLoader
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.collectives import Trial
-from lightning_hetero.comm.threads import alone
+from lightning_hetero.comm.collectives import TrialBatch
+from lightning_hetero.comm.threads import without_process_group
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError, UnsupportedError
-from lightning_hetero.sections import FORMAT, KEY, part_of
 from lightning_hetero.strategies.options import Options, memory_per_rank
 from lightning_hetero.strategies.replica_ddp import wrap_anew
 
@@ -264,7 +264,7 @@ def _step(strategy: "HeteroStrategy", batches: "Batches", samples: int) -> None:
     trainer, module, precision = strategy.trainer, strategy.trainer.lightning_module, strategy.precision_plugin
     batch = lightning_compat.before_transfer(module, precision.convert_input(batches.of(samples)))
     batch = DDPStrategy.batch_to_device(strategy, batch, strategy.root_device)
-    trial = Trial(batches.sizes(samples), strategy.world_size)
+    trial = TrialBatch(batches.sizes(samples), strategy.world_size)
     with strategy.collectives.trying(trial), precision.train_step_context():
         output = module.training_step(*lightning_compat.step_arguments(trainer, batch))
     loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -283,7 +283,7 @@ def _draw_anew(strategy: "HeteroStrategy") -> None:
         return
     with ExitStack() as stack:
         for source in reversed(sources):
-            stack.enter_context(loaders.moments[source].again())  # type: ignore[attr-defined]
+            stack.enter_context(loaders.moments[source].replay())  # type: ignore[attr-defined]
         for loader in combined.flattened:
             reader = getattr(loader, "loader", loader)
             if getattr(reader, "persistent_workers", False):  # they have drawn random numbers for their batches
@@ -319,7 +319,11 @@ class Trials:
     def begun(self) -> Iterator[None]:
         """Try batches in this block. After it, all is as it was before."""
         try:
-            with untouched(self._module, *self._optimizers, device=self._device), alone(), torch.enable_grad():
+            with (
+                preserve_state(self._module, *self._optimizers, device=self._device),
+                without_process_group(),
+                torch.enable_grad(),
+            ):
                 self._ready = not self._runs_out(self._fill)
                 yield
         finally:

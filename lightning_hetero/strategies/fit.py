@@ -17,15 +17,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import PlanAgreement, StreamPeers, Workshare, samples_in
-from lightning_hetero.batching.finite import FiniteSteps
-from lightning_hetero.batching.planner import Knowledge, PastShares, Regrouping, plan_among
+from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement, StreamPeers, samples_in
+from lightning_hetero.batching.nonfinite import NonFiniteGuard
+from lightning_hetero.batching.planner import PlanningState, Repartition, ShareHistory, plan_for_survivors
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.checkpoint.format import COMMON
 from lightning_hetero.comm import failures, threads
 from lightning_hetero.comm.agreement import AsyncAllGather, gather, of_rank
-from lightning_hetero.comm.job import Address, Follows, Job, meet
-from lightning_hetero.comm.threads import noting_sockets
+from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
+from lightning_hetero.comm.threads import record_sockets
 from lightning_hetero.comm.topology import place_of
 from lightning_hetero.launch.environment import (
     RaggedEnvironment,
@@ -36,21 +36,21 @@ from lightning_hetero.launch.environment import (
 )
 from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.drift import SameParameters
+from lightning_hetero.replicas.drift import ParameterDriftCheck
 from lightning_hetero.replicas.optimizer_states import hyperparameters
 from lightning_hetero.strategies import join, numbering
-from lightning_hetero.strategies.default_groups import LentGroups, register_hook
+from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.numbering import (
     interface,
     take_number,
 )
-from lightning_hetero.strategies.position import describe, position, run_of
+from lightning_hetero.strategies.position import describe, fit_info, position
 from lightning_hetero.strategies.replica_ddp import (
     BucketSize,
     ReplicaDDP,
     ReplicaSyncBatchNorm,
-    average_within,
+    use_shared_memory_allreduce,
     wrap_anew,
 )
 from lightning_hetero.strategies.training_step import TrainingStep
@@ -80,7 +80,7 @@ def begin(strategy: "HeteroStrategy") -> None:
         return
     fit = next(_fits)
     if job.view.rank == 0:
-        PlanAgreement.open_boxes(job.store(f"plans/{fit}"), job.view.world)
+        PlanAgreement.open_mailboxes(job.store(f"plans/{fit}"), job.view.world)
     store = job.store(f"plans/{of_rank(fit, 0)}")
 
     def lost() -> str | None:
@@ -123,7 +123,7 @@ def abandon(strategy: "HeteroStrategy") -> None:
 
 
 def regroup(
-    strategy: "HeteroStrategy", job: Job, moved: Regrouping, missed: bool, source: int, past: PastShares
+    strategy: "HeteroStrategy", job: Job, moved: Repartition, missed: bool, source: int, past: ShareHistory
 ) -> None:
     """Make all that depends on who takes part anew, and go on with it (collective).
 
@@ -140,12 +140,12 @@ def regroup(
     take_number(strategy, job)
     failures.watch(interface(strategy), strategy.options.limit.total_seconds(), job.view.ids)
     settle(strategy)
-    known = Knowledge.of(strategy.share.planner)
-    of_rank(known, source).teach(strategy.share.planner)
+    known = PlanningState.of(strategy.share.planner)
+    of_rank(known, source).apply_to(strategy.share.planner)
     past.end(before.view.ids, strategy.share.planner, moved.start)
     rebuild(strategy, job, moved)
     kept = [before.view.index_of(member.id) for member in job.view.replicas]
-    strategy.engine.go_on(engine, kept, missed, run_of(strategy))
+    strategy.engine.continue_after_loss(engine, kept, missed, fit_info(strategy))
     renew_model(strategy)
     if strategy.stop_request is not None:
         strategy.stop_request.move(job.store("stop"))
@@ -153,7 +153,7 @@ def regroup(
     strategy.timer.restart()
 
 
-def rebuild(strategy: "HeteroStrategy", job: Job, moved: Regrouping) -> None:
+def rebuild(strategy: "HeteroStrategy", job: Job, moved: Repartition) -> None:
     """Make what depends on who takes part, which goes on where the former parts have stopped (collective).
 
     Args:
@@ -163,8 +163,8 @@ def rebuild(strategy: "HeteroStrategy", job: Job, moved: Regrouping) -> None:
     """
     former = strategy.build(job, moved)
     assert former is not None
-    strategy.step.take_over(former.step)
-    strategy.parts.loaders.take_over(former.loaders, moved)
+    strategy.step.continue_from(former.step)
+    strategy.parts.loaders.continue_from(former.loaders, moved)
 
 
 def copy_states(strategy: "HeteroStrategy", windows: Sequence[int]) -> None:
@@ -264,16 +264,16 @@ def connect(strategy: "HeteroStrategy") -> None:
             join.enter(strategy, found, None)
         trainer = lightning_compat.trainer_of(strategy.lightning_module)
         if survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            threads.leave_out()  # before others wait for this rank
+            threads.freeze_gc()  # before others wait for this rank
     if strategy.entry is not None:
         failures.watch(numbering.interface(strategy), strategy.options.limit.total_seconds())
         return
     cluster, timeout = strategy.cluster_environment, strategy.options.limit
     assert cluster is not None
-    address = Address(cluster.main_address, cluster.main_port, cluster.global_rank(), cluster.world_size())
+    address = RendezvousAddress(cluster.main_address, cluster.main_port, cluster.global_rank(), cluster.world_size())
 
     def init() -> None:
-        with noting_sockets(of_all=True):
+        with record_sockets(of_all=True):
             lightning_compat.init_dist_connection(cluster, "gloo", timeout=timeout, **_store_of_restart(timeout))
 
     launcher = strategy.launcher
@@ -283,7 +283,7 @@ def connect(strategy: "HeteroStrategy") -> None:
             "If they train already without an earlier process of this rank, it cannot come back here: a rank 0 that is "
             "started again finds its job through the strategy's `join_file` only."
         )
-    meet(
+    join_world(
         init, address, timeout, launcher.ended if isinstance(launcher, ObservedLauncher) else lambda: None, hint, began
     )
 
@@ -307,7 +307,7 @@ def join_job(strategy: "HeteroStrategy") -> Job:
     options = strategy.options
     place = place_of(strategy.root_device, hostname(), strategy.node_rank, strategy.local_rank)
     entry = strategy.entry
-    follows = None if entry is None else Follows(entry.admission.view, _launch(strategy), entry.replica)
+    follows = None if entry is None else ViewSuccession(entry.admission.view, _launch(strategy), entry.replica)
     agreed = {"strategy": type(strategy).__name__, **options.agreed(), **strategy.algorithm_options()}
     job = Job.join(place, options.ranks_per_node, strategy.replicas, agreed, options.limit, follows)
     for card, ranks in job.view.topology.shared_cards().items():
@@ -325,7 +325,7 @@ def _launch(strategy: "HeteroStrategy") -> str:
 
 
 @dataclass
-class Parts:
+class Fit:
     """What is made from a view, and is made again when it changes.
 
     Attributes:
@@ -340,14 +340,14 @@ class Parts:
         told: how gradients travel, in the words that the user has been told.
     """
 
-    share: Workshare
+    share: BatchAccounting
     engine: Engine
     step: TrainingStep
     loaders: Loaders
-    finite: FiniteSteps
+    finite: NonFiniteGuard
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
-    same: SameParameters | None
+    same: ParameterDriftCheck | None
     told: str = ""
 
     def wrapped(self, strategy: "HeteroStrategy") -> torch.nn.Module:
@@ -370,7 +370,7 @@ class Parts:
         ddp = ReplicaDDP(self.share.timer, module=model, **options)
         if (hook := lightning_compat.comm_hook(strategy)) is not None:
             register_hook(ddp, *hook, group, strategy.lent, strategy.job.view.count > 1)
-        way = average_within(strategy, ddp, self.share.replica, group, hooked=hook is not None)
+        way = use_shared_memory_allreduce(strategy, ddp, self.share.replica, group, hooked=hook is not None)
         way = way or strategy.job.view.topology.route(self.share.replica)
         if way != self.told:
             self.told = way
@@ -378,7 +378,7 @@ class Parts:
             rank_zero_info(f"{type(strategy).__name__}: gradients of {who} are averaged {way}.")
         return ddp
 
-    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: LentGroups) -> Any:
+    def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: GroupOverrides) -> Any:
         """See to BatchNorm, if the model has it: least shares, and over which ranks it normalises.
 
         Args:
@@ -396,9 +396,7 @@ class Parts:
         return None if layer_sync is None else ReplicaSyncBatchNorm(group, lent)
 
 
-def make_parts(
-    strategy: "HeteroStrategy", job: Job, former: Parts | None, regrouped: Regrouping | None = None
-) -> Parts:
+def make_parts(strategy: "HeteroStrategy", job: Job, former: Fit | None, regrouped: Repartition | None = None) -> Fit:
     """Make what depends on who takes part (collective).
 
     Args:
@@ -412,7 +410,7 @@ def make_parts(
     mode = options.on_nan if view.count == 1 else "ignore"
     planner = options.planner(view.world, view.ids if view.number else None)
     if former is not None and regrouped is not None:
-        planner = plan_among(former.share.planner, regrouped.kept, planner)
+        planner = plan_for_survivors(former.share.planner, regrouped.kept, planner)
 
     def begin_pass() -> Position:
         share.begin_pass()
@@ -439,16 +437,16 @@ def make_parts(
         options.balance_iterable,
     )
     ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
-    share = Workshare(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
+    share = BatchAccounting(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
     share.settings = lambda: hyperparameters(strategy.optimizers)
-    finite = FiniteSteps(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
+    finite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(strategy.trainer))
     if former is not None:
-        share.take_over(former.share, regrouped)
+        share.continue_from(former.share, regrouped)
     engine = strategy.make_engine(job, share)
     if former is not None:
-        engine.take_over(former.engine)
+        engine.continue_from(former.engine)
     step = TrainingStep(share, engine, finite, strategy.collectives, several=view.count > 1)
-    return Parts(share, engine, step, loaders, finite, BucketSize(), job.data_group, job.same_parameters())
+    return Fit(share, engine, step, loaders, finite, BucketSize(), job.data_group, job.same_parameters())
 
 
 def restore_precision(strategy: "ReplicaStrategy", state: dict[str, Any]) -> None:
@@ -472,7 +470,7 @@ def common_of(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"optimizers": checkpoint["optimizer_states"], "precision": {}, "algorithm": checkpoint[COMMON]}
 
 
-def start_alike(strategy: "ReplicaStrategy", near: dict[str, Any] | None, why: str) -> None:
+def resume_from_consensus(strategy: "ReplicaStrategy", near: dict[str, Any] | None, why: str) -> None:
     """Let all replicas start from the checkpoint's weights, which the model holds.
 
     Args:

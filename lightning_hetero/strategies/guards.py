@@ -216,7 +216,7 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
     return None
 
 
-def met(strategy: "ReplicaStrategy") -> "ReplicaStrategy":
+def started(strategy: "ReplicaStrategy") -> "ReplicaStrategy":
     """A strategy of which the traffic is asked for.
 
     Raises:
@@ -242,7 +242,7 @@ def unfreezing(trainer: "pl.Trainer", module: torch.nn.Module) -> HeteroError | 
             return UnsupportedError(
                 f"{name} has frozen {frozen[0]}{' and others' if len(frozen) > 1 else ''}, to unfreeze them during the "
                 "fit. The strategy's averager does not say that it can go on with other parameters. Let it say so "
-                f"(facts = Facts(regrows=True)), or use hetero_ddp, which {name} works with."
+                f"(traits = Traits(supports_unfreezing=True)), or use hetero_ddp, which {name} works with."
             )
     return None
 

@@ -21,10 +21,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.checkpoint.snapshot import MemoryFiles
+from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm import failures, threads
 from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
-from lightning_hetero.comm.failures import deadline, of_communication
+from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import begin_world, default_store
 from lightning_hetero.comm.job import open_store
 from lightning_hetero.comm.stores import store_at
@@ -36,23 +36,23 @@ from lightning_hetero.elastic.join_requests import (
     JobGoneError,
     JoinRequests,
     LauncherStore,
-    answers,
-    ask,
-    other_job,
+    is_other_job,
+    job_answers,
+    request_to_join,
 )
-from lightning_hetero.elastic.protocol import Agreed
+from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError
 from lightning_hetero.replicas.vectors import share
 from lightning_hetero.strategies import numbering, saving
 from lightning_hetero.strategies.guards import settings
-from lightning_hetero.strategies.recovery_policy import Loss
+from lightning_hetero.strategies.recovery_policy import MembershipChange
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
 
 
-def card(strategy: "HeteroStrategy") -> dict[str, Any]:
+def compatibility(strategy: "HeteroStrategy") -> dict[str, Any]:
     """What must be the same in a job and in a process that joins it; for JSON."""
     from lightning_hetero import __version__
 
@@ -73,7 +73,7 @@ def card(strategy: "HeteroStrategy") -> dict[str, Any]:
     )
 
 
-def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """In words, why a process with another card cannot take part; ``None`` if it can."""
     if other.get("version") != ours["version"]:
         return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
@@ -109,7 +109,7 @@ _SUCCESSION = 10.0  # seconds in which the next rank takes over when the first o
 _HERE = timedelta(seconds=15)  # in which all newcomers come to the new store
 
 
-class Entry(NamedTuple):
+class JoinTicket(NamedTuple):
     """How this rank begins a fit that more ranks take part in than before.
 
     Attributes:
@@ -121,7 +121,7 @@ class Entry(NamedTuple):
     """
 
     admission: Admission
-    files: MemoryFiles
+    files: MemoryCheckpointIO
     replica: int | None
     since: float
     lost: Mapping[int, str] = MappingProxyType({})
@@ -146,7 +146,7 @@ def addresses(strategy: "HeteroStrategy", came_later: bool = False) -> list[JobA
     return found
 
 
-def find(strategy: "HeteroStrategy") -> Entry | None:
+def find(strategy: "HeteroStrategy") -> JoinTicket | None:
     """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
 
     Raises:
@@ -167,18 +167,18 @@ def find(strategy: "HeteroStrategy") -> Entry | None:
                 "first. Start a process that trains, or give this one no join_file."
             )
         admission = _admitted(strategy, place, address)
-        return Entry(admission, MemoryFiles(PATH, strategy.checkpoint_io), None, time.monotonic())
+        return JoinTicket(admission, MemoryCheckpointIO(PATH, strategy.checkpoint_io), None, time.monotonic())
     return None
 
 
 def _living(place: JobAddress, limit: timedelta) -> Any:
     """The address of a job that runs, if there is one; if its first rank has just been lost, that of the next one."""
     address, until = place.read(limit), math.inf
-    while address is not None and not answers(address):
+    while address is not None and not job_answers(address):
         before, address = address, place.read(min(limit, timedelta(seconds=_SUCCESSION)))
         until = min(until, time.monotonic() + _SUCCESSION) if address == before else math.inf
         if time.monotonic() > until:
-            if address is not None and other_job(address):
+            if address is not None and is_other_job(address):
                 raise JoinRefusedError(
                     f"{place} names a job at {address[0]}:{address[1]}. A job runs there, but not with the secret that "
                     "stands in the place: it was changed, or it is left from an earlier job. If that job is yours, let "
@@ -195,12 +195,12 @@ def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Ad
 
     def waits() -> None:
         print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
-        threads.leave_out()  # while the ranks of the job agree on a step
+        threads.freeze_gc()  # while the ranks of the job agree on a step
 
-    own = card(strategy)
+    own = compatibility(strategy)
     while True:
         try:
-            return ask(address, own, limit, waits)
+            return request_to_join(address, own, limit, waits)
         except JobGoneError as error:
             if (address := _living(place, min(limit, timedelta(seconds=_SUCCESSION)))) is None:
                 raise CommunicationError(f"this process could not join the job that {place} names: {error}") from error
@@ -209,7 +209,7 @@ def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Ad
 # -- all ranks -------------------------------------------------------------------------------------
 
 
-def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) -> None:
+def enter(strategy: "HeteroStrategy", entry: JoinTicket, store: dist.Store | None) -> None:
     """Meet all ranks of the new view, and get the checkpoint (collective over them).
 
     Args:
@@ -236,7 +236,7 @@ def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) ->
     strategy.entry = entry
 
 
-def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> int:
+def _wait_for_newcomers(store: dist.Store, entry: JoinTicket, limit: timedelta) -> int:
     """The number of ranks in the new view: all, or those before if a newcomer has ended in the meantime."""
     _, rank, world, *_ = entry.admission
     if rank >= entry.admission.before:
@@ -270,7 +270,7 @@ def share_rest(strategy: "HeteroStrategy") -> None:
     share(value.data for name, value in values if name not in loaded)
 
 
-def entered(strategy: "HeteroStrategy") -> Loss | None:
+def entered(strategy: "HeteroStrategy") -> MembershipChange | None:
     """Training begins: from now on files are files again; returns the change, if this rank has entered."""
     entry = strategy.entry
     if entry is None:
@@ -282,13 +282,15 @@ def entered(strategy: "HeteroStrategy") -> Loss | None:
     joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
     if not joined and not lost:
         return None
-    return Loss(view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)
+    return MembershipChange(
+        view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined
+    )
 
 
 MOST = 5  # times that a process asks again; others may be started again and again, and be wrong each time
 
 
-def wrong_are_others(entry: Entry, error: Exception) -> bool:
+def wrong_are_others(entry: JoinTicket, error: Exception) -> bool:
     """Whether a process could not join because of others that came with it; they end.
 
     Args:
@@ -296,12 +298,12 @@ def wrong_are_others(entry: Entry, error: Exception) -> bool:
         error: with which the fit could not begin.
     """
     if not isinstance(error, HeteroError) or not error.of_ranks:
-        return of_communication(error)  # some rank has ended, with an error of its own or without a word
+        return is_communication_error(error)  # some rank has ended, with an error of its own or without a word
     _, rank, _, before, _ = entry.admission
     return rank not in error.of_ranks and max(error.of_ranks) >= before
 
 
-def ask_again(strategy: "HeteroStrategy", error: Exception) -> Entry:
+def retry_join(strategy: "HeteroStrategy", error: Exception) -> JoinTicket:
     """Ask the job once more to let this process in, as if it had just been started.
 
     Args:
@@ -337,12 +339,12 @@ class BeginAgainError(Exception):
         store: with which the ranks meet, if this rank hosts it.
     """
 
-    def __init__(self, entry: Entry, store: dist.Store | None) -> None:
+    def __init__(self, entry: JoinTicket, store: dist.Store | None) -> None:
         super().__init__("the fit begins again, with more ranks")
         self.entry, self.store = entry, store
 
 
-class Growth:
+class ElasticJoin:
     """The part of the ranks that are there.
 
     Args:
@@ -360,7 +362,7 @@ class Growth:
         self._ended: JoinRequests | None = None
         self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
         self._written: list[JobAddress] = []
-        self._leaving: Entry | None = None  # how this rank is about to begin again
+        self._leaving: JoinTicket | None = None  # how this rank is about to begin again
         self._came_later = False  # whether this process has joined a job that ran
 
     def begin(self) -> None:
@@ -378,7 +380,7 @@ class Growth:
             problem = error
         raise_on_all(problem, "a fit that other processes may join")
 
-    def go_on(self) -> None:
+    def continue_after_loss(self) -> None:
         """Others were lost: this may be the first rank now."""
         try:
             self.open()
@@ -400,7 +402,9 @@ class Growth:
             return
         if self._requests is None:
             interface, limit = numbering.interface(strategy), strategy.options.limit
-            self._requests = JoinRequests(interface, limit, lambda other: misfit(card(strategy), other))
+            self._requests = JoinRequests(
+                interface, limit, lambda other: incompatibility(compatibility(strategy), other)
+            )
             self._claim()
         self._written = self._written or addresses(strategy, self._came_later)
         for place in self._written:
@@ -411,7 +415,7 @@ class Growth:
         file = self._strategy.options.join_file
         follows = self._strategy.survival.view or self._strategy.entry is not None  # what stands there is this job's
         there = None if file is None or follows else AddressFile(file).read()
-        if there is not None and answers(there):
+        if there is not None and job_answers(there):
             raise JoinRefusedError(
                 f"another job has written join_file={file!r} in the meantime, and runs at {there[0]}:{there[1]}. "
                 "Start this process again to join it, or give this job another file."
@@ -463,15 +467,15 @@ class Growth:
             return
         world = view.world + more
         rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
-        files = MemoryFiles(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy))
+        files = MemoryCheckpointIO(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy))
         strategy.checkpoint_io = files
         admission = Admission(view.number + 1, view.rank, world, view.world, address)
-        self._leaving = Entry(admission, files, view.replica.id, began)
+        self._leaving = JoinTicket(admission, files, view.replica.id, began)
         try:
             trainer.save_checkpoint(PATH)
         finally:
             strategy.checkpoint_io = files.usual
-        strategy.survival.again(strategy.share.listen)  # leave nothing in flight
+        strategy.survival.again(strategy.share.apply_reports)  # leave nothing in flight
         if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
             if requests is not None:
                 requests.put_off(newcomers)
@@ -480,7 +484,7 @@ class Growth:
             requests.admit(newcomers, view.number + 1, view.world, address)
         raise BeginAgainError(self._leaving, store)
 
-    def again(self, agreed: Agreed, store: dist.Store | None) -> BeginAgainError:
+    def again(self, agreed: AgreedView, store: dist.Store | None) -> BeginAgainError:
         """How this rank begins again with those that remain, since some of them have left the fit already.
 
         Args:
@@ -523,14 +527,14 @@ def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: 
                 if asked < MOST and _may_ask_again(strategy, error):
                     _leave_fit(strategy, growth)
                     growth.asks()
-                    again, asked = BeginAgainError(ask_again(strategy, error), None), asked + 1
+                    again, asked = BeginAgainError(retry_join(strategy, error), None), asked + 1
                     continue
                 if again is None or (again := _without_newcomers(strategy, again, error)) is None:
                     raise
             _leave_fit(strategy, growth)
 
 
-def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> BeginAgainError:
+def among(entry: JoinTicket, agreed: AgreedView, me: int, store: dist.Store | None) -> BeginAgainError:
     """How a rank begins again with those that remain, without newcomers.
 
     Args:
@@ -551,7 +555,7 @@ def _without_newcomers(strategy: "HeteroStrategy", former: BeginAgainError, erro
         ``None`` if there is another reason.
     """
     entry = strategy.entry
-    if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or of_communication(error)):
+    if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or is_communication_error(error)):
         return None  # training has begun, or this is a newcomer
     view, rank, world, before, address = entry.admission
     if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
@@ -572,7 +576,7 @@ def _may_ask_again(strategy: "HeteroStrategy", error: Exception) -> bool:
     return entry is not None and entry.replica is None and wrong_are_others(entry, error)
 
 
-def _leave_fit(strategy: "HeteroStrategy", growth: Growth) -> None:
+def _leave_fit(strategy: "HeteroStrategy", growth: ElasticJoin) -> None:
     """End what belongs to the fit so far, on this rank."""
     trainer, request = strategy.trainer, strategy.stop_request
     growth.leaves()

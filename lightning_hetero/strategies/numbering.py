@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.topology import interface_towards
-from lightning_hetero.launch.environment import RegroupedEnvironment
+from lightning_hetero.launch.environment import RenumberedEnvironment
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,14 +31,14 @@ def launched(strategy: "HeteroStrategy") -> ClusterEnvironment:
     """What the launcher said about this process."""
     environment = strategy.cluster_environment
     assert environment is not None
-    while isinstance(environment, RegroupedEnvironment):
+    while isinstance(environment, RenumberedEnvironment):
         environment = environment.inner
     return environment
 
 
 def renumber(strategy: "HeteroStrategy", rank: int, world: int) -> None:
     """Let this process have another number, among other ranks than were launched with it."""
-    strategy.cluster_environment = RegroupedEnvironment(launched(strategy), rank, world)
+    strategy.cluster_environment = RenumberedEnvironment(launched(strategy), rank, world)
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.algorithms.base import Run
-from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.algorithms.base import FitInfo
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.checkpoint import loader_states
 from lightning_hetero.comm import waits
@@ -48,7 +48,7 @@ def tell_while_waiting(trainer: "pl.Trainer") -> None:
     waits.describe_batch_by(batch)
 
 
-def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare, checkpoint: Mapping[str, Any] | None) -> None:
+def fetch_anew_if_moved(trainer: "pl.Trainer", share: BatchAccounting, checkpoint: Mapping[str, Any] | None) -> None:
     """If the loaders were set up before a checkpoint was restored, let them begin again where it stands.
 
     Args:
@@ -77,18 +77,18 @@ def begin_next_epoch(trainer: "pl.Trainer") -> None:
         trainer.fit_loop.reset_restart_stage()
 
 
-def fetch_anew_between_epochs(trainer: "pl.Trainer", share: Workshare) -> None:
+def fetch_anew_between_epochs(trainer: "pl.Trainer", share: BatchAccounting) -> None:
     """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
     samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew
     if samplers and position(trainer, share.step).batch in (0, trainer.num_training_batches):
         lightning_compat.fetch_anew(trainer)
 
 
-def run_of(strategy: "HeteroStrategy") -> Run:
+def fit_info(strategy: "HeteroStrategy") -> FitInfo:
     """What is known of the job and the fit of a strategy."""
     assert strategy.job is not None
     assert strategy.cluster_environment is not None
-    return Run(
+    return FitInfo(
         strategy.job.view.topology,
         strategy.job.view.ranks,
         strategy.job.groups,

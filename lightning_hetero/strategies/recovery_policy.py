@@ -7,20 +7,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from lightning_hetero.batching.planner import PastShares
+from lightning_hetero.batching.planner import ShareHistory
 from lightning_hetero.comm.agreement import gather, of_rank
-from lightning_hetero.comm.failures import Survivor
+from lightning_hetero.comm.failures import CollectiveRetry
 from lightning_hetero.errors import MembershipLostError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lightning_hetero.comm.view import View
-    from lightning_hetero.elastic.protocol import Agreed
-    from lightning_hetero.strategies.join import Growth
+    from lightning_hetero.elastic.protocol import AgreedView
+    from lightning_hetero.strategies.join import ElasticJoin
 
 
-class Standing(NamedTuple):
+class Progress(NamedTuple):
     """How far a rank has come.
 
     Attributes:
@@ -43,10 +43,10 @@ class Standing(NamedTuple):
 
 
 #: Of a rank that has left the fit to begin it again with others: nobody goes on from where it was.
-LEFT = Standing(*[-1] * len(Standing._fields))
+LEFT = Progress(*[-1] * len(Progress._fields))
 
 
-class Behind(NamedTuple):
+class MissedWork(NamedTuple):
     """What others have completed while this rank lost its connections.
 
     Attributes:
@@ -58,15 +58,15 @@ class Behind(NamedTuple):
     exchange: bool
 
 
-def catch_up(survivor: Survivor, standings: Sequence[Standing], own: Standing) -> None:
+def catch_up(survivor: CollectiveRetry, all_progress: Sequence[Progress], own: Progress) -> None:
     """Give the results of collectives to those who missed them (collective).
 
     Args:
         survivor: has the results of this rank.
-        standings: of all ranks.
+        all_progress: of all ranks.
         own: of this rank.
     """
-    calls = [standing.calls for standing in standings]
+    calls = [progress.calls for progress in all_progress]
     if len(set(calls)) == 1:
         return
     ahead = calls.index(max(calls))
@@ -76,7 +76,7 @@ def catch_up(survivor: Survivor, standings: Sequence[Standing], own: Standing) -
     survivor.received.update(missed)
 
 
-def in_vain(me: int, limit: float, view: int, error: Exception) -> MembershipLostError:
+def unreachable_members(me: int, limit: float, view: int, error: Exception) -> MembershipLostError:
     """The error of a rank that could not meet those with which it has agreed to go on.
 
     Args:
@@ -108,7 +108,7 @@ def sentence(samples: int, bound: str, which: str) -> str:
     return f" How many samples {which} are not trained on is not known." if bound == AT_LEAST else ""
 
 
-class Count(NamedTuple):
+class LostSamples(NamedTuple):
     """Samples that nobody trains on.
 
     Attributes:
@@ -121,8 +121,8 @@ class Count(NamedTuple):
 
 
 def count(
-    lost: Mapping[int, str], known: Mapping[int, int], standings: Sequence[Standing], past: PastShares, alike: bool
-) -> Count:
+    lost: Mapping[int, str], known: Mapping[int, int], all_progress: Sequence[Progress], past: ShareHistory, alike: bool
+) -> LostSamples:
     """Count the samples that were drawn for lost ranks, and that they have not trained on (collective).
 
     A rank tells with its heartbeats how many steps it has done, so it may have done more. Where all ranks exchange
@@ -131,29 +131,29 @@ def count(
     Args:
         lost: by their ids.
         known: steps that some of them have done, as far as is known.
-        standings: of the ranks that remain.
+        all_progress: of the ranks that remain.
         past: what each rank was to take.
         alike: whether all ranks take every step together, so that nobody can have done more or fewer than these.
 
     Returns:
         The same on all ranks, which need not remember plans equally far back.
     """
-    least = min(standing.step for standing in standings)
-    met = max(standing.met for standing in standings)
+    least = min(progress.step for progress in all_progress)
+    met = max(progress.met for progress in all_progress)
     first = {id: max(known.get(id, 0), met) for id in lost if id in known or met > 0}
     if alike:
         first, bound = {}, EXACT
     else:
         bound = AT_MOST if first.keys() == lost.keys() else AT_LEAST
     samples = sum(past.samples(id, first.get(id, least)) for id in lost)
-    return Count(max(gather(samples, "samples that are lost")), bound)
+    return LostSamples(max(gather(samples, "samples that are lost")), bound)
 
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Loss:
+class MembershipChange:
     """A change of who takes part.
 
     Attributes:
@@ -200,7 +200,7 @@ class Loss:
             )
 
 
-class Survival:
+class RecoveryPolicy:
     """What a strategy asks where a lost rank need not end the fit; here it does.
 
     Attributes:
@@ -208,10 +208,10 @@ class Survival:
     """
 
     def __init__(self) -> None:
-        self.losses: list[Loss] = []
+        self.losses: list[MembershipChange] = []
 
     @property
-    def growth(self) -> "Growth | None":
+    def growth(self) -> "ElasticJoin | None":
         """Lets other processes join, where that is possible."""
         return None
 
@@ -239,7 +239,7 @@ class Survival:
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective)."""
 
-    def remaining(self) -> "tuple[Agreed, int, dist.Store | None] | None":
+    def remaining(self) -> "tuple[AgreedView, int, dist.Store | None] | None":
         """Who is there still of those that have left the fit (collective over them).
 
         Returns:

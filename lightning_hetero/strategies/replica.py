@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, Outcome, RestingAverager
+from lightning_hetero.algorithms.base import Averager, BufferAverager, Outcome
 from lightning_hetero.algorithms.engine import ReplicaEngine
-from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.checkpoint import shards
-from lightning_hetero.checkpoint.format import COMMON, Identity, add_replicas, trainable_of, unusable
+from lightning_hetero.checkpoint.format import COMMON, CheckpointIdentity, add_replicas, trainable_of, unusable
 from lightning_hetero.checkpoint.writer import BackgroundWriter
-from lightning_hetero.checks import one_of, plain
+from lightning_hetero.checkpoint_sections import FORMAT
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
 from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
 from lightning_hetero.comm.failures import collective
@@ -28,23 +28,23 @@ from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
+from lightning_hetero.option_checks import one_of, plain
 from lightning_hetero.replicas.vectors import share_values
-from lightning_hetero.sections import FORMAT
 from lightning_hetero.strategies import fit, saving
 from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.fit import common_of, restore_precision, start_alike
+from lightning_hetero.strategies.fit import common_of, restore_precision, resume_from_consensus
 from lightning_hetero.strategies.guards import (
     averages_again,
     complex_parameters,
     go_on_with,
-    met,
+    started,
     two_points,
     unfreezing,
     unsupported,
 )
 from lightning_hetero.strategies.metrics import LoggedMetrics
 from lightning_hetero.strategies.options import documented
-from lightning_hetero.strategies.position import run_of
+from lightning_hetero.strategies.position import fit_info
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, wrap_anew
 from lightning_hetero.strategies.training_step import apply
 from lightning_hetero.strategies.weight_averaging import WeightAverages, put_around
@@ -140,7 +140,7 @@ class ReplicaStrategy(HeteroStrategy):
     @property
     def traffic(self) -> Traffic:
         """What exchanges between replicas have cost since the ranks have met; an error before they have."""
-        return met(self).engine.traffic
+        return started(self).engine.traffic
 
     def status(self) -> dict[str, float | str]:
         """The algorithm's own numbers and words, by name, such as its phase; empty outside of a fit."""
@@ -154,7 +154,7 @@ class ReplicaStrategy(HeteroStrategy):
     # -- a fit -------------------------------------------------------------------------------------
 
     @override
-    def make_engine(self, job: Job, share: Workshare) -> ReplicaEngine:
+    def make_engine(self, job: Job, share: BatchAccounting) -> ReplicaEngine:
         not_finite: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
         links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, not_finite)
         return ReplicaEngine(job.view, links, share, self.options.rebalance_every_n_steps)
@@ -177,7 +177,7 @@ class ReplicaStrategy(HeteroStrategy):
             self.begin_apart()
             if self.engine.averages:
                 raise_on_all(two_points(self.optimizers), "the optimizers")
-            if self.engine.averages and self.averager is not None and not self.averager.facts.regrows:
+            if self.engine.averages and self.averager is not None and not self.averager.traits.supports_unfreezing:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
             self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.lightning_module)
 
@@ -189,9 +189,9 @@ class ReplicaStrategy(HeteroStrategy):
         """Let an averager serve the replicas, which hold the same values (collective)."""
         replica, view = averager.make_replica(self.trainer.lightning_module, self.settle), self.engine.view
         # Ranks at their own pace keep in step if their shares are right in the mean.
-        self.share.planner.turns = 1 < view.world == view.count and not averager.facts.lockstep
+        self.share.planner.turns = 1 < view.world == view.count and not averager.traits.lockstep
         metrics = self._metrics.mean_over_ranks
-        return self.engine.start(averager, replica, lambda: self.optimizers, run_of(self), metrics)
+        return self.engine.start(averager, replica, lambda: self.optimizers, fit_info(self), metrics)
 
     @override
     def on_train_start(self) -> None:
@@ -203,14 +203,14 @@ class ReplicaStrategy(HeteroStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:  # callbacks have unfrozen, or frozen, what they want to for the epoch
-            self.regrow()
+            self.change_layout()
 
-    def regrow(self) -> None:
+    def change_layout(self) -> None:
         """Between two steps, go on with the parameters that are trainable now (collective)."""
         assert self.lightning_module is not None
         if problem := complex_parameters(self.lightning_module):
             raise problem
-        if self.engine.regrow():
+        if self.engine.change_layout():
             wrap_anew(self)
 
     def finish(self) -> None:
@@ -228,7 +228,7 @@ class ReplicaStrategy(HeteroStrategy):
     def rest(self) -> None:
         """After :meth:`finish`: only statistics, such as BatchNorm's, still change (collective)."""
         if self.averager is not None and self.engine.averages:
-            resting = RestingAverager(self.averager.pairings)
+            resting = BufferAverager(self.averager.pairings)
             self.averager.close()
             self._start(resting)
             self.trainer.lightning_module.zero_grad()  # an optimizer may step once more, at the end of the epoch
@@ -245,7 +245,7 @@ class ReplicaStrategy(HeteroStrategy):
         if isinstance(io, BackgroundWriter) and io.finds_consensus:
             return io.consensus_later(super().lightning_module_state_dict())
         if saving.others_join(self):
-            values = collective("find where all begin", lambda: self.engine.common_start())  # after a loss another one
+            values = collective("find where all begin", lambda: self.engine.join_values())  # after a loss another one
         else:
             values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         assert self.averager is not None
@@ -255,14 +255,14 @@ class ReplicaStrategy(HeteroStrategy):
                 return saving.copied_for_join(self, state, values)
             return dict(state) if isinstance(io, BackgroundWriter) else deepcopy(dict(state))
 
-    def _identity(self) -> Identity:
+    def _identity(self) -> CheckpointIdentity:
         """What this strategy goes by in checkpoints."""
-        return Identity(type(self).__name__, self.saved_as or type(self.averager).__name__)
+        return CheckpointIdentity(type(self).__name__, self.saved_as or type(self.averager).__name__)
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.averager is None or isinstance(self.averager, RestingAverager) or self.collectives.alone():
+        if self.averager is None or isinstance(self.averager, BufferAverager) or self.collectives.alone():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         precision = self.precision_plugin.state_dict()
@@ -277,10 +277,10 @@ class ReplicaStrategy(HeteroStrategy):
         flat = io.snapshot.vector if isinstance(io, BackgroundWriter) else None
         own = self.survival.again(lambda: self.engine.state_dict(self.optimizers, precision, flat))
         view = self.engine.view
-        with self._shards.saving(io, filepath, view.leads, isinstance(io, WrappingCheckpointIO)) as save:
+        with self._shards.saving(io, filepath, view.is_leader, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
             add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.averager.replica.trainable)
-            with saving.told_to_all(alone=False):
+            with saving.raise_on_all_ranks(alone=False):
                 if own is not None:
                     shard = shards.shard_of(filepath, view.replica.id, save)
                     state = saving.on_cpu(io, {"format": FORMAT, "state": own})
@@ -298,16 +298,16 @@ class ReplicaStrategy(HeteroStrategy):
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         go_on_with(self.lightning_module, trainable_of(checkpoint))
-        self.regrow()
+        self.change_layout()
         self.weight_averages.load(checkpoint)
         if self.entry is not None:
             why = unusable(checkpoint, self._identity(), self.engine.view) or "Nobody has joined after all."
-            start_alike(self, common_of(checkpoint), why)
+            resume_from_consensus(self, common_of(checkpoint), why)
             return
         mine = self._source.replica(checkpoint, self._identity(), self.engine.view)
         if isinstance(mine, str):
             near = self._source.nearest(checkpoint, self._identity(), self.engine.view)
-            start_alike(self, near, mine)
+            resume_from_consensus(self, near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
         restore_precision(self, mine["precision"])
@@ -315,7 +315,7 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def on_train_end(self) -> None:
         fit.end(self)
-        self._shards.clean(self.checkpoint_io, self.engine.view.leads)
+        self._shards.clean(self.checkpoint_io, self.engine.view.is_leader)
         super().on_train_end()
 
     @override

@@ -14,13 +14,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.comm import all_reduce, objects
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
+from lightning_hetero.comm import all_reduce, object_collectives
 from lightning_hetero.comm.failures import collective, deadline
 from lightning_hetero.comm.gradients import GradientWire, check_gradient_wire
 from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedMean, share_memory
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
-from lightning_hetero.sections import FORMAT, KEY, part_of
-from lightning_hetero.strategies.default_groups import LentGroups
+from lightning_hetero.strategies.default_groups import GroupOverrides
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -96,7 +96,7 @@ class BucketSize:
     SMALL = 2 * all_reduce.MEBIBYTE
 
     def __init__(self) -> None:
-        self._travel: all_reduce.Travel | None = None
+        self._travel: all_reduce.AllReduceTime | None = None
 
     def options(self, given: Mapping[str, Any], model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
         """DDP's options with a bucket size that suits the link (collective over the replica).
@@ -116,7 +116,7 @@ class BucketSize:
         if not all_reduce.all_agree(open_, group, device):
             return dict(given)
         if self._travel is None:
-            self._travel = all_reduce.measure(group, device)
+            self._travel = all_reduce.measure_all_reduce(group, device)
         cap = self._travel.bucket_mib()
         _log.info("%s: gradients travel in buckets of %s MiB", self._travel, cap or all_reduce.DEFAULT)
         return dict(given) if cap is None else {**given, "bucket_cap_mb": cap}
@@ -130,7 +130,7 @@ class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
         lent: lends the group to layers.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, lent: LentGroups) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, lent: GroupOverrides) -> None:
         super().__init__()
         self._group, self._lent = group, lent
 
@@ -143,7 +143,7 @@ class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
         return converted
 
 
-def average_within(
+def use_shared_memory_allreduce(
     strategy: "HeteroStrategy", ddp: ReplicaDDP, ranks: Sequence[int], group: dist.ProcessGroup, hooked: bool
 ) -> str | None:
     """Let DDP average gradients through shared memory, where the ranks of a replica can (collective over them).
@@ -283,7 +283,7 @@ class WiredGradients:
         if self._running is None:
             return
         own = self._running.state_dict()
-        everyone = collective("gather what gradients have left out", lambda: objects.gather(own))
+        everyone = collective("gather what gradients have left out", lambda: object_collectives.gather(own))
         if everyone is not None:
             checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
 

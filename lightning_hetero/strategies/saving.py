@@ -20,7 +20,7 @@ from torch import Tensor, tensor
 from lightning_hetero.checkpoint import loader_states, random_states, shards
 from lightning_hetero.checkpoint.format import (
     COMMON,
-    Identity,
+    CheckpointIdentity,
     add_plan,
     nearest_first,
     restore_plan,
@@ -28,14 +28,14 @@ from lightning_hetero.checkpoint.format import (
     unusable,
     warn_if_unreadable,
 )
-from lightning_hetero.checkpoint.snapshot import MemoryFiles
+from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO, BackgroundWriter
+from lightning_hetero.checkpoint_sections import part_of
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.objects import portable
+from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO, environment_of, epoch_ends, hpc_path, trainer_of
-from lightning_hetero.sections import part_of
 from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import begin_next_epoch, fetch_anew_between_epochs, fetch_anew_if_moved
@@ -127,7 +127,7 @@ def atomic(io: CheckpointIO | None) -> CheckpointIO:
     return io
 
 
-def whole(save: Callable[..., None]) -> Callable[..., None]:
+def retry_on_peer_loss(save: Callable[..., None]) -> Callable[..., None]:
     """A method that saves a checkpoint, once more if ranks were lost meanwhile: rank 0 may have been the one to write.
 
     Args:
@@ -150,7 +150,7 @@ def whole(save: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def told_to_all(alone: bool) -> Iterator[None]:
+def raise_on_all_ranks(alone: bool) -> Iterator[None]:
     """An error in the block is raised on every rank (collective).
 
     Args:
@@ -212,7 +212,7 @@ class RankState:
                 if strategy.is_global_zero:
                     random_states.put(checkpoint, [random for random, _ in everyone])
                     loader_states.put(checkpoint, [loaders for _, loaders in everyone], strategy.share.ended)
-        with told_to_all(alone):
+        with raise_on_all_ranks(alone):
             yield on_cpu(strategy.checkpoint_io, checkpoint) if strategy.is_global_zero else checkpoint
         strategy.timer.restart()  # it is no part of a step's time
 
@@ -271,7 +271,7 @@ class Source:
         """The file that has just been read."""
         return cls(path, load, {"step": checkpoint.get("global_step"), "save": save_of(checkpoint)})
 
-    def replica(self, checkpoint: Mapping[str, Any], who: Identity, view: View) -> dict[str, Any] | str:
+    def replica(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | str:
         """This replica's own state; else, in words, why no replica can have its own (collective).
 
         Raises:
@@ -296,7 +296,7 @@ class Source:
         assert state is not None
         return {**state, "losses": saved["losses"][view.rank]}
 
-    def nearest(self, checkpoint: Mapping[str, Any], who: Identity, view: View) -> dict[str, Any] | None:
+    def nearest(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | None:
         """The state of the nearest replica that is found here, if there are others than were saved (collective).
 
         Returns:
@@ -334,7 +334,7 @@ def on_cpu(io: CheckpointIO, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def others_join(strategy: "HeteroStrategy") -> bool:
     """Whether what is saved now is what all go on from together with others, who are about to join."""
-    return isinstance(strategy.checkpoint_io, MemoryFiles)
+    return isinstance(strategy.checkpoint_io, MemoryCheckpointIO)
 
 
 def kept_by_each(strategy: "HeteroStrategy") -> list[str]:
@@ -350,7 +350,7 @@ def copied_for_join(strategy: "HeteroStrategy", state: dict[str, Any], new: Coll
         state: of the model, whose parameters are the same on all ranks.
         new: tensors that nobody else writes to: what lies in them need not be copied.
     """
-    if not isinstance(files := strategy.checkpoint_io, MemoryFiles):
+    if not isinstance(files := strategy.checkpoint_io, MemoryCheckpointIO):
         return state
     assert strategy.lightning_module is not None
     parameters = strategy.lightning_module.named_parameters(remove_duplicate=False)
@@ -375,10 +375,10 @@ def save_to_resume(strategy: "HeteroStrategy") -> None:
     path = strategy.broadcast(path_to_save(trainer) if strategy.is_global_zero else None)
     if path is not None:
         trainer.save_checkpoint(path)
-        with told_to_all(alone=False):  # no process ends before this is done
+        with raise_on_all_ranks(alone=False):  # no process ends before this is done
             if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
                 strategy.checkpoint_io.teardown()  # waits until the file is whole
             requeue(trainer)
     say_where(path, trainer)
-    strategy.share.listen()  # leave nothing in flight
+    strategy.share.apply_reports()  # leave nothing in flight
     strategy.survival.end()  # nobody counts as lost who ends now

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.batching.agreement import AgreedBatch, Ask
+from lightning_hetero.batching.plan_agreement import ActionRequest, AgreedBatch
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.strategies.recovery_policy import Survival
+from lightning_hetero.strategies.recovery_policy import RecoveryPolicy
 from lightning_hetero.strategies.saving import loses_the_end, save_to_resume
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class StopRequest:
     fits = itertools.count()  # of this process
 
     def __init__(
-        self, trainer: "pl.Trainer", store: Store, limit: float, save: Callable[[], None], survival: Survival
+        self, trainer: "pl.Trainer", store: Store, limit: float, save: Callable[[], None], survival: RecoveryPolicy
     ) -> None:
         self._requested = False  # of this rank, in this fit
         self.all_stop = False  # whether all ranks have saved, and end here
@@ -69,11 +69,11 @@ class StopRequest:
         changing = None if survival.growth is None else (lambda: survival.changing)
         self.agreed = AgreedBatch(store, self._asks, self._limit, self._done, changing=changing)
 
-    def _asks(self) -> Ask | None:
+    def _asks(self) -> ActionRequest | None:
         if self.requested:
-            return Ask("to save and stop at, as SIGTERM asks", 0.0)
+            return ActionRequest("to save and stop at, as SIGTERM asks", 0.0)
         growth = self._survival.growth
-        return Ask("at which others join", _NOTICE) if growth is not None and growth.wanted else None
+        return ActionRequest("at which others join", _NOTICE) if growth is not None and growth.wanted else None
 
     def move(self, store: Store) -> None:
         """Go on among other ranks: some were lost. What was not agreed on yet is agreed on anew.

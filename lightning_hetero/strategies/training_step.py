@@ -16,16 +16,23 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import Workshare, no_gradient, no_gradients, no_loss, same_state, steps_unless
-from lightning_hetero.batching.finite import FiniteSteps
+from lightning_hetero.batching.accounting import (
+    BatchAccounting,
+    preserve_buffers,
+    skip_step_if,
+    zero_backward,
+    zero_gradients,
+    zero_loss,
+)
+from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.streams import EvaluatedStream
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lightning_compat import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
 from lightning_hetero.replicas.vectors import share
-from lightning_hetero.strategies.default_groups import Noticed
-from lightning_hetero.strategies.metrics import count, count_as_ever, sync_anywhere, warn_of_losses_over_all
+from lightning_hetero.strategies.default_groups import CollectiveObserver
+from lightning_hetero.strategies.metrics import count, restore_counting, sync_anywhere, warn_of_losses_over_all
 from lightning_hetero.strategies.position import describe
 
 if TYPE_CHECKING:
@@ -50,10 +57,10 @@ class TrainingStep:
     """
 
     def __init__(
-        self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives, several: bool
+        self, share: BatchAccounting, engine: Engine, finite: NonFiniteGuard, collectives: Collectives, several: bool
     ) -> None:
         self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
-        self._noticed = Noticed(share.timer, several)
+        self._noticed = CollectiveObserver(share.timer, several)
         self._timer = share.timer
         self._samples = 0.0  # of the replica, in the running window
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
@@ -102,7 +109,7 @@ class TrainingStep:
         if callable(measure := getattr(module, "batch_weight", None)):
             self._share.weigh(measure, batch)
         self._finite.before_forward(module)
-        state = nullcontext() if samples > 0 else same_state(module)
+        state = nullcontext() if samples > 0 else preserve_buffers(module)
         self._none = False
         instead = self._instead_of_none(module) if trainer.world_size > 1 else nullcontext()
         with state, instead, self._collectives.weighing(lambda: self._counted), self._noticed.forward():
@@ -129,7 +136,7 @@ class TrainingStep:
                     "return `0.0 * loss`: its samples then count, with a gradient of zero."
                 )
             self._none = True
-            return no_loss(module)
+            return zero_loss(module)
 
         vars(module)["training_step"] = training_step
         try:
@@ -169,12 +176,12 @@ class TrainingStep:
         self.passes += 1
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
-        nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
+        nothing = zero_backward(trainer.lightning_module) if self._weight == 0 else nullcontext()
         with deadline("average gradients", self._timer.works), nothing, self._noticed.backward():
             yield
         self._timer.backward_done()
         self._weight = None
-        self._finite.look(optimizers, model)
+        self._finite.check(optimizers, model)
 
     @property
     def counts(self) -> bool:
@@ -201,12 +208,12 @@ class TrainingStep:
             nonlocal left_out
             output = closure()
             # Padding only: momentum and weight decay would move the replica all the same.
-            left_out = self._finite.leaves_out(module, scaled) or self._samples == 0
+            left_out = self._finite.skips_step(module, scaled) or self._samples == 0
             if left_out:
-                no_gradient(optimizer)
+                zero_gradients(optimizer)
             return output
 
-        with steps_unless(lambda: left_out, optimizer), self._collectives.weighing(lambda: self._counted):
+        with skip_step_if(lambda: left_out, optimizer), self._collectives.weighing(lambda: self._counted):
             return step(gradients)
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
@@ -215,7 +222,7 @@ class TrainingStep:
             ends = window and not lightning_compat.accumulates(trainer)
             self._share.end(report=self._engine.due(self._share.step + 1, ends, lightning_compat.epoch_ends(trainer)))
         else:
-            self._share.tell()
+            self._share.send_report()
 
     def hooks(self) -> AbstractContextManager[None]:
         """A block in which the hooks around a backward pass and an optimizer's step run."""
@@ -226,7 +233,7 @@ class TrainingStep:
         self._samples = 0.0
         self._engine.window_ended()
 
-    def take_over(self, former: "TrainingStep") -> None:
+    def continue_from(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._counted = former._samples, former._counted
         self._epoch, self._of_epoch = former._epoch, former._of_epoch
@@ -235,7 +242,7 @@ class TrainingStep:
 
     def close(self) -> None:
         """The fit has ended; idempotent."""
-        count_as_ever(self._logged)
+        restore_counting(self._logged)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

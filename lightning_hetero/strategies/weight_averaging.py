@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero.algorithms.engine import ReplicaEngine
 from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import check_equal
 from lightning_hetero.lightning_compat import averaged_by, measures_batch_norm
 from lightning_hetero.replicas.vectors import share_values
-from lightning_hetero.sections import FORMAT, KEY, part_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -90,7 +90,7 @@ class WeightAverages:
             self.make(engine, timer)
             return
         asks = next((updates.callback for updates in self._all if updates.count), None)
-        if asks is not None and averager is not None and not averager.facts.lockstep and not self._warned:
+        if asks is not None and averager is not None and not averager.traits.lockstep and not self._warned:
             self._warned = True
             rank_zero_warn(
                 f"{type(asks).__name__} asks for an update after step {engine.windows}, within an epoch, where not all "
@@ -112,7 +112,7 @@ class WeightAverages:
         with timer.waiting(exchange=True):
             if not self._agreed():
                 return
-            engine.hold(engine.look(sanity_check=False))
+            engine.hold(engine.evaluation_values(sanity_check=False))
             try:
                 for updates in self._all:
                     updates.make()

@@ -105,7 +105,7 @@ def test_the_parent_knows_what_the_first_rank_knows(tmp_path: Path, strategy: st
 CHOOSES = """
 import json, pathlib, sys
 import torch, lightning_hetero, lightning.pytorch as pl
-from lightning_hetero.planning import choice, cluster
+from lightning_hetero.planning import strategy_choice, cluster
 from lightning_hetero.strategies import auto
 from torch.utils.data import DataLoader, TensorDataset
 

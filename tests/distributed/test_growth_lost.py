@@ -126,7 +126,7 @@ class Averaging(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if os.environ["RANK"] == "1" and not os.environ.get(LATE):
             strategy: Any = trainer.strategy
-            strategy.engine.common_start = partial(_struck, "killed")
+            strategy.engine.join_values = partial(_struck, "killed")
 
 
 @pytest.mark.long(after=1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_hetero.batching.preserved import untouched
+from lightning_hetero.batching.state_backup import preserve_state
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.strategies.capacity import Footprint, Trials, largest, usable
 from lightning_hetero.strategies.options import memory_per_rank
@@ -166,7 +166,7 @@ def test_nothing_stays(filled):
     stepped = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     before = described(module, optimizer)
-    with untouched(module, optimizer):
+    with preserve_state(module, optimizer):
         expected = module.numbers()
     trials = Trials(module, [optimizer], CPU, None)
     with trials.begun():

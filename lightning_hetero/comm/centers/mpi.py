@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, differ
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, subtract_center
 from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class MPICenter(Center):
         from mpi4py import MPI
 
         self._fetch(self._center)
-        square = differ(values, self._center)
+        square = subtract_center(values, self._center)
         if math.isfinite(square):
             for start, difference, scaled in zip(self._starts[1:], values, self._center, strict=True):
                 self._add(torch.mul(difference, push, out=scaled), start)

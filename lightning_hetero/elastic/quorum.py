@@ -36,7 +36,7 @@ class Roster(NamedTuple):
         return cls(int(number), int(host), tuple(tuple(int(member) for member in unit) for unit in units))
 
 
-class Decision(NamedTuple):
+class QuorumDecision(NamedTuple):
     """Who may go on.
 
     Attributes:
@@ -50,7 +50,7 @@ class Decision(NamedTuple):
 
 def decide(
     present: Collection[int], rosters: Collection[Roster], left: Collection[int], minimum: int, unit: str = "replica"
-) -> Decision:
+) -> QuorumDecision:
     """Whether the members that are present may go on without the others.
 
     They may if they hold more than half of the units of each view, or exactly half of them with the unit of the
@@ -87,7 +87,7 @@ def decide(
         lowest = f"rank {min(first, default=0)}"
         missing = "" if first in ours else f" without {lowest}"
         rule = f"it takes more than half, or half with {lowest}"
-        return Decision(kept, f"only {len(ours)} of {len(voters)} {unit}s remain{missing}; {rule}")
+        return QuorumDecision(kept, f"only {len(ours)} of {len(voters)} {unit}s remain{missing}; {rule}")
     if len(kept) < minimum:
-        return Decision(kept, f"only {len(kept)} {unit}s remain, and at least {minimum} are required")
-    return Decision(kept, "" if kept else f"no {unit} remains")
+        return QuorumDecision(kept, f"only {len(kept)} {unit}s remain, and at least {minimum} are required")
+    return QuorumDecision(kept, "" if kept else f"no {unit} remains")

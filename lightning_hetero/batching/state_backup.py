@@ -14,13 +14,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_hetero.checkpoint import random_states
-from lightning_hetero.comm.objects import CPU
+from lightning_hetero.comm.object_collectives import CPU
 
 Restore = Callable[[], Any]
 
 
 @contextmanager
-def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
+def preserve_state(*things: Any, device: torch.device = CPU) -> Iterator[None]:
     """What happens in this block leaves modules, optimizers and random states as they are.
 
     That covers parameters, buffers, gradients, and what attributes hold: numbers, texts, tensors, generators of random
@@ -32,7 +32,7 @@ def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
         device: on which this rank computes.
     """
     numbers = random_states.current(device)
-    kept = Kept()
+    kept = StateBackup()
     for thing in things:
         kept.keep(thing)
     try:
@@ -42,8 +42,8 @@ def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
         random_states.restore(numbers, device)
 
 
-class Kept:
-    """What objects held when they were kept, each once; see :func:`untouched`.
+class StateBackup:
+    """What objects held when they were kept, each once; see :func:`preserve_state`.
 
     Args:
         whole: which objects are kept as they are, without what they hold; default: none.

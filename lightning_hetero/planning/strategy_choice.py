@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_hetero.algorithms.schedules import PRICE
+from lightning_hetero.algorithms.schedules import MAX_WAITING
 from lightning_hetero.planning.cluster import Cluster
 from lightning_hetero.planning.predictions import WIRES, Prediction, predictions
 
@@ -23,7 +23,7 @@ CANDIDATES = (
 EQUAL = 0.03
 
 
-class Wish(NamedTuple):
+class AutoLimits(NamedTuple):
     """What a user allows.
 
     Attributes:
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(cluster: Cluster, measured: float, wish: Wish) -> Choice:
+def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     """The strategy that gains most over the steps that have been measured, if one gains enough.
 
     A gain counts over the measured steps, as far as work and an exchange that hides behind nothing can explain how long
@@ -66,14 +66,14 @@ def choose(cluster: Cluster, measured: float, wish: Wish) -> Choice:
 
     Example: four ranks with 0.1 s of work in a step, and a link that takes 0.8 s for the gradients::
 
-        >>> from lightning_hetero.planning.choice import Wish, choose
+        >>> from lightning_hetero.planning.strategy_choice import AutoLimits, choose
         >>> from lightning_hetero.planning.cluster import Cluster, Way
         >>> from lightning_hetero.batching.shares import Cost
         >>> nodes = ((Cost(0.01, 0.09 / 16),) * 2,) * 2
         >>> cluster = Cluster(nodes, 64, 10e6, Way(2e-5, 5e9), Way(2e-4, 12.5e6))
-        >>> choose(cluster, 1.2, Wish()).prediction.name
+        >>> choose(cluster, 1.2, AutoLimits()).prediction.name
         'hetero_daso'
-        >>> choose(cluster, 1.2, Wish(exact=True)).prediction is None
+        >>> choose(cluster, 1.2, AutoLimits(exact=True)).prediction is None
         True
     """
     found = {one.name: one for one in predictions(cluster, wish.every, wish.wire)}
@@ -106,7 +106,7 @@ def _ms(seconds: float) -> str:
 RAREST = 500
 
 
-class Change(NamedTuple):
+class PossibleChange(NamedTuple):
     """One thing that differs, and what that brings.
 
     Attributes:
@@ -120,7 +120,7 @@ class Change(NamedTuple):
     gain: float
 
 
-def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Change]:
+def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[PossibleChange]:
     """What could be changed, the most helpful first.
 
     Args:
@@ -132,7 +132,7 @@ def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Chang
     slowest = max(cost.seconds(cluster.samples / cluster.world) for cost in cluster.ranks)
     several = len(cluster.nodes) > 1
     exchange = (cluster.across() if several else cluster.gradients()) * WIRES[wire]
-    rare = max(min(math.ceil(exchange / PRICE / cluster.split), RAREST), every)
+    rare = max(min(math.ceil(exchange / MAX_WAITING / cluster.split), RAREST), every)
     part = exchange / rare / cluster.split
     options: list[tuple[str, Callable[[], tuple[Cluster, int, str]]]] = [
         ("twice the samples per step", lambda: (replace(cluster, samples=2 * cluster.samples), every, wire)),
@@ -150,7 +150,7 @@ def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Chang
     for what, change in options:
         other, steps, format_ = change()
         best = predictions(other, steps, format_)[0]
-        found.append(Change(what, best, best.speed / now))
+        found.append(PossibleChange(what, best, best.speed / now))
     return sorted(found, key=lambda one: -one.gain)
 
 
