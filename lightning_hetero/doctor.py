@@ -1,4 +1,4 @@
-"""What to train with: the choice of ``hetero_auto`` on what was measured, with its arithmetic."""
+"""``lightning-hetero doctor``: measures ranks and links, and suggests a strategy, with its arithmetic."""
 
 import json
 import logging
@@ -74,7 +74,7 @@ class SlowestLinks(NamedTuple):
 def cluster_of(
     costs: Sequence[Cost], nodes: Sequence[Sequence[int]], samples: int, size: int, links: SlowestLinks
 ) -> Cluster:
-    """What was measured, as ``lightning-hetero plan`` and ``hetero_auto`` see it.
+    """The measured cluster, as ``lightning-hetero plan`` and ``hetero_auto`` see it.
 
     Args:
         costs: of each rank.
@@ -95,7 +95,7 @@ def advise(
     links: SlowestLinks,
     spread: float = 0.0,
 ) -> Advice:
-    """What ``hetero_auto`` would choose if ``hetero_ddp`` took as long as predicted.
+    """The choice of ``hetero_auto`` if ``hetero_ddp`` took as long as predicted.
 
     Args:
         costs: of each rank.
@@ -136,7 +136,7 @@ def _exact(cluster: Cluster, exact: Prediction) -> list[str]:
 
 
 def _too_little(cluster: Cluster, exact: Prediction) -> str:
-    """Why nothing is better than the exact strategy."""
+    """Reason why nothing is better than the exact strategy."""
     other = choose(cluster, exact.step, AutoLimits(gain=0.0)).prediction
     if other is None:
         return "No strategy that trains replicas apart would be faster."
@@ -148,7 +148,7 @@ def _too_little(cluster: Cluster, exact: Prediction) -> str:
 
 
 def _limits(cluster: Cluster, exact: Prediction, chosen: Prediction) -> list[str]:
-    """What to know about a strategy that trains replicas apart, before one takes it."""
+    """Limits of a strategy that trains replicas apart, to be known before one takes it."""
     lines = []
     if not chosen.repeatable or chosen.options.get("wait") == "auto":  # which is measured, and never twice alike
         steady = choose(cluster, exact.step, AutoLimits(deterministic=True)).prediction
@@ -237,7 +237,7 @@ ROUNDS = 5
 
 
 class RankSpeed(NamedTuple):
-    """What a rank's steps have taken.
+    """Measured steps of a rank.
 
     Attributes:
         cost: fitted.
@@ -249,13 +249,13 @@ class RankSpeed(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """How far the rounds are apart, as a fraction of their median."""
+        """Spread of the rounds, as a fraction of their median."""
         return (max(self.rounds) - min(self.rounds)) / median(self.rounds)
 
 
 @dataclass
 class Workload:
-    """What is measured.
+    """Workload to be measured.
 
     Attributes:
         name: for the report.

@@ -1,4 +1,4 @@
-"""Replicas that visit a center one by one, each whenever it is ready: what all algorithms with such a center share."""
+"""Base of asynchronous algorithms with a center: replicas exchange with it one by one, each whenever it is ready."""
 
 import time
 from abc import abstractmethod
@@ -18,7 +18,7 @@ from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, la
 
 
 class ExchangeRates:
-    """How often this replica exchanges, against the mean of all.
+    """Rate of this replica's exchanges, against the mean of all.
 
     A replica that comes four times as often would pull the center four times as much. So what each adds is divided by
     its rate.
@@ -55,7 +55,7 @@ class ExchangeRates:
 
 
 class AsyncCenterAverager(CenteredAverager):
-    """Opens the center, saves it, and goes on with it when replicas are lost.
+    """Base of averagers that exchange with a center one by one: it opens the center, saves it, and replaces a lost one.
 
     Replicas wait for each other at the ends of epochs only, and where all evaluate or save.
     """
@@ -67,7 +67,7 @@ class AsyncCenterAverager(CenteredAverager):
 
     @abstractmethod
     def center_options(self) -> CenterOptions:
-        """Where the center lives, and what an exchange does."""
+        """The center's home, and the rule of an exchange."""
 
     @property
     def center_vectors(self) -> list[Tensor]:
@@ -139,7 +139,7 @@ class AsyncCenterAverager(CenteredAverager):
         self.load_state_dict(state)
 
     def center_lost(self, context: StepContext) -> dict[str, Any]:
-        """What replaces entries of a state when the center was lost with its host (collective).
+        """Replacements for entries of a state when the center was lost with its host (collective).
 
         It begins again as the mean of those that remain.
         """

@@ -1,4 +1,4 @@
-"""The options of ``hetero_auto``, and its averager until it has chosen: one replica, nothing to bring together."""
+"""Options of ``hetero_auto``, and its averager until it has chosen: there is one replica, so nothing is averaged."""
 
 from dataclasses import dataclass
 

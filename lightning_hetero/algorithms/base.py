@@ -1,4 +1,4 @@
-"""What an algorithm between replicas is, what it is given, and what it reports."""
+"""Interface of an algorithm between replicas: the averager, its traits, and what it is given and returns at a step."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide
 
 @dataclass(frozen=True)
 class Traits:
-    """What is always true of an algorithm.
+    """Constant properties of an algorithm.
 
     Attributes:
         blocking: all ranks wait for each other after a step that is :meth:`~Averager.due`.
@@ -52,7 +52,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step, or the preparation or the end of a fit, has brought about.
+    """Result of a step, or of the preparation or the end of a fit.
 
     Attributes:
         exchanged: this replica has completed an exchange.
@@ -141,7 +141,7 @@ __all__ = ["Averager", "FitInfo", "Outcome", "StepContext", "Traits"]
 
 @dataclass(frozen=True)
 class FitInfo:
-    """What is known of the job and of the fit that is about to begin.
+    """Job and length of the fit that is about to begin.
 
     Attributes:
         topology: where the ranks live; ``None`` in tests that have no job.
@@ -170,7 +170,7 @@ class FitInfo:
 
 
 class StepContext(NamedTuple):
-    """What all ranks know alike about the optimizer step that has just been taken.
+    """Facts of the optimizer step just taken, the same on all ranks.
 
     A step takes in all batches over which gradients accumulate.
 
@@ -198,7 +198,7 @@ class StepContext(NamedTuple):
 
 
 class Averager(ABC):
-    """Brings the parameters of replicas together. It touches neither Lightning, nor the data, nor the network.
+    """Base of algorithms between replicas. It touches neither Lightning, nor the data, nor the network.
 
     Write one as a dataclass. Its fields are its options: check them in ``__post_init__``. Fields with ``init=False``,
     and attributes that :meth:`prepare` makes, are its state. A new instance serves each fit.
@@ -253,7 +253,7 @@ class Averager(ABC):
     # -- the beginning of a fit --------------------------------------------------------------------
 
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
-        """What replicas exchange of a model.
+        """The values of a model that replicas exchange.
 
         Args:
             module: the model, on its device.
@@ -359,7 +359,7 @@ class Averager(ABC):
         return None
 
     def status(self, step: int) -> dict[str, float | str]:
-        """What people may want to see of the algorithm's course, by name."""
+        """The algorithm's own numbers and words for logs and reports, by name."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -380,7 +380,7 @@ class Averager(ABC):
         """Complete what is under way from one step to another (collective)."""
 
     def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        """What :meth:`state_dict` has returned, for :meth:`load_state_dict` in another layout.
+        """The state of :meth:`state_dict` in another layout, for :meth:`load_state_dict`.
 
         Args:
             state: in the present layout.
@@ -419,7 +419,7 @@ class Averager(ABC):
 
 @dataclass
 class BufferAverager(Averager):
-    """The mean of what still changes, such as BatchNorm's statistics, where it is looked at and at the end.
+    """Averages what still changes after training, such as BatchNorm's statistics, where it is evaluated and at the end.
 
     Between these replicas do not meet.
 
@@ -462,7 +462,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class LowBitAverager(Averager):
-    """Keeps what low-bit messages have left out, for the next message.
+    """Base of averagers with low-bit wires: keeps the error feedback, for the next message.
 
     A subclass makes :attr:`feedback` with :meth:`residuals` when it is prepared, and gives it to each exchange on its
     wire. Buffers travel as they are: rounded, a variance could become negative.

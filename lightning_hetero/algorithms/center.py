@@ -1,4 +1,4 @@
-"""What algorithms with a center have in common; and one kernel for those in which all replicas meet it at once."""
+"""Base of algorithms with a center, and of those in which all replicas exchange with it at the same step."""
 
 import math
 from abc import abstractmethod
@@ -26,7 +26,7 @@ from lightning_hetero.replicas.vectors import LayoutChange, Replica
 
 @dataclass
 class CenteredAverager(Averager):
-    """What is validated, saved and left at the end is a center; values that take no part have their mean beside it.
+    """Base of algorithms whose result is a center; values that take no part have their mean beside it.
 
     As long as no replica has met the center, which then is only the model that all began with, it is the mean of all.
 
@@ -86,7 +86,7 @@ class CenteredAverager(Averager):
 
     @property
     def last_center(self) -> list[Tensor]:
-        """The center as it was when all last looked, as vectors on the CPU, in fp32 or wider."""
+        """The center as all ranks last read it, as vectors on the CPU, in fp32 or wider."""
         return self.reference[: self.replica.included]
 
     def restart_from(self, center: Sequence[Tensor]) -> None:

@@ -22,7 +22,7 @@ AVERAGE_PART: dict[Mixing, AveragePart] = {"daso": "mean", "delta": "away"}  # o
 
 
 class PendingExchange(NamedTuple):
-    """An exchange that has not been mixed in yet.
+    """Exchange that has not been mixed in yet.
 
     Attributes:
         step: optimizer step after which it began.

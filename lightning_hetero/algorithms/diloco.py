@@ -1,4 +1,4 @@
-"""An outer optimizer on the average of what replicas have done: local SGD, DiLoCo, BMUF."""
+"""Outer optimizer on the mean of the replicas' local steps: local SGD, DiLoCo, BMUF."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -193,7 +193,7 @@ class OuterStep:
 
 
 def outer_optimizer_options(make: Callable[[Iterable], Optimizer], given: object) -> tuple[str, dict[str, Any]]:
-    """What an outer optimizer is, in builtins: its class and its defaults.
+    """An outer optimizer in builtins: its class and its defaults.
 
     Args:
         make: makes it, of parameters.

@@ -1,4 +1,4 @@
-"""DiLoCo without waiting: each replica brings its outer gradient to a center when it is done with its local steps."""
+"""Asynchronous DiLoCo: each replica sends its outer gradient to a center when its local steps are done."""
 
 import math
 import time
@@ -26,7 +26,7 @@ Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
 class DelayedNesterov(CenterRule):
-    """Each arrival's gradient moves the center at once; the momentum does once in N arrivals.
+    """Delayed Nesterov momentum: each arrival's gradient moves the center at once, the momentum once in N arrivals.
 
     With ``g`` the outer gradient of an arrival, weighted, so that those of N arrivals make one mean::
 

@@ -1,4 +1,4 @@
-"""Elastic averaging: replicas and a center pull at each other."""
+"""Elastic averaging SGD (EASGD): replicas and a center pull at each other."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from lightning_hetero.option_checks import is_number
 
 @dataclass(frozen=True)
 class ElasticForce:
-    """How strongly replicas and their center pull at each other. Give one of the first two at most.
+    """Strength of the pull between replicas and their center. Give one of the first two at most.
 
     Attributes:
         moving_rate: alpha; ``"auto"``: beta / p, with p replicas and, if it is not given, beta = 0.9, as in the paper.
@@ -79,7 +79,7 @@ class ElasticForce:
 
 @dataclass
 class ElasticBase(CenteredAverager):
-    """What all forms of EASGD have in common: replicas are tied to a center by an elastic force.
+    """Base of all forms of EASGD: replicas are tied to a center by an elastic force.
 
     With ``D_i = x_i - c`` from before the replica's own step, weights ``w_i`` (the part of the samples that replica
     ``i`` takes) and p replicas::
@@ -208,7 +208,7 @@ class EAMSGDAverager(ElasticAverager):
 
 
 def stability(alpha: float, beta: float) -> str | None:
-    """What to say of settings that are stable, but outside the region where every pull shortens its distance.
+    """A warning for settings that are stable, but outside the region where every pull shortens its distance.
 
     As the learning rate goes to 0, the replicas' mean distance from the center is multiplied by 1 - alpha - beta, and
     that of one replica from their mean by 1 - alpha.

@@ -1,4 +1,4 @@
-"""Replicas that exchange with a center one by one, each whenever it is ready."""
+"""Asynchronous EASGD: replicas exchange with the center one by one, each whenever it is ready."""
 
 import math
 from collections.abc import Callable, Sequence

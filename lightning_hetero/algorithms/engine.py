@@ -1,4 +1,4 @@
-"""What happens between replicas: before and after every optimizer step, and wherever their consensus is looked at."""
+"""Engine between replicas: calls the algorithm around each step, and finds the consensus to evaluate and save."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ def nonfinite_message(
     seen: Sequence[tuple[str | None, int | None]],
     fresh_start: str,
 ) -> str:
-    """What to say of replicas that are not finite.
+    """The error message for replicas that are not finite.
 
     Args:
         broken: their numbers.
@@ -66,7 +66,7 @@ def nonfinite_message(
 
 @contextmanager
 def explain_nonfinite(engine: "ReplicaEngine") -> Iterator[None]:
-    """In a block in which replicas meet, say more about those that are not finite than they tell each other.
+    """In a block in which replicas meet, add to errors about those that are not finite what the engine knows.
 
     All ranks alike do where all exchange after the same steps (collective then, if a replica is not finite).
 
@@ -97,7 +97,7 @@ def explain_nonfinite(engine: "ReplicaEngine") -> Iterator[None]:
 def replica_state_dict(
     engine: "ReplicaEngine", optimizers: Sequence[Optimizer], precision: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a replica goes on with, but for its values; the tensors are those in use (collective).
+    """The state of a replica beside its values; the tensors are those in use (collective).
 
     Args:
         engine: of the replica.
@@ -121,7 +121,7 @@ CHANGED = "the parameters that have become trainable or frozen"
 
 
 def unfrozen_within_epoch(names: Iterable[str]) -> str:
-    """That it may not happen there.
+    """The error message for parameters that are unfrozen, or frozen, within an epoch.
 
     Args:
         names: of the parameters.
@@ -133,7 +133,7 @@ def unfrozen_within_epoch(names: Iterable[str]) -> str:
 
 
 def layout_is_fixed(averager: str, names: Iterable[str]) -> str:
-    """That an averager does not know how.
+    """The error message for an averager that cannot go on with other parameters.
 
     Args:
         averager: name of its class.
@@ -152,7 +152,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class EvaluationCadence:
-    """Warns, once in a fit, if validation or checkpoints come more often than exchanges.
+    """Warning, once in a fit, if validation or checkpoints come more often than exchanges.
 
     Attributes:
         exchanges: that this replica has completed in this fit.
@@ -187,7 +187,7 @@ class EvaluationCadence:
 
 
 class ReplicaEngine:
-    """Lets replicas train apart, and an averager bring them together.
+    """Engine of several replicas: they train apart, and an averager brings them together.
 
     Args:
         view: who takes part.
@@ -301,11 +301,11 @@ class ReplicaEngine:
 
     @property
     def traffic(self) -> Traffic:
-        """What exchanges between replicas have cost since the ranks have met."""
+        """Cost of the exchanges between replicas since the ranks have met."""
         return self.links.traffic
 
     def samples_per_replica(self) -> list[int]:
-        """What each replica takes of a full batch; where all meet at once, 0 for those that have no more data."""
+        """Samples of each replica in a full batch; where all meet at once, 0 for those that have no more data."""
         assert self.averager is not None
         samples = self.view.per_replica(self._share.samples_per_rank())
         if not self.averager.traits.lockstep:
@@ -314,7 +314,7 @@ class ReplicaEngine:
         return left if any(left) else samples
 
     def context(self, epoch_ends: bool) -> StepContext:
-        """What all ranks know alike about the latest optimizer step."""
+        """Facts of the latest optimizer step, the same on all ranks."""
         samples = self.samples_per_replica()
         return StepContext(self.windows, epoch_ends, samples, self.losses.mean_over_ranks, self._metric)
 
@@ -453,7 +453,7 @@ class ReplicaEngine:
         return {"values": [value.cpu() for value in values], **rest} if self.view.is_leader else None
 
     def common_state(self) -> dict[str, Any]:
-        """What is alike on all replicas, for :meth:`Averager.load_common` (collective)."""
+        """The state that is the same on all replicas, for :meth:`Averager.load_common` (collective)."""
         assert self.averager is not None
         with explain_nonfinite(self):
             state = self.averager.state_dict()
@@ -472,7 +472,7 @@ class ReplicaEngine:
 
 
 class Engine(Protocol):
-    """What a strategy asks about replicas. A window is an optimizer step with all the batches that it takes in."""
+    """Interface between a strategy and its replicas. A window is an optimizer step with all of its batches."""
 
     def before_window(self) -> None:
         """A window is about to begin: before its first forward pass. Asked again within a window it does nothing."""
@@ -496,7 +496,7 @@ class Engine(Protocol):
         """The optimizer has stepped; after :meth:`due`."""
 
     def exchange(self) -> Outcome | None:
-        """What follows between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
+        """Exchange between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
 
     def exchange_completed(self) -> None:
         """The exchange is complete: where all replicas are here now, act on their reports."""
@@ -539,7 +539,7 @@ class Engine(Protocol):
 
 
 class SingleReplica:
-    """The engine of strategies with one replica, in which there is nothing to do between replicas.
+    """Engine of strategies with one replica: there is nothing to do between replicas.
 
     Args:
         report_every: batches from one exchange of reports to the next.

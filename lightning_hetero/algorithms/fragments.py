@@ -29,7 +29,7 @@ Fragments = int | Literal["blocks"]
 
 @dataclass(frozen=True)
 class Partitioner:
-    """Cuts a model into fragments along its modules, in their order.
+    """Partition of a model into fragments along its modules, in their order.
 
     Args:
         fragments: how many, of sizes as equal as modules allow; or ``"blocks"``: one for each of the model's repeated
@@ -108,7 +108,7 @@ def owning_module(name: str) -> str:
 
 
 def balanced_runs(sizes: Sequence[int], count: int) -> list[int]:
-    """Where contiguous runs begin whose largest sum is as small as it can be.
+    """Starts of contiguous runs whose largest sum is as small as it can be.
 
     Args:
         sizes: of the items, at least as many as runs.
@@ -138,7 +138,7 @@ def _filled(sizes: Sequence[int], count: int, limit: int) -> list[int]:
 
 @dataclass
 class Fragment:
-    """A part of the model in the midst of a fit.
+    """Part of a model during a fit: its values, its center, and its exchange.
 
     Attributes:
         replica: this rank's values of it.
@@ -160,7 +160,7 @@ class Fragment:
 
 
 class PendingFragment(NamedTuple):
-    """An exchange that has begun, and has not been mixed in yet.
+    """Exchange of a fragment that has begun, and has not been mixed in yet.
 
     Attributes:
         step: optimizer step after which it began.

@@ -36,7 +36,7 @@ log = logging.getLogger("lightning_hetero")
 
 @dataclass
 class GossipAverager(Averager, Generic[T]):
-    """What all forms of gossip have in common: replicas wait for each other at the ends of epochs only.
+    """Base of all forms of gossip: replicas wait for each other at the ends of epochs only.
 
     An exact average precedes validation and checkpoints, and ends the run.
 
@@ -154,7 +154,7 @@ class GossipAverager(Averager, Generic[T]):
         self.check_wire(out)
 
     def distance_to_peer(self, theirs: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-        """How far what a peer has laid out is from what this replica has."""
+        """Distance between a peer's values and this replica's."""
         return [
             their.to(origin.dtype) - mine.to(origin.dtype)
             for their, mine, origin in zip(theirs, own, self.reference, strict=True)
@@ -188,7 +188,7 @@ class GossipAverager(Averager, Generic[T]):
 
 @dataclass
 class PushAverager(GossipAverager[PushTransport]):
-    """Sends to some peers in each round, and takes what has come from others."""
+    """Base of one-way gossip: sends to some peers in each round, and takes what has come from others."""
 
     kind = PushTransport
 
@@ -209,7 +209,7 @@ class PushAverager(GossipAverager[PushTransport]):
 
     @contextmanager
     def receiving(self, round_number: int, sources: Sequence[int]) -> Iterator[list[ReceivedPush]]:
-        """What has come by a round, waiting for some peers (collective over the replica); valid within the block."""
+        """Pushes of a round, waiting for some peers (collective over the replica); valid within the block."""
         began = time.perf_counter()
         pushes = (
             [] if self._transport is None else self._transport.collect(round_number, sources, self._endpoint.deadline)
@@ -258,7 +258,7 @@ class PairAverager(GossipAverager[PairTransport]):
             self._transport.offer(self._weight, whom, round_number)
 
     def poll_offer(self, wait: float, withdraw: bool) -> PairResult | None:
-        """What the offer has brought within so many seconds, on all ranks of the replica (collective over it).
+        """The offer's result within so many seconds, on all ranks of the replica (collective over it).
 
         Args:
             wait: seconds.
@@ -280,7 +280,7 @@ class PairAverager(GossipAverager[PairTransport]):
         return True
 
     def offer_result(self, wait: float, withdraw: bool = True) -> tuple[list[Tensor], float] | None:
-        """What the offer has brought, as :meth:`difference` returns it, or ``None`` (collective over the replica).
+        """The offer's result, as :meth:`difference` returns it, or ``None`` (collective over the replica).
 
         Args:
             wait: seconds.
@@ -298,7 +298,7 @@ class PairAverager(GossipAverager[PairTransport]):
         return self.difference(swap)
 
     def difference(self, swap: PairResult) -> tuple[list[Tensor], float]:
-        """How far the peer's offer is from this one's, and the part of the way to go."""
+        """Difference of the peer's offer from this one's, and the part of the way to go."""
         found = self.distance_to_peer(swap.vectors, self._outgoing)
         self._distance = math.sqrt(sum(float(vector.dot(vector)) for vector in found))
         return found, swap.weight / (swap.weight + self._weight) if swap.weight else 0.0
@@ -306,7 +306,7 @@ class PairAverager(GossipAverager[PairTransport]):
 
 @dataclass
 class RoundGossipAverager(GossipAverager):
-    """The options of gossip in rounds.
+    """Options of gossip in rounds.
 
     Args:
         every_n_steps: optimizer steps from one round to the next.
@@ -438,7 +438,7 @@ class FirstComeAverager(PairAverager):
                 self._transport.resume()
 
     def _collect_result(self) -> tuple[list[Tensor], float] | None:
-        """What has been exchanged, but not added yet (collective over the replica)."""
+        """Result of an exchange that has not been added yet (collective over the replica)."""
         if self._late is not None or not self._offered:
             return self._late
         swap = self.poll_offer(0.0, withdraw=False)

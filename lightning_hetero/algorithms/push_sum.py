@@ -1,4 +1,4 @@
-"""Push-sum gossip: each gives parts of what it has away, with as large a part of its weight."""
+"""Push-sum gossip: each replica gives a part of its values away, with the same part of its weight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""DASO's schedule: phases of a run, and how often replicas exchange, by the course of the loss."""
+"""Schedules of exchanges: DASO's phases and rate, and the automatic number of local steps."""
 
 import math
 import time

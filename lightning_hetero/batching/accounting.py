@@ -1,4 +1,4 @@
-"""This rank's part of the work: what it draws, how much it weighs, how long it takes, and what the others are told."""
+"""Sample accounting: the samples, weight and time of this rank's batches, and the reports that ranks exchange."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ from lightning_hetero.replicas.optimizer_states import check_settings, settings_
 
 
 class BatchSources(Protocol):
-    """Where this rank's parts of the batches come from: its dataloaders."""
+    """Sources of this rank's parts of the batches: its dataloaders."""
 
     def sources(self) -> Sequence[Any]:
         """One source per loader; none if the loaders have not been set up here."""
@@ -62,7 +62,7 @@ class BatchSources(Protocol):
         """The first step that this rank has not drawn yet."""
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on."""
+        """The draw of the batch that is about to be trained on."""
 
     def ended(self) -> bool:
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
@@ -72,7 +72,7 @@ class BatchSources(Protocol):
 
 
 class BatchAccounting:
-    """Counts and times every training batch, from the moment it is drawn until its report is sent.
+    """Accounting of training batches: counts and times each one, from its draw until its report is sent.
 
     A batch goes through :meth:`begin`, perhaps :meth:`weigh`, then :meth:`weights`, and :meth:`end`.
 
@@ -142,7 +142,7 @@ class BatchAccounting:
 
     @property
     def reports_applied(self) -> int:
-        """How many times this rank has acted on the reports of all."""
+        """Number of times this rank has acted on the reports of all."""
         return self.launched - self._gathering.in_flight
 
     def forget(self) -> None:
@@ -183,7 +183,7 @@ class BatchAccounting:
         self.drawn = self.loaders.take()
 
     def current(self) -> Drawn:
-        """What was drawn for the running step.
+        """The draw of the running step.
 
         Raises:
             UnsupportedError: there is none.
@@ -267,7 +267,7 @@ class BatchAccounting:
         )
 
     def samples_per_rank(self) -> Sequence[int]:
-        """What each rank takes of a full batch: by the plan in force, or by its own loader; 1 each where nobody knows.
+        """Samples of each rank in a full batch: by the plan in force, or by its own loader; 1 each where nobody knows.
 
         Nothing is planned before the training data has been looked at, as in the sanity check.
         """
@@ -291,7 +291,7 @@ class BatchAccounting:
 
     @property
     def fitted(self) -> Cost | Curve | None:
-        """How this rank's time depends on its samples; None while too little is known."""
+        """The fitted cost of this rank; None while too little is known."""
         return (self.evidence.shape.curve() or self.cost.cost) if self.cost.ready else None
 
     @property
@@ -300,7 +300,7 @@ class BatchAccounting:
         return self.drawn is None or self.weights()[0] > 0
 
     def weights(self) -> tuple[float, float]:
-        """What this rank's samples weigh, and those of all ranks of the replica.
+        """Weights of this rank's samples, and of those of all ranks of the replica.
 
         Raises:
             DataError: on every rank, if the user's measure of a batch was negative or NaN on any.
@@ -322,7 +322,7 @@ class BatchAccounting:
         return own, total
 
     def report(self, taken: bool) -> Report:
-        """What this rank tells the others.
+        """This rank's report to the others.
 
         Args:
             taken: the next report is about the steps from now on.
@@ -343,7 +343,7 @@ class BatchAccounting:
 
 
 class PlanAgreement:
-    """A thread that tells rank 0 what this rank reports, and hears which plan all are to follow, and from when on.
+    """Agreement thread of a rank: reports to rank 0, and learns which plan all are to follow, and from when on.
 
     Each rank has a box in the job's store, in which it exchanges messages with rank 0: reports, proposals, answers,
     decisions. A rank writes its report only if nothing new from rank 0 is there, and else reads that instead, so one
@@ -679,7 +679,7 @@ _NAME, _GROUPS = "global_batches", 0
 
 
 class GlobalBatchSizes:
-    """The global batch of each loader: ``batch_size`` times the ranks, unless a checkpoint or the user says another.
+    """Global batch size of each loader: ``batch_size`` times the ranks, unless a checkpoint or the user says another.
 
     A run that goes on with other ranks keeps its global batches: learning rates were chosen for them, and an epoch of
     which a part is done has no others to go on with. A loader that has another ``batch_size`` than before has been
@@ -723,7 +723,7 @@ class GlobalBatchSizes:
         return self._take(size, size * self._world, "samples") if self._given is None else self._given
 
     def of_groups(self) -> int:
-        """How many batches of the user's batch sampler make a global one."""
+        """Number of batches of the user's batch sampler that make a global one."""
         return self._take(_GROUPS, self._world, "batches of the batch sampler")
 
     def _take(self, key: int, usual: int, what: str) -> int:
@@ -738,7 +738,7 @@ class GlobalBatchSizes:
 
 
 class LossTracker:
-    """The training loss since the last look at it, and the first step at which it was not finite.
+    """Training loss since it was last read, and the first step at which it was not finite.
 
     Nothing here waits for the device until somebody asks; a number that was copied to it would.
     """

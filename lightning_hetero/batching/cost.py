@@ -1,4 +1,4 @@
-"""What a batch costs on this rank as long as a straight line explains it, learned from its own measured times.
+"""Cost model: seconds of a batch on this rank by its number of samples, learned from measured steps.
 
 A rank's time for the same work varies: other programs take its core, clocks change, batches differ. Such noise comes in
 states that last for a while, so that many measurements in a row agree and yet say little. Statistics that take them for
@@ -156,7 +156,7 @@ class CostModel:
 
 
 class SizeTiming(NamedTuple):
-    """What is known of one batch size.
+    """Measured time of one batch size.
 
     Attributes:
         samples: the size.
@@ -172,7 +172,7 @@ class SizeTiming(NamedTuple):
 
 
 class TimedSteps(NamedTuple):
-    """Some steps of one size.
+    """Steps of one size, and their time.
 
     Attributes:
         number: how many of these came before.
@@ -184,7 +184,7 @@ class TimedSteps(NamedTuple):
 
 
 class OutlierRun(NamedTuple):
-    """Times that are far from the usual ones of their sizes, in a row and on one side.
+    """Run of times that are far from the usual ones of their sizes, on one side.
 
     Attributes:
         first: number of the first one.
@@ -198,7 +198,7 @@ class OutlierRun(NamedTuple):
 
 
 class CurveEstimator:
-    """Remembers the times of each batch size that a rank has had.
+    """Estimator of a cost curve, from the times of each batch size that a rank has had.
 
     A straight line with ``a >= 0`` is taken for the truth until the times of the sizes differ from it by more than
     noise can explain. Only then is there a curve: the greatest convex one that is nowhere above the times. What was
@@ -274,7 +274,7 @@ class CurveEstimator:
         return (point.samples, point.seconds) if high > max(self.BUMP, 3 * point.error) else (0.0, 0.0)
 
     def points(self) -> list[SizeTiming]:
-        """What is known, in the order of the sizes."""
+        """Measured times, in the order of the sizes."""
         noise = self._noise()
         return [
             SizeTiming(
@@ -370,7 +370,7 @@ class CurveEstimator:
 
 
 def _line_residual(points: Sequence[SizeTiming]) -> float:
-    """How far the points are off the best line with ``a >= 0`` and ``k >= 0``: squared deviations, in errors."""
+    """Residual of the points off the best line with ``a >= 0`` and ``k >= 0``: squared deviations, in errors."""
     weights = [1 / (p.error * p.seconds) ** 2 for p in points]
 
     def mean(values: Sequence[float]) -> float:
@@ -387,7 +387,7 @@ def _line_residual(points: Sequence[SizeTiming]) -> float:
 
 
 def relative_noise(*parts: Sequence[float]) -> float:
-    """How far times are off the median of their part, as a fraction: what nine in ten stay below."""
+    """Deviation of times from the median of their part, as a fraction: nine in ten stay below."""
     off: list[float] = []
     for part in parts:
         middle = median(part) if part else 0.0
@@ -397,7 +397,7 @@ def relative_noise(*parts: Sequence[float]) -> float:
 
 
 def change_point(times: Sequence[float]) -> int:
-    """Where the latter part begins if times are cut in two that differ most (least squares); 0 if they do not."""
+    """Index at which times are cut in two parts that differ most (least squares); 0 if they do not."""
     mean, left, best, cut = sum(times) / len(times), 0.0, 0.0, 0
     for n, seconds in enumerate(times[:-1], 1):
         left += seconds
@@ -408,7 +408,7 @@ def change_point(times: Sequence[float]) -> int:
 
 
 class MeasuredSpeed(NamedTuple):
-    """A rank's present speed.
+    """Present speed of a rank.
 
     Attributes:
         cost: seconds per batch and per sample.
@@ -439,12 +439,12 @@ class StepRun(NamedTuple):
     seconds: float
 
     def seconds_by(self, cost: Cost | Curve) -> float:
-        """What its steps would have taken by ``cost``, had they been alike."""
+        """Seconds that its steps would have taken by ``cost``, had they been alike."""
         return self.steps * cost.seconds(self.samples / self.steps)
 
 
 class SpeedEstimator:
-    """What a rank's own steps tell of its speed.
+    """Estimator of a rank's speed, from its own steps.
 
     Steps are gathered into stretches that are long enough to compare. One lasting change of speed within the memory is
     told from noise: the rank's speed is that since the change. All other ups and downs are noise, and so large is the

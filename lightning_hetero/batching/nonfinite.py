@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: found within the step, before an optimizer takes them in."""
+"""Guard against losses and gradients that are not finite: found within the step, before an optimizer takes them in."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ OnNaN = Literal["error", "skip", "ignore"]
 
 
 class NonFiniteGuard:
-    """Finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
+    """Guard that finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
 
     It costs no message. A loss that is not finite makes all gradients of its rank NaN. Averaging spreads these, so that
     every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
@@ -87,7 +87,7 @@ class NonFiniteGuard:
         return self._active == "skip"
 
     def count(self, loss: Tensor, own: float, total: float, given: bool = True) -> tuple[float, float]:
-        """What this rank and all ranks weigh in a backward pass; under ``"skip"`` without those with a broken loss.
+        """Weights of this rank and of all ranks in a backward pass; under ``"skip"`` without those with a broken loss.
 
         Args:
             loss: of this rank.

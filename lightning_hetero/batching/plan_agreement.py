@@ -1,4 +1,4 @@
-"""How ranks that take steps at their own pace agree on a new plan, and on a step that none of them has drawn yet.
+"""Agreement protocol for ranks at their own pace: on a new plan, and on a step that none has drawn yet.
 
 The leader proposes a plan. Each rank answers how far it may draw by the plan before: beyond what it draws while the
 ranks agree. There it waits until the leader has decided. Once all have answered, the plan starts at the farthest of
@@ -27,7 +27,7 @@ from lightning_hetero.errors import CommunicationError
 
 
 class PlanProposal(NamedTuple):
-    """A plan that ranks are asked to follow.
+    """Plan that ranks are asked to follow.
 
     Attributes:
         number: of the proposal, from 1 on.
@@ -41,7 +41,7 @@ class PlanProposal(NamedTuple):
 
 
 class PlanDecision(NamedTuple):
-    """What has become of a proposal.
+    """Outcome of a proposal.
 
     Attributes:
         number: of the proposal.
@@ -53,7 +53,7 @@ class PlanDecision(NamedTuple):
 
 
 class PlanMember:
-    """A rank's side.
+    """Follower's side of the agreement.
 
     Args:
         next_step: the first step that it has not drawn yet.
@@ -112,7 +112,7 @@ class PlanMember:
 
 
 class PlanLeader:
-    """The side of the rank that proposes.
+    """Leader's side of the agreement, which proposes.
 
     Args:
         world: number of ranks.
@@ -146,7 +146,7 @@ class PlanLeader:
             self._answers[rank] = bound
 
     def decide(self, now: float) -> PlanDecision | None:
-        """What becomes of the proposal; ``None``: that is not known yet."""
+        """The decision on the proposal; ``None``: that is not known yet."""
         if len(self._answers) == self._world:
             self.waits = False
             return PlanDecision(self._number, max(self._answers.values()))
@@ -186,7 +186,7 @@ _POLL = 0.25  # seconds between two looks at the store
 
 
 class ActionRequest(NamedTuple):
-    """That a rank wants all to do something.
+    """Request of a rank that all do something.
 
     Attributes:
         what: completes "could not agree on a step ...".
@@ -199,7 +199,7 @@ class ActionRequest(NamedTuple):
 
 
 class AgreedBatch:
-    """Tells all ranks to do something after the same batch, once any of them asks for it.
+    """Agreement of all ranks to do something after the same batch, once any of them asks for it.
 
     It asks through the job's key-value store, and a thread of each rank answers with the batch beyond which its rank
     will not go before it knows all answers. The latest of these batches is the one.

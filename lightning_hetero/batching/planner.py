@@ -1,4 +1,4 @@
-"""The agreed plan: which rank takes how many samples of which step.
+"""Planner: how many samples of which step each rank takes, the same on all ranks.
 
 Every rank derives the same plans, from the same reports. A new one starts at a step that no sampler has drawn yet.
 
@@ -90,7 +90,7 @@ _split, _exact = _remembered(split), _remembered(exact_shares)
 
 @dataclass(frozen=True)
 class Plan:
-    """How batches are split from step ``start`` on.
+    """Split of the batches from step ``start`` on.
 
     Attributes:
         start: first step (batches since the start of the fit) of this plan.
@@ -138,7 +138,7 @@ Task = tuple[int, tuple[Cost | Curve, ...], tuple[int, ...], tuple[int, ...]]  #
 
 @_remembered
 def _task(plan: Plan, units: int, width: int) -> Task:
-    """What is to be split into ``units`` units, each of ``width`` samples, and within which limits."""
+    """The task of a split: ``units`` units, each of ``width`` samples, and the limits."""
     low = [-(-n // width) for n in plan.low]
     high = [n // width for n in plan.high]
     if plan.reach:
@@ -157,7 +157,7 @@ def _task(plan: Plan, units: int, width: int) -> Task:
 
 
 class Report(NamedTuple):
-    """What a rank reports to the others. It fits in a row of floats of a fixed size, so one small tensor carries it.
+    """Report of a rank to the others. It fits in a row of floats of a fixed size, so one small tensor carries it.
 
     Attributes:
         fixed: ``a`` of its cost, seconds.
@@ -210,7 +210,7 @@ class Report(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Steps in a row, of each rank.
+    """Times of steps in a row, of each rank.
 
     Attributes:
         steps: how many, by rank: the same number, unless ranks go at their own pace.
@@ -242,7 +242,7 @@ class StepTimes(NamedTuple):
 
 
 class SplitTrial(NamedTuple):
-    """A re-split that has to prove itself.
+    """Trial of a new split, which has to prove itself.
 
     Attributes:
         before: the plan to return to.
@@ -426,7 +426,7 @@ class Planner:
         return self.at(step).split([self.total])[0]  # zeros where streams decide the sizes of batches
 
     def turn(self, step: int) -> int | None:
-        """Whose turn it is at a step, as a number; ``None``: what is left over always goes to the same ranks."""
+        """Number of the turn at a step; ``None``: what is left over always goes to the same ranks."""
         return step + self.origin if self.turns else None
 
     def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
@@ -467,7 +467,7 @@ class Planner:
         return self._judged() or self._better(latest, reports)
 
     def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
-        """Who makes the job slower, if that was measured: at the least share, not by its times for larger ones."""
+        """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
         costs, noise = [r.cost for r in reports], [r.error for r in reports]
         found = too_slow(self.total, costs, self._low, self.high, noise)
         measured = found and all(reports[rank].samples < max(self._low[rank], 1) + 1 for rank in found.ranks)
@@ -586,7 +586,7 @@ class _SharedSpan(NamedTuple):
 
 
 class ShareHistory:
-    """Remembers by which plans batches were shared before ranks were lost. Ranks are known by their ids."""
+    """Plans by which batches were shared before ranks were lost. Ranks are known by their ids."""
 
     def __init__(self) -> None:
         self._stretches: list[_SharedSpan] = []
@@ -604,7 +604,7 @@ class ShareHistory:
         self._stretches, self._start = [*self._stretches, ended][-_MOST:], start
 
     def samples(self, id: int, step: int) -> int:
-        """What a rank that is lost was to take from a step on, until others took its share.
+        """Samples that a lost rank was to take from a step on, until others took its share.
 
         A batch that is smaller than others, at the end of an epoch, counts as a full one. Where plans are so old that
         they are not remembered, the oldest one counts.
@@ -620,7 +620,7 @@ class ShareHistory:
 
 
 class Repartition(NamedTuple):
-    """From a step on other ranks share the batches: some were lost.
+    """Change of the ranks that share the batches, from a step on: some were lost.
 
     Attributes:
         kept: of each rank, its number before.
@@ -634,7 +634,7 @@ class Repartition(NamedTuple):
 
 
 class PlanningState(NamedTuple):
-    """What a rank knows of the plans; ranks that have acted on the same reports know the same.
+    """Plans and measurements of a planner; the same on ranks that have acted on the same reports.
 
     Attributes:
         plans: in force, and to come.
@@ -646,7 +646,7 @@ class PlanningState(NamedTuple):
 
     @classmethod
     def of(cls, planner: Planner) -> "PlanningState":
-        """What a planner knows."""
+        """The state of a planner."""
         return cls(list(planner.plans), list(planner.most))
 
     def apply_to(self, planner: Planner) -> None:

@@ -1,4 +1,4 @@
-"""The global order of samples, cut into global batches; the same on every rank."""
+"""Samplers: the global order of samples, cut into global batches and shares; the same on every rank."""
 
 import random
 import warnings
@@ -278,7 +278,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Drawn(NamedTuple):
-    """What was drawn for one step: this rank's part of a global batch.
+    """Draw of one step: this rank's part of a global batch.
 
     Attributes:
         samples: this rank's samples; 0 if its batch is a padding batch.
@@ -291,7 +291,7 @@ class Drawn(NamedTuple):
     parts: Mapping[int, float] = {}
 
     def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "Drawn":
-        """What counts once only some ranks are left, and other ranks make a replica, perhaps.
+        """The draw as it counts once only some ranks are left, and perhaps other ranks make a replica.
 
         Args:
             kept: of each rank that remains, its number before.
@@ -304,7 +304,7 @@ class Drawn(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where training stands when an epoch's iterator is made.
+    """Position of training when an epoch's iterator is made.
 
     Attributes:
         epoch: epochs done.
@@ -318,7 +318,7 @@ class Position(NamedTuple):
 
 
 class RankSlot(NamedTuple):
-    """A rank's place among those that share batches.
+    """Place of a rank among those that share batches.
 
     Attributes:
         rank: its number when batches are cut.
@@ -438,7 +438,7 @@ class ShareSampler:
         self.seats = [one.for_survivors(kept, seat.replica) for one in self.seats if one.start < seat.start] + [seat]
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on."""
+        """The draw of the batch that is about to be trained on."""
         return self.drawn.popleft()
 
 
@@ -493,7 +493,7 @@ class EvaluationSampler:
                 yield own
 
     def _shares(self, world: int, plan: Plan, samples: int) -> Sequence[int]:
-        """How many samples of a batch each rank gets."""
+        """Number of samples of a batch for each rank."""
         if samples <= world:
             return [int(rank < samples) for rank in range(world)]
         high = tuple(max(high, 1) for high in plan.high)

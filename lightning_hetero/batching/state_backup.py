@@ -1,4 +1,4 @@
-"""Leaves a model as it was, whatever is tried with it."""
+"""Backup of a model's state and its optimizers', restored after steps that were only tried."""
 
 import random
 from collections import deque
@@ -21,7 +21,7 @@ Restore = Callable[[], Any]
 
 @contextmanager
 def preserve_state(*things: Any, device: torch.device = CPU) -> Iterator[None]:
-    """What happens in this block leaves modules, optimizers and random states as they are.
+    """Restore modules, optimizers and random states after this block.
 
     That covers parameters, buffers, gradients, and what attributes hold: numbers, texts, tensors, generators of random
     numbers, other modules such as metrics, and lists, dictionaries and sets of these. It does not cover objects of
@@ -43,7 +43,7 @@ def preserve_state(*things: Any, device: torch.device = CPU) -> Iterator[None]:
 
 
 class StateBackup:
-    """What objects held when they were kept, each once; see :func:`preserve_state`.
+    """Backup of what objects held, each once; see :func:`preserve_state`.
 
     Args:
         whole: which objects are kept as they are, without what they hold; default: none.

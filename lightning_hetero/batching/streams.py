@@ -1,4 +1,4 @@
-"""Batches of sizes that only their own rank knows: iterable datasets, and loaders that the user has sharded."""
+"""Streams: batches of sizes that only their own rank knows, of iterable datasets and loaders that the user shards."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ from lightning_hetero.errors import DataError
 
 
 class StepTally(NamedTuple):
-    """What all ranks have together at one step of a stream.
+    """Sums over all ranks at one step of a stream.
 
     Attributes:
         samples: samples in the batches of all ranks; NaN if a rank could not tell.
@@ -31,7 +31,7 @@ class StepTally(NamedTuple):
 
 
 class StreamPosition(NamedTuple):
-    """Where a stream stands.
+    """Position of a stream.
 
     Attributes:
         epoch: epochs done before the running one.
@@ -48,7 +48,7 @@ class StreamPosition(NamedTuple):
 
 
 class StreamCollectives(Protocol):
-    """The ranks that iterate over a stream at the same time, each over its own part."""
+    """Collectives of the ranks that iterate over a stream at the same time, each over its own part."""
 
     def begin(self) -> None:
         """A pass over the data is about to begin, on all ranks."""
@@ -75,7 +75,7 @@ class StreamCollectives(Protocol):
 
 
 class LoaderProxy:
-    """Stands in for a loader: attributes that are not found here are looked up on it.
+    """Proxy of a loader: attributes that are not found here are looked up on it.
 
     Args:
         loader: any iterable of batches.
@@ -178,7 +178,7 @@ class Stream(LoaderProxy):
         self._over = True
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on."""
+        """The draw of the batch that is about to be trained on."""
         self._place, self._resumed = self._states.popleft(), None
         return self.drawn.popleft()
 
@@ -188,7 +188,7 @@ class Stream(LoaderProxy):
         return all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def position(self) -> dict[str, Any] | None:
-        """Where the data stand after the batch that is trained on; builtins, and what the loader tells."""
+        """Position of the data after the batch that is trained on; builtins, and what the loader tells."""
         return self._place._asdict() if self.stateful and self._place is not None else None
 
     def go_on_from(self, position: dict[str, Any]) -> None:
@@ -435,7 +435,7 @@ class SharedStream(IterableDataset):
 
 
 class BatchRequest(NamedTuple):
-    """A global batch that a rank, or a worker of it, is to read.
+    """Request for a global batch, of a rank or a worker of it.
 
     Attributes:
         epoch: epochs done before it.
@@ -474,7 +474,7 @@ class BatchRequests:
 
 
 class BatchPart(NamedTuple):
-    """A rank's part of a global batch.
+    """Part of a global batch that a rank takes.
 
     Attributes:
         batch: collated; ``None``: the stream has ended.
@@ -567,7 +567,7 @@ class SharedStreamLoader:
 
     @property
     def begun(self) -> Position | None:
-        """Where the running epoch began, or was resumed."""
+        """Position at which the running epoch began, or was resumed."""
         return self.batch_sampler.begun
 
     def __len__(self) -> int:
@@ -588,7 +588,7 @@ class SharedStreamLoader:
             raise DataError("the training stream is empty: it must yield at least one sample.")
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on."""
+        """The draw of the batch that is about to be trained on."""
         return self.drawn.popleft()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A stopwatch for a rank's own work, which stands still while the rank waits for others."""
+"""Step timer: the seconds of a rank's own work, without those in which it waits for others."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Timestamps(Protocol):
-    """Takes points in time, and tells the seconds between two of them."""
+    """Source of timestamps, and of the seconds between two of them."""
 
     def take(self) -> Any:
         """The point that is reached here: now, or when all work that has been given to the device is done."""
@@ -26,7 +26,7 @@ class Timestamps(Protocol):
 
 
 class HostTimestamps:
-    """By the host's clock.
+    """Timestamps of the host's clock.
 
     Args:
         clock: returns seconds.
@@ -45,7 +45,7 @@ class HostTimestamps:
 
 
 class DeviceTimestamps:
-    """By events in a device's current stream.
+    """Timestamps of a device's current stream: its events.
 
     The host runs ahead of a device, until something waits for it: ``loss.item()``, or a progress bar. What the host
     then spends may be the wait for another rank, which a collective in the stream contains. Only the device knows.
@@ -95,7 +95,7 @@ def timestamps_of(device: torch.device, clock: Callable[[], float]) -> Timestamp
 
 
 class StepTiming(NamedTuple):
-    """One step of this rank.
+    """Timing of one step of this rank.
 
     Attributes:
         samples: samples that it processed, a padding batch included.
@@ -117,13 +117,13 @@ class StepTiming(NamedTuple):
 
 
 class Activity(Enum):
-    """What a rank does at a time."""
+    """Activity of a rank at a time."""
 
     WORK, WAIT, EXCHANGE = range(3)
 
 
 class StepTimer:
-    """Tells a rank's own work from waiting.
+    """Timer of steps, which tells a rank's own work from waiting.
 
     At the end of a data-parallel backward pass every rank reads the same time, because all wait for the slowest. The
     work ends earlier: when the rank's last own gradient is ready.

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: the newest one that is whole, and those that go when a newer one is complete."""
+"""Folder of a run's checkpoints: its newest complete one, and the removal of those that are not kept."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _NAME = re.compile(r"step=\d+(-stopped|-complete)?\.ckpt")
 
 
 class FoundCheckpoint(NamedTuple):
-    """What one rank sees of a checkpoint.
+    """Checkpoint as one rank finds it.
 
     Attributes:
         problem: why it is not whole, in words.
@@ -43,7 +43,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def checkpoint_path(folder: str, step: int, moment: Literal["", "-stopped", "-complete"] = "") -> str:
-    """Where the checkpoint of a step is kept.
+    """Path of the checkpoint of a step.
 
     Args:
         folder: of the checkpoints.

@@ -1,4 +1,4 @@
-"""The callback that logs who computes how much, how fast, who waits, and what exchanges cost, and writes the report."""
+"""Monitor callback: logs each rank's samples, speed and waiting and the cost of exchanges, and writes the report."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""The monitor's data: steps and exchanges of each rank, in bounded memory, and who took part."""
+"""Data of the monitor: steps and exchanges of each rank, in bounded memory, and changes of membership."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -195,7 +195,7 @@ class StepHistory:
 
 
 class RankRecord(NamedTuple):
-    """All that one rank has seen of a fit; it is gathered on the rank that writes the report.
+    """Measurements of one rank in a fit; gathered on the rank that writes the report.
 
     Attributes:
         rank: which, by the number that it had when it joined the job.
@@ -252,13 +252,13 @@ class ReportedChange(MembershipChange):
 
     @property
     def how(self) -> str:
-        """How each lost rank was lost."""
+        """Causes of the losses, by rank."""
         told = "; ".join(f"rank {id} {why}" for id, why in sorted(self.lost.items()))
         return self.who if self.joined else told or "connections broke, and all came again"
 
 
 class MembershipHistory:
-    """Who takes part in a fit, as one rank knows it. Its clock and the ranks' numbers start anew when others join.
+    """Changes of membership in a fit, as one rank knows them. Its clock and the ranks' numbers start anew at a join.
 
     Args:
         view: of the ranks that start together.
@@ -321,7 +321,7 @@ def _stood(change: ReportedChange, stalls: dict[int, float]) -> ReportedChange:
 
 
 class FitRecord(NamedTuple):
-    """All that a report is made of. Ranks have the numbers that they had when they joined the job.
+    """Data of a report. Ranks have the numbers that they had when they joined the job.
 
     Attributes:
         views: of the ranks that have come to the end; after an error only this rank's.
@@ -349,7 +349,7 @@ class FitRecord(NamedTuple):
 
     @property
     def living(self) -> int:
-        """How many ranks there were at the end."""
+        """Number of ranks at the end."""
         return self.changes[-1].ranks if self.changes else sum(map(len, self.replicas))
 
     @property

@@ -1,4 +1,4 @@
-"""The report's pictures, drawn by matplotlib without a display."""
+"""Plots of the report, drawn by matplotlib without a display."""
 
 import io
 import math

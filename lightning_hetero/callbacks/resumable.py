@@ -1,4 +1,4 @@
-"""Checkpoints to start again from, with the same command."""
+"""Resumable checkpoints: the same command, started again, goes on from the newest one."""
 
 import itertools
 import time
@@ -278,7 +278,7 @@ class ResumableCheckpoint(Resumable):
 
 
 class CheckpointSession:
-    """What saves the checkpoints of a fit, and knows when it is time, until the ranks of the job are others.
+    """Saving of a fit's checkpoints, and their schedule, until the ranks of the job are others.
 
     Args:
         strategy: in a fit.
@@ -335,7 +335,7 @@ class CheckpointSession:
         return self._agreed is not None and self._agreed.batch_ended(batch)
 
     def done(self) -> None:
-        """What was due is saved, or left out."""
+        """The checkpoint that was due is saved, or left out."""
         self.since = time.monotonic()
         if self._agreed is not None:
             self._agreed.again()

@@ -1,4 +1,4 @@
-"""The report's verdict: who is slowest and why, where the time goes, what the split gains, and what to do next."""
+"""Verdict of the report: the slowest rank and the cause, where the time goes, the gain of the split, and advice."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -373,7 +373,7 @@ def _advice(
     slow: TooSlow | None,
     cause: Cause | None,
 ) -> tuple[str, ...]:
-    """What to do next, the most promising first; at least one sentence."""
+    """Advice, the most promising first; at least one sentence."""
     # Of all ranks' time, what some spend between steps while others work, and what all spend there alike.
     total = max(sum(r.seconds for r in ranks), 1e-12)
     common = len(ranks) * min(r.between for r in ranks) / total

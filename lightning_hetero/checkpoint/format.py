@@ -1,4 +1,4 @@
-"""What this package adds to a checkpoint. Any strategy can load the checkpoint without it.
+"""Checkpoint format: what this package adds. Any strategy can load the checkpoint without it.
 
 The checkpoint itself holds the consensus, the plan, and what is small of each rank. Where replicas differ, each one's
 own state is in a shard (:mod:`~lightning_hetero.checkpoint.shards`).
@@ -89,7 +89,7 @@ def restore_plan(checkpoint: Mapping[str, Any], share: BatchAccounting, rank: in
 
 
 class CheckpointIdentity(NamedTuple):
-    """Who saves, or wants to go on.
+    """Identity of the job that saves, or wants to go on.
 
     Attributes:
         strategy: name of the strategy's class, for people.

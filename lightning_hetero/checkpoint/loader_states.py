@@ -1,4 +1,4 @@
-"""Where each rank's own data stand, in a checkpoint: loaders that can tell go on there."""
+"""Positions of each rank's dataloaders in a checkpoint; loaders that can tell theirs go on there."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _NAME, _ENDED = "loaders", "ended"
 
 
 def current(share: BatchAccounting) -> list[Any]:
-    """Where this rank's loaders stand, as far as they can tell."""
+    """Positions of this rank's loaders, as far as they can tell."""
     return [source.position() if isinstance(source, Stream) else None for source in share.loaders.sources()]
 
 
@@ -32,7 +32,7 @@ def put(checkpoint: dict[str, Any], everyone: Sequence[Sequence[Any]], ended: Se
 
 
 def ended(checkpoint: Mapping[str, Any], share: BatchAccounting) -> list[bool] | None:
-    """Which ranks had come to the end of their data; ``None`` if the loaders do not go on within an epoch."""
+    """Ranks that had come to the end of their data; ``None`` if the loaders do not go on within an epoch."""
     within = any(isinstance(source, Stream) and source.another_batch for source in share.loaders.sources())
     return part_of(checkpoint).get(_ENDED) if within else None
 

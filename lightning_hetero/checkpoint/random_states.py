@@ -61,7 +61,7 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def _source(device: torch.device) -> Any:
-    """What draws the random numbers of a device beside those of the CPU; ``None``: nothing."""
+    """The random number generator of a device beside the CPU's; ``None``: there is none."""
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
     return module if hasattr(module, "get_rng_state") else None
 

@@ -1,4 +1,4 @@
-"""A shard is the file with a replica's own state, next to the checkpoint that all replicas share.
+"""Shards: files with a replica's own state, next to the checkpoint that all replicas share.
 
 The shards of ``NAME.ckpt`` are ``NAME.ckpt.shards/replica-ID-SAVE.pt``. ``SAVE`` is a random name that the checkpoint
 holds too: shards of another save under the same name are never taken for its own, and the old ones can stay until the
@@ -47,7 +47,7 @@ def shard_of(path: Any, replica: int, save: str) -> str:
 
 
 class RemovedCheckpoint(NamedTuple):
-    """What rank 0 has removed.
+    """Checkpoint that rank 0 has removed.
 
     Attributes:
         path: of a checkpoint.
@@ -106,7 +106,7 @@ class Shards:
         return self.follow(files, is_leader, of_rank(self.news(), 0))
 
     def news(self) -> tuple[str, list[RemovedCheckpoint]]:
-        """What :meth:`follow` needs of rank 0: a name for a save, and what it has removed since it was last asked."""
+        """Rank 0's input to :meth:`follow`: a name for a save, and what it has removed since it was last asked."""
         told, self._gone = self._gone, []  # a thread may remove more meanwhile
         return secrets.token_hex(6), told
 
@@ -160,7 +160,7 @@ def read(load: Callable[[str], dict[str, Any]], path: Any, replica: int, save: s
 
 
 def agree(problem: str | None, error: Exception | None) -> str | None:
-    """What keeps some rank from going on where its replica has stopped, the same on all ranks (collective).
+    """The reason why some rank cannot go on where its replica has stopped, the same on all ranks (collective).
 
     Args:
         problem: of this rank, for which all replicas start from the checkpoint's weights.

@@ -1,4 +1,4 @@
-"""Copies in memory of what is saved at a step: to be written on a thread, or for ranks that join to begin from."""
+"""Snapshots: copies of the state in memory, for a writing thread or for ranks that join."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
@@ -75,7 +75,7 @@ class Snapshot:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor has been written to; unknown of those that are made in inference mode."""
+    """Number of writes to a tensor; unknown of those that are made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 

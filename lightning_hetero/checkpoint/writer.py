@@ -1,4 +1,4 @@
-"""Writes checkpoints so that a file under its final name is always whole."""
+"""Atomic and background writing of checkpoints: a file under its final name is always complete."""
 
 import os
 import time
@@ -192,7 +192,7 @@ class BackgroundWriter(WrappingCheckpointIO):
             self._running.wait()
 
     def _problem(self) -> BaseException | None:
-        """Why this rank could not write, if it could not."""
+        """Reason why this rank could not write, if it could not."""
         if self._owed is not None:
             return self._owed
         return None if self._running is None or self._running.running else self._running.error

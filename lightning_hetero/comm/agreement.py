@@ -1,4 +1,4 @@
-"""Checks that all ranks of a job have the same values, and raises errors on all of them together."""
+"""Consistency checks: all ranks of a job have the same values, and an error of one rank is raised on all."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Averages vectors over replicas: one rank of each replica exchanges them with the others, and informs its replica."""
+"""All-reduce over replicas: one rank of each replica averages vectors with the others, and informs its replica."""
 
 import math
 import time
@@ -28,7 +28,7 @@ CHUNK = 1 << 16  # elements that are worked on at a time, so that several vector
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a replica brings to an average, and what all replicas know of it.
+    """Contribution of a replica to an average, and what all replicas know of it.
 
     Attributes:
         values: floating vectors, the same on all ranks of a replica.
@@ -50,7 +50,7 @@ class Contribution:
 
 
 class Average(NamedTuple):
-    """What replicas learn from an average. All but ``away`` is bitwise the same on every rank.
+    """Result of an average on each replica. All but ``away`` is bitwise the same on every rank.
 
     Attributes:
         mean: weighted mean of the replicas' values: vectors on the CPU, in fp32 or wider. Empty if only the difference
@@ -229,7 +229,7 @@ def _dtype(own: Contribution, old: Tensor) -> torch.dtype:
 
 @dataclass
 class Traffic:
-    """What this replica's exchanges have cost so far.
+    """Cost of this replica's exchanges so far.
 
     Attributes:
         exchanges: with other replicas.
@@ -471,7 +471,7 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """How long the average took, once it has ended."""
+        """Seconds that the average took, once it has ended."""
         return self._background.seconds
 
 
@@ -498,7 +498,7 @@ SLOW = 0.1
 
 
 class AllReduceTime(NamedTuple):
-    """How long an all-reduce over some ranks takes.
+    """Time model of an all-reduce over some ranks.
 
     Attributes:
         latency: seconds, for a few bytes.

@@ -1,4 +1,4 @@
-"""The collectives that Lightning and users call on a strategy: weighted where samples are, timed as waiting."""
+"""Collectives that Lightning and users call on a strategy: weighted by samples, and timed as waiting."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
 
 
 class TrialBatch(NamedTuple):
-    """A batch that a rank tries alone.
+    """Batch that a rank tries alone.
 
     Attributes:
         samples: of this rank, each with the number that all ranks of a step would have; of the whole batch, and of each
@@ -195,7 +195,7 @@ class Collectives:
         return value.reshape(tensor.shape).to(tensor.device, tensor.dtype if tensor.is_floating_point() else whole)
 
     def _with_weight(self, value: Tensor) -> Tensor:
-        """What to sum over ranks for a mean: weighted and plain values, weights, ranks, and how many know no weight."""
+        """Rows to sum over ranks for a mean: weighted and plain values, weights, ranks, and how many know no weight."""
         samples = self._samples() if self._samples is not None else 1.0
         weight = 1.0 if samples is None else samples
         plain = value if weight else torch.zeros_like(value)  # that of a padding batch may not be finite

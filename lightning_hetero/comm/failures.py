@@ -1,4 +1,4 @@
-"""Finds out which rank failed first, also when other ranks have already ended.
+"""Failure reports between ranks: which rank failed first, also when other ranks have already ended.
 
 NCCL does not notice that a rank has died: what waits for it on a GPU waits until the group's timeout, and PyTorch then
 aborts the process without a traceback. Nor can such a group be destroyed: that waits for what is pending in it. So a
@@ -43,7 +43,7 @@ Kind = Literal["failed", "echo", "gone"]
 
 
 class Failure(NamedTuple):
-    """What has happened to a rank.
+    """Failure of a rank.
 
     Attributes:
         rank: the rank.
@@ -62,7 +62,7 @@ class Failure(NamedTuple):
 
 
 class FailureChannel:
-    """Keeps a connection between rank 0 and every other rank, on which nothing is sent until one fails, or waits long.
+    """Connection between rank 0 and every other rank, silent until one fails, or waits long.
 
     A rank sends its error to rank 0 before it ends. If a rank was killed, its connection ends. Rank 0 forwards all of
     this to the others, in its order. So every rank knows which failure came first, also if its own connection broke
@@ -531,7 +531,7 @@ def first(seconds: float) -> Failure | None:
 
 
 def places(since: float | None = None) -> str:
-    """Where the ranks are while one waits for long, as the last notice has said.
+    """Places of the ranks while one waits for long, as the last notice has said.
 
     Args:
         since: from when on a notice counts, by ``time.monotonic()``. Default: it is no older than they come.
@@ -540,7 +540,7 @@ def places(since: float | None = None) -> str:
 
 
 def stopped() -> str:
-    """Which signal has ended a wait of this process in this run, in a sentence; empty: none has."""
+    """The signal that has ended a wait of this process in this run, in a sentence; empty: none has."""
     return "" if _waits is None else _waits.stopped
 
 
@@ -620,7 +620,7 @@ def deadline(what: str, busy: Callable[[], bool] | None = None) -> Iterator[None
 
 
 def cause(error: BaseException, began: float | None = None) -> str:
-    """Why a collective failed, in words: the rank that failed first, if that is known in time, and what broke here.
+    """The cause of a failed collective, in words: the rank that failed first, if known in time, and what broke here.
 
     Args:
         error: with which it failed.
@@ -655,7 +655,7 @@ _current_repeater: "CollectiveRepeater | None" = None  # of the fit in which los
 
 
 class CollectiveRepeater(Protocol):
-    """Runs a collective until it has succeeded."""
+    """Repeater of a collective until it has succeeded."""
 
     def run(self, what: str, operation: Callable[[], T]) -> T:
         """The result of an operation; see :func:`collective`."""
@@ -686,7 +686,7 @@ def set_repeater(repeater: CollectiveRepeater | None) -> None:
 
 
 class CollectiveRetry:
-    """Repeats collectives among the ranks that remain.
+    """Retry of collectives among the ranks that remain.
 
     All ranks run the same collectives in the same order, so a collective is known by its number. A rank can be one
     ahead: an all-reduce may succeed on one rank and fail on another. What the latest ones have returned is kept, so

@@ -1,4 +1,4 @@
-"""Messages with deadlines between gossiping replicas, two at a time."""
+"""Gossip transport: exchanges with deadlines between two replicas, both ways or one way."""
 
 import random
 import secrets
@@ -108,7 +108,7 @@ class PeerSelector:
 
 
 class PairResult(NamedTuple):
-    """What an exchange has brought.
+    """Result of an exchange with a peer.
 
     Attributes:
         peer: the other peer.
@@ -282,7 +282,7 @@ class PairTransport:
             self._changed.notify_all()
 
     def result(self, wait: float = 0.0) -> PairResult | None:
-        """What the offer has brought, or ``None`` if it has brought nothing yet.
+        """The result of the offer, or ``None`` if there is none yet.
 
         Args:
             wait: seconds to wait for it at most. A peer that has ended or is silent is not waited for.
@@ -459,7 +459,7 @@ class PairTransport:
 
 
 class ReceivedPush(NamedTuple):
-    """What has come from a peer.
+    """Push that has come from a peer.
 
     Attributes:
         peer: the one that sent it.
@@ -578,7 +578,7 @@ class PushTransport:
             return taken
 
     def waiting(self) -> list[ReceivedPush]:
-        """What has come and has not been taken."""
+        """Pushes that have come and have not been taken."""
         with self._changed:
             return list(self._arrived)
 
@@ -646,7 +646,7 @@ T = TypeVar("T", PairTransport, PushTransport)
 
 
 class Endpoint(NamedTuple):
-    """Where a peer can be reached.
+    """Address of a peer.
 
     Attributes:
         interface: address to listen on, of the network between the peers.
@@ -705,7 +705,7 @@ def connect_peers(
 
 
 def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:
-    """Why peers of several hosts could not reach each other; ``None``: no reason is known."""
+    """Reason why peers of several hosts could not reach each other; ``None``: no reason is known."""
     inner = [f"{host} ({address[0]})" for host, address in places if address[0].startswith("127.")]
     if len({host for host, _ in places}) == 1 or not inner:
         return None

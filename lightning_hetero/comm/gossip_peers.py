@@ -1,4 +1,4 @@
-"""Connections between gossip peers. Each peer listens on one port, and connects to the others when it needs to."""
+"""Connections between gossip peers: each listens on one port, and connects to the others when it needs to."""
 
 import hashlib
 import hmac
@@ -59,7 +59,7 @@ class PeerMessage(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A message must not be believed. Says why in one word."""
+    """Refusal of a message that must not be believed. Says why in one word."""
 
 
 class PeerChannel:
@@ -217,7 +217,7 @@ _LONGEST_PING_PAUSE = 4  # deadlines for which a peer that is late again and aga
 
 
 class PeerLiveness:
-    """Keeps track of which peers can be reached.
+    """Liveness of peers: which of them can be reached.
 
     A peer has *ended* once its port refuses a connection. This is known at once, and for good. A peer is *silent* from
     the moment when it did not answer in time until it sends something itself, or answers a knock: a background thread
@@ -309,7 +309,7 @@ class PeerLiveness:
 
 
 class ExchangeLedger:
-    """Remembers, for each peer, the latest of its exchanges that has counted here.
+    """Ledger of the latest exchange with each peer that has counted here.
 
     Peers number the exchanges that they ask for. If the last message of one is lost, the peer asks whether it has
     counted. If the answer is no, the exchange never counts afterwards.
@@ -343,7 +343,7 @@ _MOST_STRANGERS = 32  # connections at a time on which no message with the token
 
 
 class Session(NamedTuple):
-    """What all peers of a job share.
+    """Values that all peers of a job share.
 
     Attributes:
         token: a secret. Messages without it are refused.

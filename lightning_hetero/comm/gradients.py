@@ -1,4 +1,4 @@
-"""Gradients on their way between the ranks of a replica: in few bits, or as matrices of low rank."""
+"""Compressed gradients between the ranks of a replica: in few bits, or as matrices of low rank."""
 
 import logging
 import threading
@@ -127,7 +127,7 @@ class GradientMean(ABC):
 
     @abstractmethod
     def state(self) -> list[Tensor]:
-        """What goes from step to step, in the memory in which it is kept."""
+        """State that goes from step to step, in the memory in which it is kept."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -403,7 +403,7 @@ class GradientWire:
     # -- what goes from step to step -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What messages of this rank have left out, and all else that goes from step to step."""
+        """Error feedback of this rank's messages, and all else that goes from step to step."""
         means = [mean.state() for mean in self._means]
         return {"wire": self.wire, "members": dist.get_world_size(self._group), "means": means}
 

@@ -1,4 +1,4 @@
-"""Process groups that are made when they are first asked for, and end with the object that hands them out."""
+"""Process groups: made when they are first asked for, and ended with the object that hands them out."""
 
 import atexit
 import gc
@@ -268,7 +268,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 class _Done(dist.Work):
-    """What PyTorch waits for; it has happened already."""
+    """Handle of work that is done already, for PyTorch."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -676,7 +676,7 @@ class MixedGroup(dist.ProcessGroup):
 
 
 class _Work(dist.Work):
-    """What PyTorch waits for."""
+    """Handle of work on the thread, for PyTorch."""
 
     def __init__(self, future: Future[Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a process joins a job, and how it tells the others why it ends."""
+"""Job membership of a process: it joins, gets groups and stores, and announces why it ends."""
 
 import os
 import secrets
@@ -34,7 +34,7 @@ _NEWS = 3.0  # seconds to wait for news of a rank that has ended
 
 
 class ViewSuccession(NamedTuple):
-    """How a rank comes into a view that follows another one.
+    """Origin of a rank in a view that follows another one.
 
     Attributes:
         view: its number.
@@ -135,7 +135,7 @@ class Job:
         return self._mixed
 
     def same_parameters(self) -> ParameterDriftCheck | None:
-        """What compares parameters in this rank's replica; ``None`` if its devices are alike (collective over it)."""
+        """The drift check of this rank's replica; ``None`` if its devices are alike (collective over it)."""
         ranks = self.view.replica.ranks
         if len(ranks) == 1 or self.view.topology.backend(ranks) is not None:
             return None
@@ -248,7 +248,7 @@ _LONG = 15.0  # seconds after which a process says that it waits
 
 
 class RendezvousAddress(NamedTuple):
-    """Where ranks meet, as the launcher says.
+    """Address of the ranks' rendezvous, as the launcher says.
 
     Attributes:
         host: of rank 0.

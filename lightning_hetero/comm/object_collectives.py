@@ -1,4 +1,4 @@
-"""The border of a process: nothing leaves it but CPU tensors and builtins.
+"""Collectives of Python objects: nothing leaves a process but CPU tensors and builtins.
 
 Another process may not have the device on which a tensor lies: a CPU rank cannot make a ``cuda`` tensor, nor a host
 with two GPUs one on ``cuda:7``. So whatever is sent to other ranks goes through :func:`all_gather`, :func:`gather` or
@@ -129,7 +129,7 @@ def gather(value: Any) -> list[Any] | None:
 
 
 def _values(heads: Tensor, rests: Tensor, sizes: Sequence[int]) -> list[Any]:
-    """What the ranks' messages hold."""
+    """The values in the ranks' messages."""
     rows = torch.cat([heads, rests], 1).numpy()
     return [unpack_value(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
@@ -264,7 +264,7 @@ class ObjectMessage(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """What the message holds, with new containers; its long tensors are in the memory of the message."""
+        """The value of the message, with new containers; its long tensors are in the memory of the message."""
         return _Unpacker(io.BytesIO(self.head), CPU, [part.numpy() for part in self.parts]).load()
 
     def passed_on(self, ranks: Sequence[int]) -> "ObjectMessage":
@@ -305,7 +305,7 @@ class _Packer(pickle.Pickler):
         self._home = home
 
     def reducer_override(self, obj: Any) -> Any:
-        """How to make what is no builtin anew; pickle keeps what is one object one."""
+        """The recipe for an object that is no builtin; pickle keeps what is one object one."""
         if isinstance(obj, torch.device) and not _anywhere(obj):
             return _device, (obj == self._home,)
         if not isinstance(obj, Tensor):

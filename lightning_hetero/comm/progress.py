@@ -1,4 +1,4 @@
-"""How far each replica has come with data of its own, for those that have come to the end of theirs."""
+"""Progress tracker of replicas with data of their own, for those that have come to the end of theirs."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from lightning_hetero.errors import CommunicationError
 
 
 class DataProgress(NamedTuple):
-    """What a replica has drawn in a pass over its data.
+    """Progress of a replica in a pass over its data.
 
     Attributes:
         batches: drawn so far.
@@ -24,7 +24,7 @@ class DataProgress(NamedTuple):
 
 
 class DataProgressTracker:
-    """A board on which replicas write how many batches they have drawn, and read who has more.
+    """Progress tracker: replicas write how many batches they have drawn, and read who has more.
 
     To write costs some microseconds: it is a message without an answer. Only a replica that has no more data reads.
 

@@ -1,4 +1,4 @@
-"""Lets ranks of one host share memory, without leaving anything behind when one of them is killed."""
+"""Shared memory between ranks of one host; nothing is left behind when one of them is killed."""
 
 import contextlib
 import os
@@ -219,7 +219,7 @@ def share_memory(group: dist.ProcessGroup, size: int, limit: timedelta, part: fl
 
 
 def slice_of(length: int, rank: int, ranks: int, step: int) -> slice:
-    """What a rank reduces: slices of nearly equal length that begin at multiples of a step."""
+    """The slice that a rank reduces: slices of nearly equal length that begin at multiples of a step."""
     steps = -(-length // step)
     return slice(min(rank * steps // ranks * step, length), min((rank + 1) * steps // ranks * step, length))
 

@@ -1,4 +1,4 @@
-"""A thread that does what it is given in the order of the calls, and futures for the outcomes.
+"""Threads and sockets of this package: calls in order, futures for their outcomes, and sockets that can be aborted.
 
 A thread that wakes up in C++ code (of gloo, or of a tensor operation) while Python shuts down aborts the process, with
 the exit status of a crash. A thread that waits in gloo cannot be asked to end, but its sockets can be closed.
@@ -210,7 +210,7 @@ def abort_sockets() -> None:
 
 
 def abort_count() -> int:
-    """How many times :func:`abort_sockets` has been called."""
+    """Number of calls of :func:`abort_sockets`."""
     return _abort_count
 
 

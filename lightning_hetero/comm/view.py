@@ -1,4 +1,4 @@
-"""Who takes part in a job, as a value."""
+"""View of a job: its members and this rank, as a value."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from lightning_hetero.comm.topology import Place, Topology
 
 @dataclass(frozen=True)
 class ReplicaMember:
-    """A replica that takes part.
+    """Member of a view: a replica and its ranks.
 
     Attributes:
         id: the same for as long as the replica lives, whoever else comes or goes.
@@ -28,7 +28,7 @@ class ReplicaMember:
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part, and which of them this process is.
+    """View of a job: the members, and which of them this process is.
 
     All that depends on who takes part is built from a view: the topology, process groups, the planner, the loaders'
     slices, the links between replicas. If somebody leaves or joins, it is built again from another view.
@@ -79,7 +79,7 @@ class View:
 
     @property
     def units(self) -> list[list[int]]:
-        """What is lost as a whole, by the ids of its ranks: each replica; or each rank, in a job of one replica."""
+        """Units that are lost as a whole, by the ids of their ranks: replicas; or ranks, in a job of one replica."""
         ranks = [(rank,) for rank in range(self.world)] if self.ranks_leave else self.ranks
         return [[self.ids[rank] for rank in unit] for unit in ranks]
 
@@ -114,11 +114,11 @@ class View:
 
     @cached_property
     def index(self) -> int:
-        """Where this rank's replica stands in ``replicas``; it may change from view to view, the id does not."""
+        """Index of this rank's replica in ``replicas``; it may change from view to view, the id does not."""
         return next(index for index, member in enumerate(self.replicas) if self.rank in member.ranks)
 
     def index_of(self, id: int) -> int:
-        """Where the replica with an id stands in ``replicas``."""
+        """Index of the replica with an id in ``replicas``."""
         return next(index for index, member in enumerate(self.replicas) if member.id == id)
 
     @property
@@ -138,7 +138,7 @@ class View:
 
     @property
     def topology(self) -> Topology:
-        """Which ranks live on which node."""
+        """The topology of the members."""
         return Topology.of(self.rank, self.places)
 
     def per_replica(self, per_rank: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The collectives that the threads of this process wait in, and the lines of the user's program that have led there."""
+"""Watchdog of long waits: the collectives in which threads wait, and the lines of the user's program that led there."""
 
 import functools
 import inspect
@@ -41,7 +41,7 @@ class Wait(NamedTuple):
 
 
 class ThreadPlace(NamedTuple):
-    """Where a thread is.
+    """Place of a thread in the user's program.
 
     Attributes:
         wait: names the wait; equal as long as the thread stays in it. ``None``: it does not wait.
@@ -87,7 +87,7 @@ def since() -> list[float]:
 
 
 def here() -> tuple[str, str]:
-    """What this thread waits to do, and the call that has led to it; empty where unknown."""
+    """The wait of this thread, and the call that has led to it; empty where unknown."""
     mine = _waits.get(threading.get_ident())
     return mine[-1].what if mine else "", _call(sys._getframe(1))
 
@@ -99,7 +99,7 @@ def describe_batch_by(batch: Callable[[], str]) -> None:
 
 
 def place(thread: int) -> ThreadPlace:
-    """Where a thread of this process is.
+    """The place of a thread of this process.
 
     Args:
         thread: its identifier.
@@ -213,7 +213,7 @@ class WaitWatchdog:
         self._writes = None
 
     def places(self, since: float | None = None) -> str:
-        """Where all ranks were when the last notice was given; empty: there is none since then, or of late."""
+        """Places of all ranks when the last notice was given; empty: there is none since then, or of late."""
         since = time.monotonic() - 1.5 * self._long if since is None else since
         return self._notice if self._noticed >= since else ""
 
@@ -237,7 +237,7 @@ class WaitWatchdog:
             self._notice, self._noticed = message["text"], time.monotonic()
 
     def _everyone(self) -> dict[int, ThreadPlace]:
-        """Where all ranks are."""
+        """Places of all ranks."""
         with self._asking:
             self._places = {}
             self._asked = began = time.monotonic()

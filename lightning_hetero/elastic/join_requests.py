@@ -1,4 +1,4 @@
-"""How a process that is started later asks a running job to let it in.
+"""Requests to join a running job, of processes that are started later.
 
 It asks through a key-value store, which the first rank of the job hosts:
 

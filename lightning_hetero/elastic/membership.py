@@ -1,4 +1,4 @@
-"""How the ranks of a job agree on who takes part after one has died, frozen or been cut off.
+"""Membership: the ranks of a job agree on a view after one has died, frozen or been cut off.
 
 ====================  ==============================  ==========================================================
 message               from, to                        means
@@ -57,7 +57,7 @@ _HURRY = 5.0  # seconds within which they must say it, and within which a connec
 
 
 class LinkEvent(NamedTuple):
-    """Something that has happened on a connection.
+    """Event on a connection.
 
     Attributes:
         what: ``opened``, ``message``, ``closed``, or ``refused`` (nobody listens there).
@@ -71,7 +71,7 @@ class LinkEvent(NamedTuple):
 
 
 class MemberLink:
-    """A connection to another member.
+    """Connection to another member.
 
     Args:
         wire: of which it is a part.
@@ -126,7 +126,7 @@ class MemberLink:
 
 
 class MemberTransport:
-    """Listens for other members, and connects to them. Only one thread may use it, except for :meth:`wake`.
+    """Transport: listens for other members, and connects to them. Only one thread may use it, except for :meth:`wake`.
 
     Each connection begins with a line from both ends: the job's token and the id. Nothing else is read before.
 
@@ -173,7 +173,7 @@ class MemberTransport:
         return link
 
     def poll(self, seconds: float) -> Collection[LinkEvent]:
-        """What has happened; waits for the first thing."""
+        """Events on the connections; waits for the first one."""
         for key, ready in self._selector.select(0.0 if self._happened else seconds):
             if key.fileobj is self._woken:
                 with suppress(BlockingIOError):
@@ -353,7 +353,7 @@ class Membership:
 
     @property
     def address(self) -> HostPort:
-        """Where this member listens."""
+        """Address at which this member listens."""
         return self._wire.address
 
     @property
@@ -486,15 +486,15 @@ class Membership:
         return self._wire.connect(peer)
 
     def busy(self) -> float:
-        """How many processes there are for each core of this machine, at least 1; in the last minute."""
+        """Number of processes for each core of this machine, at least 1; in the last minute."""
         return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
 
     def steps(self) -> int:
-        """How many steps this member has done."""
+        """Number of steps that this member has done."""
         return self._steps()
 
     def offer(self, number: int) -> Any:
-        """What the members of a view need to meet."""
+        """The store at which the members of a view meet."""
         return self._offer(number)
 
     def note(self, what: str, member: int, why: str = "") -> None:

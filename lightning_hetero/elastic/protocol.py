@@ -1,4 +1,4 @@
-"""A member's part of the protocol, without sockets, threads or clocks of its own."""
+"""Membership protocol of one member: pure, without sockets, threads or clocks of its own."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from lightning_hetero.elastic.quorum import Key, Roster, decide
 
 
 class LossReason(NamedTuple):
-    """Why a member counts as lost.
+    """Reason why a member counts as lost.
 
     Attributes:
         why: completes "rank 3 ...".
@@ -21,7 +21,7 @@ class LossReason(NamedTuple):
 
 
 class MemberState(NamedTuple):
-    """Where a member stands.
+    """State of a member, as it tells the others.
 
     Attributes:
         leader: member that it follows.
@@ -66,7 +66,7 @@ class ViewProposal(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What tells the view from all others."""
+        """Key that tells the view from all others."""
         return self.roster.key
 
     def written(self) -> list[Any]:
@@ -96,7 +96,7 @@ class MemberChannel(Protocol):
 
 
 class MemberEnvironment(Protocol):
-    """What a member needs of the outside."""
+    """Environment of a member: clock, connections and counters."""
 
     def now(self) -> float:
         """Seconds, on a clock that never goes back."""
@@ -105,20 +105,20 @@ class MemberEnvironment(Protocol):
         """Begin to connect to a member."""
 
     def offer(self, number: int) -> Any:
-        """What the members of a view need to work together."""
+        """The store at which the members of a view meet."""
 
     def busy(self) -> float:
-        """How many processes there are for each core of this machine, at least 1."""
+        """Number of processes for each core of this machine, at least 1."""
 
     def steps(self) -> int:
-        """How many steps this member has done."""
+        """Number of steps that this member has done."""
 
     def note(self, what: str, member: int, why: str = "") -> None:
         """Take note of an event."""
 
 
 class ViewChange:
-    """What the coordinator knows of a change of view.
+    """View change, on the coordinator: it gathers all, proposes a view, and commits it.
 
     A proposal is void as soon as one of its members begins anew (on another connection, say) or is lost; then there is
     another one, with a higher number. Only when all members of a proposal have acknowledged it, it is committed.
@@ -165,7 +165,7 @@ class ViewChange:
         self._proposal = None
 
     def forget(self, peer: int) -> None:
-        """What a member has said does not hold any more: its connection is another one."""
+        """Forget what a member has said: its connection is another one."""
         self._told.pop(peer, None)
 
     def stands(self, peer: int, state: MemberState) -> None:
@@ -221,7 +221,7 @@ class ViewChange:
         return max([member.view, *(self._told[peer].view for peer in member.inbound if peer in self._told)])
 
     def _rosters(self) -> list[Roster]:
-        """That view, and those that may have been committed since."""
+        """The last committed view, and those that may have been committed since."""
         member, base = self._member, self._base()
         acked = [proposal.roster for proposal in member.acked.values()]
         for peer in member.inbound:
@@ -234,7 +234,7 @@ class ViewChange:
         return [one for unit in self._base().units if not any(each in gone for each in unit) for one in unit]
 
     def _come(self, one: int) -> tuple[int, ...] | None:
-        """What a member's training thread has given to ``agree()``; ``None`` if it has not come."""
+        """The progress that a member's training thread has given to ``agree()``; ``None`` if it has not come."""
         member = self._member
         if one == member.me:
             return member.progress
@@ -303,7 +303,7 @@ class ViewChange:
 
 
 class LeaderElection:
-    """Chooses the coordinator that a member follows: the lowest living one, unless others already follow another.
+    """Election of the coordinator: the lowest living member, unless others already follow another.
 
     Two members may take themselves for the coordinator for a while. That does no harm: a view needs the
     acknowledgement of all its members, and each of them follows one coordinator only.
@@ -360,7 +360,7 @@ _LINGER = 0.5  # seconds in which the coordinator waits for others to leave as w
 
 
 class Shutdown:
-    """Says that a member ends, until those that must know it have confirmed it.
+    """Shutdown of a member: it says that it ends, until those that must know it have confirmed it.
 
     A member tells the coordinator, which tells the others. All often leave at the same moment; so a coordinator that
     leaves waits for the others a little. Then it tells those that remain, and they follow the next one.
@@ -425,7 +425,7 @@ LEFT = "has left: its run was over"
 
 
 class LostMembers:
-    """Members that are lost, and those that have left because their run was over.
+    """Lost members, and those that have left because their run was over.
 
     Args:
         me: this member.
@@ -441,7 +441,7 @@ class LostMembers:
 
     @property
     def reasons(self) -> dict[int, str]:
-        """Why members do not take part any more."""
+        """Reasons why members do not take part any more."""
         return {**{member: loss.why for member, loss in self._lost.items()}, **dict.fromkeys(self.left, LEFT)}
 
     def lose(self, member: int, why: str, final: bool) -> bool:
@@ -484,7 +484,7 @@ class LostMembers:
 
 
 class Heartbeat:
-    """Sends heartbeats, and takes in what others say of themselves.
+    """Heartbeats: sends them, and takes in what others say of themselves.
 
     How many steps a member has done is in its heartbeats, and in the first message on a connection and the last one.
     So what is known of it is up to a heartbeat old.
@@ -529,7 +529,7 @@ class Heartbeat:
 
 
 class FailureDetector:
-    """Judges the silence of others: the coordinator that of all members, a member that of the coordinator.
+    """Failure detector: the coordinator judges the silence of all members, a member that of the coordinator.
 
     If the coordinator is silent, members ask others whether they are alive before they give it up. So all that are on
     the other side of a broken network are known at once.
@@ -583,7 +583,7 @@ _PERIODS, _PERIOD = 10, 60.0  # for how many periods a long gap is remembered, a
 
 
 class AdaptiveTimeout:
-    """Judges how long a member has been silent.
+    """Timeout that adapts to the gaps between a member's messages.
 
     What is learned is how late a heartbeat of the last ten minutes was at most, over all members: what keeps one of
     them busy may well happen to another one. Where processes wait for a core, a silence means less; members tell each
@@ -674,7 +674,7 @@ class AdaptiveTimeout:
 
 
 class MembershipTerms(NamedTuple):
-    """What the user has asked for.
+    """Options of the user.
 
     Attributes:
         grace: seconds of silence after which a member counts as lost; ``None``: learned from how often members are
@@ -691,7 +691,7 @@ class MembershipTerms(NamedTuple):
 
 
 class AgreedView(NamedTuple):
-    """A view that its members have agreed on.
+    """View on which its members have agreed.
 
     Attributes:
         number: of the view.
@@ -715,7 +715,7 @@ class AgreedView(NamedTuple):
 
 
 class MembershipEvent(NamedTuple):
-    """Something that a monitor may show.
+    """Event for a monitor.
 
     Attributes:
         time: when, by ``time.time()``.
@@ -735,7 +735,7 @@ _TICK = 0.02  # seconds: it is not worthwhile to look at all members more often
 
 
 class Member:
-    """What a member knows of the others, and how it answers what happens.
+    """Member of a job: its knowledge of the others, and its answers to what happens.
 
     It follows the coordinator: the lowest living member of the last view. If the coordinator is lost, the next one
     takes its place, and its part is then done by :class:`ViewChange`.

@@ -1,4 +1,4 @@
-"""The rule by which some members of a view may go on without the others."""
+"""Quorum rule: which members of a view may go on without the others."""
 
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Roster(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What tells this view from all others."""
+        """Key that tells this view from all others."""
         return self.number, self.host
 
     @property
@@ -37,7 +37,7 @@ class Roster(NamedTuple):
 
 
 class QuorumDecision(NamedTuple):
-    """Who may go on.
+    """Decision on who may go on.
 
     Attributes:
         units: those of which all members are present.

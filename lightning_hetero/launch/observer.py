@@ -1,4 +1,4 @@
-"""Watches the processes that the popen launcher has started, and says which one failed."""
+"""Launchers that watch the processes they have started, and say which one failed."""
 
 import atexit
 import functools
@@ -85,7 +85,7 @@ class ObservedLauncher(SubprocessScriptLauncher):
             raise
 
     def ended(self) -> str | None:
-        """Which process of this machine has ended that others need to begin, in words; ``None``: none has."""
+        """The process of this machine that has ended and that others need to begin, in words; ``None``: none has."""
         if self.observer is not None:
             return self.observer.ended()
         starter = _starter()
@@ -205,7 +205,7 @@ class ProcessObserver(threading.Thread):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def ended(self) -> str | None:
-        """Which child has failed, and how, in words; ``None``: none has."""
+        """The child that has failed, and how, in words; ``None``: none has."""
         failed = self._failed()
         return None if not failed else f"local rank {failed[0][0]} {_how(failed[0][1])}"
 
@@ -261,7 +261,7 @@ class GivesBack(Protocol):
     """
 
     def give_back(self) -> Any:
-        """What to send, once the run has ended, from the node's first rank; anything that can be pickled."""
+        """Data to send, once the run has ended, from the node's first rank; anything that can be pickled."""
 
     def take_back(self, given: Any) -> None:
         """Hold what that callback, or strategy, has sent."""

@@ -1,4 +1,4 @@
-"""What a forecast starts from: ranks, links and a model, as measured or as assumed."""
+"""Cluster of a forecast: ranks, links and a model, as measured or as assumed."""
 
 import math
 import re

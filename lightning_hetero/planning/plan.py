@@ -25,7 +25,7 @@ OVER_A_FILE = ("nodes", "params", "batch", "link", "latency", "inside", "handlin
 
 
 class ClusterOptions(NamedTuple):
-    """What a user gives instead of measurements.
+    """Options that describe a cluster, instead of measurements.
 
     Attributes:
         nodes: their number.
@@ -187,7 +187,7 @@ _SELDOM = (
 
 
 def run(measured: Path | None, given: Mapping[str, Any], every: int, wire: str, most: int, out: Path | None) -> None:
-    """What the command does.
+    """Run the command.
 
     Args:
         measured: a file of ``doctor --save``. Default: the cluster is described.

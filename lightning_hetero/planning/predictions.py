@@ -108,7 +108,7 @@ PAIRS = (
 
 
 class Prediction(NamedTuple):
-    """What a strategy makes of a cluster.
+    """Prediction for a strategy on a cluster.
 
     Attributes:
         name: the strategy string.
@@ -139,7 +139,7 @@ class Prediction(NamedTuple):
 
 
 def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Prediction]:
-    """What every strategy makes of a cluster, the fastest first, but last those that could exchange too seldom.
+    """Predictions for every strategy on a cluster, the fastest first, but last those that could exchange too seldom.
 
     Args:
         cluster: the ranks, links and model.
@@ -158,7 +158,7 @@ def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[P
 
 
 class _Load(NamedTuple):
-    """What a step holds.
+    """Load of a step.
 
     Attributes:
         work: seconds.
@@ -239,7 +239,7 @@ def _pairs(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Predi
 
 
 def _between(cluster: Cluster, part: float, nodes: bool) -> tuple[float, float, float]:
-    """What replicas that are nodes, or ranks, exchange, at a part of fp32's bytes.
+    """Bytes that replicas, nodes or ranks, exchange, at a part of fp32's bytes.
 
     Returns:
         Seconds of each step in which ranks wait for gradients within a replica; seconds of an all-reduce between

@@ -1,4 +1,4 @@
-"""Which strategy to go on with, when the steps of ``hetero_ddp`` have been measured on the cluster."""
+"""Choice of a strategy, when the steps of ``hetero_ddp`` have been measured on the cluster."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ EQUAL = 0.03
 
 
 class AutoLimits(NamedTuple):
-    """What a user allows.
+    """Limits that a user sets to the choice.
 
     Attributes:
         gain: how much faster another strategy must be, as a fraction.
@@ -42,7 +42,7 @@ class AutoLimits(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What to go on with.
+    """Choice of a strategy.
 
     Attributes:
         prediction: of the strategy; ``None``: stay with ``hetero_ddp``.
@@ -107,7 +107,7 @@ RAREST = 500
 
 
 class PossibleChange(NamedTuple):
-    """One thing that differs, and what that brings.
+    """Change of one thing of the cluster, and its gain.
 
     Attributes:
         what: it is, in words.
@@ -121,7 +121,7 @@ class PossibleChange(NamedTuple):
 
 
 def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[PossibleChange]:
-    """What could be changed, the most helpful first.
+    """Possible changes, the most helpful first.
 
     Args:
         cluster: as it is.

@@ -1,4 +1,4 @@
-"""What optimizers go on from, wherever it was saved; and their hyperparameters, which ranks must share."""
+"""Optimizer states, restored wherever they were saved; and hyperparameters, which ranks must share."""
 
 import math
 import zlib

@@ -1,4 +1,4 @@
-"""Packs a replica's values into a few flat vectors: one message is far cheaper than one per layer."""
+"""Replica values, packed into a few flat vectors: one message is far cheaper than one per layer."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -291,7 +291,7 @@ def share_values(module: nn.Module) -> None:
 
 
 class LayoutChange:
-    """Brings vectors from one layout into another: values keep what they had, by their names.
+    """Change of a layout of vectors: values keep what they had, by their names.
 
     Args:
         old: the layout until now.

@@ -1,4 +1,4 @@
-"""The interface of a center: vectors that replicas pull towards themselves, one after the other, in any order."""
+"""Interface of a parameter center: vectors towards which replicas pull, one after the other, in any order."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from lightning_hetero.comm.all_reduce import CHUNK
 
 
 class CenterLayout(NamedTuple):
-    """Which ranks use a center.
+    """Ranks that use a center.
 
     Attributes:
         rank: this process.
@@ -41,7 +41,7 @@ class CenterLayout(NamedTuple):
 
 
 class PushPull(NamedTuple):
-    """What a client learns from a push-pull.
+    """Result of a push-pull, on the client.
 
     Attributes:
         square: squared Euclidean distance from the center as it was. If it is not finite, the center did not change.
@@ -55,7 +55,7 @@ class PushPull(NamedTuple):
 
 
 class CenterRule:
-    """What a push-pull does: the elastic one, ``D = values - center;  center += push D``, and ``D`` is the answer."""
+    """Rule of a push-pull: the elastic one, ``D = values - center;  center += push D``, and ``D`` is the answer."""
 
     def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
         """Those vectors of the center for which a client sends values, and gets an answer; the first ones."""

@@ -1,4 +1,4 @@
-"""A center that replicas use one by one, and its three homes: shared memory, a thread of one rank, a window of MPI."""
+"""Client of a parameter center, and the center's three homes: shared memory, a thread of one rank, an MPI window."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ Home = Literal["auto", "shared_memory", "thread", "mpi"]
 
 @dataclass(frozen=True)
 class CenterOptions:
-    """What a strategy asks of a center.
+    """Options of a center.
 
     Attributes:
         home: where it lives. ``"auto"``: in shared memory if all leaders are on one host, else in a thread.

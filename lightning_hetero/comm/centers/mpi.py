@@ -1,4 +1,4 @@
-"""A center in a window of MPI: clients read it and add to it without a thread of the host."""
+"""Parameter center in an MPI window: clients read it and add to it without a thread of the host."""
 
 import math
 import threading
@@ -155,7 +155,7 @@ def _type(array: Any) -> "MPI.Datatype":
 
 
 def mpi_missing(world: int) -> HeteroError | None:
-    """Why the MPI center cannot be had here, if it cannot."""
+    """Reason why the MPI center cannot be had here, if it cannot."""
     advice = "Install mpi4py with an MPI library (pip install 'lightning-hetero[mpi]' mpich), and launch with mpiexec"
     try:
         from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""A center in memory that the processes of one host share."""
+"""Parameter center in memory that the processes of one host share."""
 
 import fcntl
 import os

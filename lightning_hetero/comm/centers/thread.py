@@ -1,4 +1,4 @@
-"""A center in a thread of one rank. Clients send it their values, and get back the difference from it."""
+"""Parameter center in a thread of one rank: clients send it their values, and get back the difference from it."""
 
 import hmac
 import math
@@ -165,7 +165,7 @@ _MOST_STRANGERS = 32  # connections at a time that have not sent which rank they
 
 
 class WakeupAddress(NamedTuple):
-    """Where clients connect.
+    """Address for clients.
 
     Attributes:
         host: address of the host.
