@@ -155,9 +155,9 @@ class FitInfo:
 
     Example::
 
-        from lightning_hetero import Run
+        from lightning_hetero import FitInfo
 
-        steps, steps_per_epoch = Run().length()  # in tests nothing is known
+        steps, steps_per_epoch = FitInfo().length()  # in tests nothing is known
     """
 
     topology: Topology | None = None

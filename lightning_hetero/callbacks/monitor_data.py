@@ -68,10 +68,10 @@ class ExchangeRecord(NamedTuple):
     Example::
 
         from lightning_hetero import HeteroMonitor
-        from lightning_hetero.callbacks import Exchanged
+        from lightning_hetero.callbacks import ExchangeRecord
 
         monitor = HeteroMonitor()  # give it to the Trainer, and fit
-        latest: Exchanged | None = monitor.exchanges[-1] if monitor.exchanges else None
+        latest: ExchangeRecord | None = monitor.exchanges[-1] if monitor.exchanges else None
     """
 
     step: int

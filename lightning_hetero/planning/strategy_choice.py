@@ -67,10 +67,10 @@ def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     Example: four ranks with 0.1 s of work in a step, and a link that takes 0.8 s for the gradients::
 
         >>> from lightning_hetero.planning.strategy_choice import AutoLimits, choose
-        >>> from lightning_hetero.planning.cluster import Cluster, Way
+        >>> from lightning_hetero.planning.cluster import Cluster, LinkModel
         >>> from lightning_hetero.batching.shares import Cost
         >>> nodes = ((Cost(0.01, 0.09 / 16),) * 2,) * 2
-        >>> cluster = Cluster(nodes, 64, 10e6, Way(2e-5, 5e9), Way(2e-4, 12.5e6))
+        >>> cluster = Cluster(nodes, 64, 10e6, LinkModel(2e-5, 5e9), LinkModel(2e-4, 12.5e6))
         >>> choose(cluster, 1.2, AutoLimits()).prediction.name
         'hetero_daso'
         >>> choose(cluster, 1.2, AutoLimits(exact=True)).prediction is None
