@@ -13,7 +13,6 @@ from center_tasks import APART, STRATEGIES, Line, fit
 from oracles import loader
 from ranks import attempt, run
 from tasks import FAST, Net, dataset, parameters
-from test_sigterm import Terminated
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import CommunicationError, NotFiniteError
@@ -58,15 +57,6 @@ def _explode(name: str, options: dict[str, Any], everywhere: bool = False) -> di
 
 def _explode_all(**more: Any) -> list[dict[str, Any]]:
     return [_explode(name, {**options, **more}) for name, options in KINDS]
-
-
-def test_all_ranks_say_which_replica_and_since_when() -> None:
-    for rank, results in enumerate(run(_explode_all, 3, nodes=APART)):
-        for result in results:
-            assert "replica 1 (ranks [1]) holds values that are not finite" in result["error"]
-            assert "'net.0.weight'" in result["error"]
-            assert "of rank 1 at step 5" in result["error"]
-            assert result["parameters"].isfinite().all() == (rank != 1)
 
 
 @pytest.mark.long
@@ -126,36 +116,6 @@ HOMES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class Fails(Line):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == self.rank and batch_idx == 9:
-            raise RuntimeError(f"a fault of rank {self.rank}")
-        return super().training_step(batch, batch_idx)
-
-
-def _fail(name: str, options: dict[str, Any], rank: int) -> None:
-    fit(name, Fails(rank), epochs=1, **options)
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("name", "options"), HOMES)
-def test_nothing_hangs_when_a_rank_fails(name: str, options: dict[str, Any], rank: int) -> None:
-    outcomes = attempt(_fail, 3, name, options, rank, nodes=APART)
-    assert not any(outcome.late for outcome in outcomes)
-    for number, outcome in enumerate(outcomes):
-        assert outcome.exitcode == 0
-        if number == rank:
-            assert f"a fault of rank {rank}" in str(outcome.error)
-        else:
-            assert isinstance(outcome.error, CommunicationError), outcome.trace
-            assert f"rank {rank} failed with RuntimeError" in str(outcome.error)
-
-
 class Dies(Line):
     """The center's host, while the others wait for it at the end of the epoch."""
 
@@ -178,40 +138,6 @@ def test_ranks_that_wait_at_the_epochs_end_learn_that_the_host_has_died(name: st
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, CommunicationError), outcome.trace
         assert "rank 0 has ended without a word" in str(outcome.error)
-
-
-class SlowHost(Line):
-    """The center's host comes late to its next exchange."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 0:
-            time.sleep(0.1)
-        return super().training_step(batch, batch_idx)
-
-
-def _terminated(name: str, options: dict[str, Any], slow: bool) -> tuple[str, int]:
-    module = SlowHost() if slow else Line()
-    try:
-        fit(name, module, epochs=200, trainer={"callbacks": [Terminated(9)]}, **options)
-    except BaseException as stopped:
-        return f"{type(stopped).__name__}: {stopped}", module.trainer.global_step
-    return "not at all", 0
-
-
-@pytest.mark.parametrize(("name", "options"), HOMES[:3])
-def test_sigterm_to_one_rank_stops_all_at_one_step(name: str, options: dict[str, Any]) -> None:
-    results = run(_terminated, 3, name, options, False, nodes=APART)
-    assert [how for how, _ in results] == ["SIGTERMException: 143"] * 3
-    assert len({step for _, step in results}) == 1
-    assert 9 < results[0][1] < 25
-
-
-@pytest.mark.parametrize(("name", "options"), HOMES[3:])
-def test_sigterm_to_one_rank_stops_those_that_exchange_later(name: str, options: dict[str, Any]) -> None:
-    results = run(_terminated, 3, name, options, True, nodes=APART)
-    assert [how for how, _ in results] == ["SIGTERMException: 143"] * 3
-    assert len({step for _, step in results}) == 1
-    assert results[0][1] < 25
 
 
 # -- once more -----------------------------------------------------------------------------------------------
