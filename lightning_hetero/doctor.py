@@ -277,7 +277,7 @@ class Workload:
         return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
 
 
-def built_in(samples: int) -> Workload:
+def builtin_workload(samples: int) -> Workload:
     """A perceptron of 1.9 million parameters on random numbers."""
     module = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
     return Workload(
@@ -285,7 +285,7 @@ def built_in(samples: int) -> Workload:
     )
 
 
-def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Workload:
+def workload_from_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Workload:
     """The model of a YAML file as for ``fit``, with the first batch of its training data.
 
     Args:
@@ -554,15 +554,15 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
     topology = strategy.cluster
     assert topology is not None
     if config is None:
-        work = built_in(batch_size)
+        work = builtin_workload(batch_size)
     else:
-        work = of_config(config, strategy.local_rank == 0, lambda: gather(None, "who has prepared the data"))
+        work = workload_from_config(config, strategy.local_rank == 0, lambda: gather(None, "who has prepared the data"))
     gather(None, "who is ready")  # so that ranks that share a machine share it while they are measured, as in training
     speeds = gather(measure_steps(work, strategy.root_device), "the speed of ranks")
-    near, far = cluster.pairs(topology.nodes)
+    near, far = cluster.pairs_to_measure(topology.nodes)
     within, between = cluster.measure_links(near), cluster.measure_links(far)
     if topology.rank == 0:
-        slowest = SlowestLinks(*(cluster.slowest(some, work.size) for some in (within, between)))
+        slowest = SlowestLinks(*(cluster.slowest_link(some, work.size) for some in (within, between)))
         costs, spread = [one.cost for one in speeds], max(one.spread for one in speeds)
         advice = advise(costs, topology.nodes, work.samples, work.size, slowest, spread)
         rows = [*available(topology), *extras(topology.world)]

@@ -348,7 +348,7 @@ def watch_fetching(trainer: "pl.Trainer", begins: Callable[[], None], ends: Call
         fetcher._start_profiler, fetcher._stop_profiler = _CallBoth(start, begins), _CallBoth(ends, stop)
 
 
-def fetch_anew(trainer: "pl.Trainer") -> None:
+def restart_loaders(trainer: "pl.Trainer") -> None:
     """Let the training loaders begin again."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None

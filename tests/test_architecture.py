@@ -23,7 +23,17 @@ TREES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in
 BASE = "strategies/base.py"
 #: Files and folders of the package, each of which imports earlier ones only.
 ORDER = (
-    *("version", "errors", "option_checks", "checkpoint_sections", "comm", "replicas", "batching", "algorithms", "elastic"),
+    *(
+        "version",
+        "errors",
+        "option_checks",
+        "checkpoint_sections",
+        "comm",
+        "replicas",
+        "batching",
+        "algorithms",
+        "elastic",
+    ),
     *("lightning_compat", "checkpoint", "planning", "launch", "registration", "strategies", "config", "callbacks"),
     *("demo", "doctor", "cli"),
 )

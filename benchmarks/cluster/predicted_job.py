@@ -19,7 +19,7 @@ def ways() -> dict[str, tuple[float, float] | None]:
     nodes = [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
     within, between = (
         min(cluster.measure_links(pairs), key=lambda link: link.bandwidth, default=None)
-        for pairs in cluster.pairs(nodes)
+        for pairs in cluster.pairs_to_measure(nodes)
     )
     return {"within": within and within[1:], "between": between and between[1:]}
 

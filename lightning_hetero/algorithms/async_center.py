@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.centers.base import Center
 from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
 
@@ -132,7 +132,7 @@ class AsyncCenterAverager(CenteredAverager):
     def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
         holders = [rank for rank, here in enumerate(self.links.gather(state["here"])) if here]
         if holders:
-            theirs = of_rank({name: state[name] for name in self.of_center}, holders[0])
+            theirs = value_of_rank({name: state[name] for name in self.of_center}, holders[0])
             state = {**state, **theirs}
         else:
             state = {**state, **self.center_lost(context)}

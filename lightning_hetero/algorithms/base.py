@@ -17,7 +17,7 @@ from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import on_device_of
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide
+from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class Averager(ABC):
         """
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
         self._packed = replica.pack()
-        self.reference = [flat.to("cpu", wide(flat), copy=True) for flat in self._packed]
+        self.reference = [flat.to("cpu", wide_dtype(flat), copy=True) for flat in self._packed]
         self._spare: list[Tensor] = []
         return self.prepare()
 

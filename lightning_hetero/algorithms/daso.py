@@ -292,6 +292,6 @@ def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int
     """
     part = count / (2 * stale + count)
     if rule == "daso":
-        replica.approach(average.mean, part)
+        replica.move_towards(average.mean, part)
     else:
         replica.add(average.away, part)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.algorithms.base import Averager, FitInfo, Outcome, StepContext, change_layout
 from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
-from lightning_hetero.comm.agreement import check_equal, of_rank
+from lightning_hetero.comm.agreement import check_equal, value_of_rank
 from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError, NotFiniteError, UnsupportedError
@@ -281,7 +281,7 @@ class ReplicaEngine:
         everyone = self.links.gather((missed, self.view.is_leader))
         if any(one for one, _ in everyone):  # who has completed it says where it has led
             source = next(rank for rank, (one, _) in enumerate(everyone) if not one)
-            theirs = of_rank(state, source)
+            theirs = value_of_rank(state, source)
             state = theirs if missed else state
         averager.setup(averager.replica, self.links, self._optimizers, run)
         averager.continue_after_loss(state, self.context(epoch_ends=False))
@@ -294,7 +294,7 @@ class ReplicaEngine:
         return self.averager is not None and (self.view.count > 1 or not self.averager.traits.needs_others)
 
     @property
-    def meets(self) -> bool:
+    def all_met(self) -> bool:
         """Whether all replicas have met after the latest batch."""
         return self._due
 
@@ -352,7 +352,7 @@ class ReplicaEngine:
                 return False
             if self.averages and not self.averager.traits.supports_unfreezing:
                 raise UnsupportedError(layout_is_fixed(type(self.averager).__name__, changed))
-            self.averager.replica.share([name for name, trainable in changed.items() if trainable])
+            self.averager.replica.broadcast_parameters([name for name, trainable in changed.items() if trainable])
             with explain_nonfinite(self):
                 change_layout(self.averager, self.context(epoch_ends=False), self._optimizers)
         return True

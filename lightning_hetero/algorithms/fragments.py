@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager, check_patterns
 from lightning_hetero.algorithms.schedules import ExchangeTimer, TauSchedule
-from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.errors import ConfigurationError
@@ -335,7 +335,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         if self.blend == 1:
             part.replica.unpack(part.center)
         else:
-            part.replica.approach(part.center, self.blend)
+            part.replica.move_towards(part.center, self.blend)
 
     @abstractmethod
     def move(self, p: int, difference: list[Tensor]) -> None:
@@ -394,7 +394,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         everyone = self.links.gather((sum(self._moves), context.step, state["dropped"]))
         ahead = everyone.index(max(everyone, key=lambda one: one[:2]))
         if len({moves for moves, *_ in everyone}) > 1 or self._tau_schedule.auto:
-            state = of_rank(state, ahead)
+            state = value_of_rank(state, ahead)
             self.load_state_dict(state)
             self._catch_up(state["moves"])
         self._since = max(self._since, 1)  # replicas may be steps apart

@@ -9,7 +9,7 @@ from lightning_hetero.algorithms.base import LowBitAverager, OptimizerMoments, O
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.option_checks import at_least_one
-from lightning_hetero.replicas.vectors import wide
+from lightning_hetero.replicas.vectors import wide_dtype
 
 
 @dataclass
@@ -64,7 +64,7 @@ class PeriodicAverager(LowBitAverager):
         if self.average_optimizer_state:
             moments = self._moments_of_all()
             flats = moments.pack()
-            origin = [torch.zeros_like(f, device="cpu", dtype=wide(f)) for f in flats]
+            origin = [torch.zeros_like(f, device="cpu", dtype=wide_dtype(f)) for f in flats]
             moments.unpack(self.links.average(flats, context.samples_per_replica, origin).mean)
 
     @override

@@ -47,7 +47,7 @@ from lightning_hetero.comm.failures import collective, deadline
 from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.progress import DataProgress, DataProgressTracker
 from lightning_hetero.comm.threads import THREADS, close_at_exit
-from lightning_hetero.comm.topology import widest
+from lightning_hetero.comm.topology import widest_float
 from lightning_hetero.errors import CommunicationError, DataError, UnsupportedError
 from lightning_hetero.replicas.optimizer_states import check_settings, settings_number
 
@@ -377,7 +377,7 @@ class PlanAgreement:
         self._dropped = False
         share.agreement = self
         share.planner.in_force = lambda: share.planner.at(max(share.step - 1, 0))  # of which all ranks know
-        work = self._lead if rank == 0 else self._follow
+        work = self._run_leader if rank == 0 else self._run_follower
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name=f"{THREADS}plans")
         self._thread.start()
         close_at_exit(self)
@@ -490,13 +490,13 @@ class PlanAgreement:
         with self._changed:
             return self._member.answer(proposal, rate)
 
-    def _hear(self, decision: PlanDecision) -> None:
+    def _receive_decision(self, decision: PlanDecision) -> None:
         with self._changed:
             if not self._closed.is_set():
                 self._member.decide(decision)
             self._changed.notify_all()
 
-    def _follow(self) -> None:
+    def _run_follower(self) -> None:
         box, there = _box(self._rank), self._report_text(0, [], 0)
         while not self._closed.wait(self.QUICK if self._member.waits else self.POLL):
             mine = there if self._member.waits else self._report
@@ -512,9 +512,9 @@ class PlanAgreement:
                 there = json.dumps({"answer": message.number, "bound": self._answer(message)})
                 self._store.set(box, there)
             else:
-                self._hear(message)
+                self._receive_decision(message)
 
-    def _lead(self) -> None:
+    def _run_leader(self) -> None:
         boxes, leader, reports = [_box(rank) for rank in range(1, self._world)], self._leader, [0] * self._world
         while not self._closed.wait(self.QUICK if leader.waits else self.POLL):
             if leader.waits:
@@ -524,13 +524,13 @@ class PlanAgreement:
                 decision = leader.decide(time.monotonic())
                 if decision is not None:
                     self._dropped = decision.start is None
-                    self._hear(decision)
-                    self._tell(boxes, decision)
+                    self._receive_decision(decision)
+                    self._publish(boxes, decision)
             elif self._to_propose is not None:
                 proposal = leader.propose(self._to_propose, time.monotonic())
                 self._to_propose = None
                 leader.answered(0, proposal.number, self._answer(proposal))
-                self._tell(boxes, proposal)
+                self._publish(boxes, proposal)
             elif self._gathered is None:
                 self._rate()
                 everyone = [json.loads(self._report), *self._read(boxes)]
@@ -541,7 +541,7 @@ class PlanAgreement:
     def _read(self, boxes: list[str]) -> list[dict[str, Any]]:
         return [json.loads(text) for text in self._store.multi_get(boxes)]
 
-    def _tell(self, boxes: list[str], message: PlanProposal | PlanDecision) -> None:
+    def _publish(self, boxes: list[str], message: PlanProposal | PlanDecision) -> None:
         for box in boxes:
             self._store.set(box, encode_message(message))
 
@@ -757,7 +757,7 @@ class LossTracker:
         """
         if not samples:
             return
-        value = loss.detach().to(widest(loss.device))
+        value = loss.detach().to(widest_float(loss.device))
         finite = value.isfinite()
         row = torch.stack([value * samples, value.new_full((), samples)])
         self._sums = self._sums.to(value.device, value.dtype) + torch.where(finite, row, 0.0)

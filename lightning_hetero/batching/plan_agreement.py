@@ -247,7 +247,7 @@ class AgreedBatch:
         return self._bound is not None
 
     def batch_ended(self, batch: int) -> bool:
-        """Whether it is time, which stays so until :meth:`again`.
+        """Whether it is time, which stays so until :meth:`rearm`.
 
         Args:
             batch: the one that has ended.
@@ -265,7 +265,7 @@ class AgreedBatch:
             self._wait()
         return self._at is not None and self._done >= self._at
 
-    def again(self) -> None:
+    def rearm(self) -> None:
         """It has been done, and ranks may ask for it again."""
         with self._lock:
             self._round += 1
@@ -313,7 +313,7 @@ class AgreedBatch:
                 return
             if self._changing is not None and self._changing():
                 return
-            lost = failures.first(0.0)  # it will not answer any more, unless it has
+            lost = failures.first_failure(0.0)  # it will not answer any more, unless it has
             if lost is not None and not self._known.wait(2 * _POLL):
                 if self._changing is not None:
                     return

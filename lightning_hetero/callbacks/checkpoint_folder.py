@@ -82,7 +82,7 @@ def newest_complete(strategy: "HeteroStrategy", paths: Sequence[str]) -> str | N
             look = _inspect(strategy.checkpoint_io, path)
         except Exception as broken:
             error = broken
-        shards.agree(None, error)
+        shards.agree_on_problem(None, error)
         problem = _problem(gather(look, "which checkpoints are whole"), path)
         if problem is None:
             return path
@@ -127,7 +127,7 @@ def _inspect(io: Any, path: str) -> FoundCheckpoint:
     saved = part_of(checkpoint).get("replicas", {})
     save, ids = saved.get("save"), saved.get("ids", ())
     wanted = tuple(ids) if save is not None else ()
-    found = tuple(id for id in wanted if _readable(io, shards.shard_of(path, id, save)))
+    found = tuple(id for id in wanted if _readable(io, shards.shard_path(path, id, save)))
     return FoundCheckpoint(None, (checkpoint.get("global_step"), save), wanted, found)
 
 
@@ -157,7 +157,9 @@ def _problem(looks: Sequence[FoundCheckpoint], path: str) -> str | None:
         return "under this name ranks find different checkpoints."
     lost = sorted(set(looks[0].wanted) - {id for look in looks for id in look.found})
     if lost:
-        return f"in {shards.folder_of(path)} the state of replica(s) {', '.join(map(str, lost))} is missing or cut off."
+        return (
+            f"in {shards.shard_folder(path)} the state of replica(s) {', '.join(map(str, lost))} is missing or cut off."
+        )
     return None
 
 

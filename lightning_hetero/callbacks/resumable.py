@@ -338,7 +338,7 @@ class CheckpointSession:
         """The checkpoint that was due is saved, or left out."""
         self.since = time.monotonic()
         if self._agreed is not None:
-            self._agreed.again()
+            self._agreed.rearm()
 
     def close(self) -> BaseException | None:
         """End what runs, on this rank.

@@ -125,17 +125,17 @@ def add_replicas(
         checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
 
 
-def save_of(checkpoint: Mapping[str, Any]) -> str | None:
+def save_name(checkpoint: Mapping[str, Any]) -> str | None:
     """The name of the save to which a checkpoint belongs, if it has shards."""
     return part_of(checkpoint).get("replicas", {}).get("save")
 
 
-def trainable_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
+def trainable_names(checkpoint: Mapping[str, Any]) -> list[str] | None:
     """Names of the parameters that were trainable; ``None`` if the checkpoint does not tell."""
     return part_of(checkpoint).get("replicas", {}).get("trainable")
 
 
-def unusable(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> str | None:
+def replica_mismatch(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> str | None:
     """In words, why the states of a checkpoint's replicas do not fit; ``None`` if they do."""
     saved = part_of(checkpoint).get("replicas")
     if saved is None:
@@ -153,7 +153,7 @@ def unusable(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View)
     return None if ids == here else f"The checkpoint was saved by replicas {ids}; this job has {here}."
 
 
-def nearest_first(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> list[int]:
+def nearest_replicas(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> list[int]:
     """The replicas from which this one may take an optimizer's state where there are others than were saved.
 
     The first is the one with the same id; else with the nearest id, the lower of two. Replicas are numbered by their

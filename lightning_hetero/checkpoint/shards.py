@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ class FileRemover(Protocol):
         """Remove a file."""
 
 
-def folder_of(path: Any) -> str:
+def shard_folder(path: Any) -> str:
     """The folder with the shards of a checkpoint.
 
     Lightning takes names with ``hpc_ckpt_`` in them for checkpoints, so that is left out.
@@ -35,7 +35,7 @@ def folder_of(path: Any) -> str:
     return f"{str(path)[: -len(name)]}{name.replace('hpc_ckpt_', 'hpc-')}.shards"
 
 
-def shard_of(path: Any, replica: int, save: str) -> str:
+def shard_path(path: Any, replica: int, save: str) -> str:
     """The file with a replica's own state.
 
     Args:
@@ -43,7 +43,7 @@ def shard_of(path: Any, replica: int, save: str) -> str:
         replica: its id.
         save: the name of the save.
     """
-    return f"{folder_of(path)}/replica-{replica}-{save}.pt"
+    return f"{shard_folder(path)}/replica-{replica}-{save}.pt"
 
 
 class RemovedCheckpoint(NamedTuple):
@@ -103,14 +103,14 @@ class Shards:
         Returns:
             A name for a save, the same on all ranks.
         """
-        return self.follow(files, is_leader, of_rank(self.news(), 0))
+        return self.apply_removals(files, is_leader, value_of_rank(self.removals(), 0))
 
-    def news(self) -> tuple[str, list[RemovedCheckpoint]]:
-        """Rank 0's input to :meth:`follow`: a name for a save, and what it has removed since it was last asked."""
+    def removals(self) -> tuple[str, list[RemovedCheckpoint]]:
+        """Rank 0's input to :meth:`apply_removals`: a name for a save, and what it has removed since it was last asked."""
         told, self._gone = self._gone, []  # a thread may remove more meanwhile
         return secrets.token_hex(6), told
 
-    def follow(self, files: FileRemover, is_leader: bool, news: tuple[str, list[RemovedCheckpoint]]) -> str:
+    def apply_removals(self, files: FileRemover, is_leader: bool, news: tuple[str, list[RemovedCheckpoint]]) -> str:
         """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot; returns the save's name."""
         save, told = news
         for gone in told:
@@ -155,11 +155,11 @@ def read(load: Callable[[str], dict[str, Any]], path: Any, replica: int, save: s
     local = isinstance(url_to_fs(str(path))[0], LocalFileSystem)
     for place in dict.fromkeys((str(path), os.path.realpath(path) if local else str(path))):
         with suppress(FileNotFoundError):
-            return load(shard_of(place, replica, save))["state"]
+            return load(shard_path(place, replica, save))["state"]
     return None
 
 
-def agree(problem: str | None, error: Exception | None) -> str | None:
+def agree_on_problem(problem: str | None, error: Exception | None) -> str | None:
     """The reason why some rank cannot go on where its replica has stopped, the same on all ranks (collective).
 
     Args:
@@ -188,14 +188,14 @@ def _prune(files: FileRemover, path: Any, keeps: Callable[[str], bool], halves: 
         halves: saves of this job on which nobody works any more: what they have left half written goes as well.
     """
     with suppress(OSError):
-        file_system, folder = url_to_fs(folder_of(path))
+        file_system, folder = url_to_fs(shard_folder(path))
         file_system.invalidate_cache()
         names = [os.path.basename(name) for name in file_system.ls(folder, detail=False)]
         gone = [name for name in names if name.startswith("replica-") and not keeps(_save_of(name))]
         gone += [name for name in names if name.startswith("saving-replica-") and _save_of_half(name) in halves]
         for name in gone:
             with suppress(FileNotFoundError):  # another leader has been faster
-                files.remove_checkpoint(f"{folder_of(path)}/{name}")
+                files.remove_checkpoint(f"{shard_folder(path)}/{name}")
         if len(gone) == len(names):
             file_system.rmdir(folder)
 

@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.agreement import of_rank
+from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.object_collectives import ObjectMessage
 
@@ -157,7 +157,7 @@ class MemoryCheckpointIO(CheckpointIO):
             before: number of ranks that have files already; the others come after them.
             world: number of all ranks.
         """
-        common, own = of_rank((self._common, self._own), 0)
+        common, own = value_of_rank((self._common, self._own), 0)
         with deadline("receive the state of the job"):
             self._common = common.passed_on(range(world))
             if rank == 0 or rank >= before:

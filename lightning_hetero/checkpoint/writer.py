@@ -41,7 +41,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         try:
-            with replacing(Path(local)) as file:
+            with atomic_write(Path(local)) as file:
                 torch.save(checkpoint, file)
         except OSError as error:
             raise CheckpointError(
@@ -51,7 +51,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes the place of ``path`` once the block is left without an error; else nothing is left of it.
 
     Args:
@@ -245,7 +245,7 @@ class BackgroundWriter(WrappingCheckpointIO):
     def _wait_for_others(self, save: str) -> None:
         until, others = time.monotonic() + self._limit, [f"{save}/{rank}" for rank in range(1, dist.get_world_size())]
         while not all(self._store.check([other]) for other in others):
-            if failures.first(0.0) is not None or time.monotonic() > until:
+            if failures.first_failure(0.0) is not None or time.monotonic() > until:
                 self._alone = True
                 raise CheckpointError("another rank has not written its part of the checkpoint. Nothing was replaced.")
             time.sleep(0.02)

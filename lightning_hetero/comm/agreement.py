@@ -38,7 +38,7 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
         return everyone()
 
 
-def of_rank(value: Any, rank: int, home: torch.device = object_collectives.CPU, place: str = "") -> Any:
+def value_of_rank(value: Any, rank: int, home: torch.device = object_collectives.CPU, place: str = "") -> Any:
     """The value of one rank, on every rank (collective).
 
     Args:

@@ -10,10 +10,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_hetero.comm.agreement import gather, gather_samples, of_rank
+from lightning_hetero.comm.agreement import gather, gather_samples, value_of_rank
 from lightning_hetero.comm.failures import collective
 from lightning_hetero.comm.object_collectives import CPU, check_sum, collective_number
-from lightning_hetero.comm.topology import widest
+from lightning_hetero.comm.topology import widest_float
 from lightning_hetero.errors import UnsupportedError
 
 _REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
@@ -143,7 +143,7 @@ class Collectives:
         if self.alone():
             return obj
         with self._waiting():
-            return of_rank(obj, src, home, place)
+            return value_of_rank(obj, src, home, place)
 
     def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
         """Reduce a tensor over all ranks.
@@ -195,7 +195,7 @@ class Collectives:
         with self._waiting():
             total = collective(what, reduced)
         value = self._mean(total) if mean else total
-        whole = widest(tensor.device) if mean else value.dtype  # of integers
+        whole = widest_float(tensor.device) if mean else value.dtype  # of integers
         return value.reshape(tensor.shape).to(tensor.device, tensor.dtype if tensor.is_floating_point() else whole)
 
     def _with_weight(self, value: Tensor) -> Tensor:

@@ -448,7 +448,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def watch(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
+def watch_ranks(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
     """Begin to watch all ranks, or begin a new run of them (collective over all ranks the first time).
 
     Args:
@@ -458,7 +458,7 @@ def watch(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
     """
     global _failures, _waits, _world, _numbers
     if _world is not dist.group.WORLD:
-        forget()
+        stop_watching()
         _world, _numbers = dist.group.WORLD, tuple(numbers)
         if dist.get_world_size() > 1:
             _waits = WaitWatchdog(dist.get_rank(), dist.get_world_size(), number, seconds)
@@ -470,7 +470,7 @@ def watch(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
         _waits.stopped = ""
 
 
-def forget() -> None:
+def stop_watching() -> None:
     """Watch nobody any more: this process does not belong to those ranks now. Local, idempotent."""
     global _failures, _waits, _world, _numbers
     for one in (_failures, _waits):
@@ -520,7 +520,7 @@ def announce(kind: Kind, how: str) -> None:
         _failures.announce(kind, how)
 
 
-def first(seconds: float) -> Failure | None:
+def first_failure(seconds: float) -> Failure | None:
     """The failure of another rank that came first; ``None``: none is known.
 
     Args:
@@ -539,7 +539,7 @@ def places(since: float | None = None) -> str:
     return "" if _waits is None else _waits.places(since)
 
 
-def stopped() -> str:
+def stop_signal() -> str:
     """The signal that has ended a wait of this process in this run, in a sentence; empty: none has."""
     return "" if _waits is None else _waits.stopped
 
@@ -566,14 +566,14 @@ def interrupt_waits(on: bool) -> None:
 
 def _failed(failure: Failure) -> None:
     """A rank has failed. Its process may live on, so that connections to it do not break."""
-    another_failed(lambda: first(0.0))
+    another_failed(lambda: first_failure(0.0))
     if failure.kind != "failed":
         return
     heard = time.monotonic()
 
     def wake() -> None:
         time.sleep(_SOON)
-        while _interrupts_waits and first(0.0) is not None:  # until a new run begins
+        while _interrupts_waits and first_failure(0.0) is not None:  # until a new run begins
             if any(time.monotonic() - max(since, heard) >= _SOON for since in waits.since()):
                 abort_sockets()
                 return
@@ -616,7 +616,7 @@ def deadline(what: str, busy: Callable[[], bool] | None = None) -> Iterator[None
         if isinstance(error, CommunicationError) or not _broken(error):
             raise
         me = this_rank() if dist.is_initialized() else "this process"
-        raise CommunicationError(f"{me} could not {what}: {stopped() or cause(error, began)}") from error
+        raise CommunicationError(f"{me} could not {what}: {stop_signal() or cause(error, began)}") from error
 
 
 def cause(error: BaseException, began: float | None = None) -> str:
@@ -627,7 +627,7 @@ def cause(error: BaseException, began: float | None = None) -> str:
         began: when it began, by ``time.monotonic()``: from then on it counts where the ranks were.
     """
     seconds = (_LATE if "imed out" in str(error) else _SECONDS_FOR_NEWS) if _waits_for_news else 0.0
-    if (failure := first(seconds)) is not None:
+    if (failure := first_failure(seconds)) is not None:
         return f"{failure}. What has broken here: {error}"
     where = places(began) if began is not None else ""
     return (
@@ -638,7 +638,7 @@ def cause(error: BaseException, began: float | None = None) -> str:
 
 def is_communication_error(error: BaseException) -> bool:
     """Whether an error means that another rank has ended or was too late."""
-    return not stopped() and _broken(error)
+    return not stop_signal() and _broken(error)
 
 
 def _broken(error: BaseException) -> bool:
@@ -754,7 +754,7 @@ class CollectiveRetry:
         self.calls += 1
         return self.received.pop(self.calls - 1)
 
-    def again(self, operation: Callable[[], T], missed: Callable[[], T] | None = None) -> T:
+    def retry(self, operation: Callable[[], T], missed: Callable[[], T] | None = None) -> T:
         """The result of an operation that is not the same on all ranks; it is called again if it breaks.
 
         Args:

@@ -25,7 +25,7 @@ from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather, hash_of
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedBuffers, share_memory, slice_of
-from lightning_hetero.comm.stores import copy_of
+from lightning_hetero.comm.stores import clone_store
 from lightning_hetero.comm.threads import THREADS, close_at_exit, keeping_device, record_sockets, serve, value_or_error
 from lightning_hetero.errors import UnsupportedError
 
@@ -442,7 +442,7 @@ class Groups:
 
 def _store(name: str) -> dist.Store:
     # Over a connection of its own: a rank that waits in the store, to make a process group, holds the one that it uses.
-    return dist.PrefixStore(name, copy_of(default_store()))
+    return dist.PrefixStore(name, clone_store(default_store()))
 
 
 def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
@@ -483,7 +483,7 @@ def _await_members(name: str, ranks: Sequence[int], timeout: timedelta) -> None:
     store.set(f"{name}/{dist.get_rank()}", "1")
     while not store.check([*keys]):
         missing = [rank for key, rank in keys.items() if not store.check([key])]
-        if missing and failures.first(0.0) is not None:
+        if missing and failures.first_failure(0.0) is not None:
             raise dist.DistNetworkError(f"rank(s) {missing} did not ask for the group")
         if missing and time.monotonic() - began > timeout.total_seconds():
             raise dist.DistNetworkError(f"Timed out: rank(s) {missing} did not ask for the group")

@@ -185,7 +185,7 @@ class Job:
                     if (waits := set(silent) <= failures.waiting()) and stuck:  # not only in passing
                         break
                     look, stuck = time.monotonic() + 1.0, waits
-                if (lost := failures.first(0.0)) is not None:
+                if (lost := failures.first_failure(0.0)) is not None:
                     raise CommunicationError(f"rank {self.view.rank} waited for the others of its replica: {lost}.")
                 time.sleep(0.01)
         return silent
@@ -225,7 +225,7 @@ def announce_failure(exception: BaseException) -> None:
         return  # it says who was lost; what this rank has heard of others may be of their ends, long after
     places = failures.places()
     # Of a collective of the user's, nobody has waited for news yet.
-    first = failures.first(0.0 if isinstance(exception, CommunicationError) else _NEWS)
+    first = failures.first_failure(0.0 if isinstance(exception, CommunicationError) else _NEWS)
     if first is not None and str(first) not in str(exception):  # of one of the user's own collectives
         exception.args = (f"{exception} The rank that failed first: {first}.",)
     elif first is None and places and places not in str(exception):
@@ -322,7 +322,7 @@ def join_world(
     if not made:
         _claim_rank(address)
     with deadline("learn where failures are told"):
-        failures.watch(interface_towards(address.host), seconds)
+        failures.watch_ranks(interface_towards(address.host), seconds)
 
 
 def _claim_rank(address: RendezvousAddress) -> None:

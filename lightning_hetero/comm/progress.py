@@ -84,7 +84,7 @@ class DataProgressTracker:
         return [DataProgress(int(batches), ended == "1") for batches, ended in (v.decode().split() for v in values)]
 
     def _check(self, waited: float, counts: Sequence[DataProgress]) -> None:
-        if (failure := failures.first(0.0)) is not None:
+        if (failure := failures.first_failure(0.0)) is not None:
             raise CommunicationError(f"This rank has come to the end of its data and waits for others: {failure}.")
         if waited > self._seconds:
             late = {r: c.batches for r, c in zip(self._replicas, counts, strict=True) if not c.ended}

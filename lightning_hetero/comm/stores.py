@@ -13,7 +13,7 @@ T = TypeVar("T")
 _TRY = timedelta(seconds=2)
 
 
-def connected(connect: Callable[[timedelta], T], limit: timedelta) -> T:
+def connect_with_retries(connect: Callable[[timedelta], T], limit: timedelta) -> T:
     """Connect, in short tries; give up once :func:`~lightning_hetero.comm.threads.abort_sockets` is called.
 
     Args:
@@ -48,12 +48,12 @@ def store_at(address: Sequence[Any], timeout: timedelta) -> dist.Store:
     def connect(limit: timedelta) -> dist.Store:
         return dist.TCPStore(str(host), int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
-    store = connected(connect, timeout)
+    store = connect_with_retries(connect, timeout)
     store.set_timeout(timeout)
     return store
 
 
-def copy_of(store: dist.Store) -> dist.Store:
+def clone_store(store: dist.Store) -> dist.Store:
     """A connection of its own to the same store, for another thread; called on the thread that uses the first one.
 
     Raises:
@@ -70,6 +70,6 @@ def copy_of(store: dist.Store) -> dist.Store:
         finally:
             store.set_timeout(timeout)
 
-    copy = connected(connect, timeout)
+    copy = connect_with_retries(connect, timeout)
     copy.set_timeout(timeout)
     return copy

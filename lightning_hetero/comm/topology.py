@@ -197,13 +197,13 @@ def interface_towards(address: str) -> str:
 _NARROW = ("mps", "xpu")
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_float(device: torch.device) -> torch.dtype:
     """The dtype in which sums over many values are taken on a device: float64, where the device has it.
 
     Example::
 
         >>> import torch
-        >>> widest(torch.device("cpu")), widest(torch.device("mps"))
+        >>> widest_float(torch.device("cpu")), widest_float(torch.device("mps"))
         (torch.float64, torch.float32)
     """
     return torch.float32 if device.type in _NARROW else torch.float64

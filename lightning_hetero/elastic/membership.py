@@ -418,7 +418,7 @@ class Membership:
         self, member: Member, progress: tuple[int, ...], before: ViewProposal | None, until: float
     ) -> ViewProposal | None:
         """The view after another one; ``None`` if this member must end."""
-        self._post(lambda: member.come(progress))
+        self._post(lambda: member.arrive(progress))
         with self._turn:
             self._turn.wait_for(
                 lambda: self._closed or member.over is not None or member.agreed is not before,

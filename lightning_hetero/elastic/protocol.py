@@ -144,23 +144,23 @@ class ViewChange:
         for channel in member.inbound.values():  # those that follow this member
             channel.send(member.state())
 
-    def tell(self) -> None:
+    def mark_changed(self) -> None:
         """All members must learn what has changed."""
         self._untold = True
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Tell all members what has changed, if this one is the coordinator."""
         for channel in self._member.inbound.values() if self._untold else ():
-            self.inform(channel)
+            self.send_to(channel)
         self._untold = False
 
-    def inform(self, channel: MemberChannel) -> None:
+    def send_to(self, channel: MemberChannel) -> None:
         """Tell one member."""
         member = self._member
         if member.is_coordinator:
             channel.send({"k": "news", "v": member.lost.written(), "changing": member.changing})
 
-    def void(self) -> None:
+    def drop_proposal(self) -> None:
         """Drop the proposal: the others may have gone on without this member."""
         self._proposal = None
 
@@ -168,14 +168,14 @@ class ViewChange:
         """Forget what a member has said: its connection is another one."""
         self._told.pop(peer, None)
 
-    def stands(self, peer: int, state: MemberState) -> None:
+    def state_received(self, peer: int, state: MemberState) -> None:
         """A member says where it stands."""
         member = self._member
         self._told[peer] = state
         if self._proposal is not None and peer in self._proposal.roster.members:
             self._proposal = None
         if member.is_coordinator and peer in member.others and (state.changing or state.progress is not None):
-            member.change()
+            member.request_view()
 
     def acknowledged(self, peer: int, key: Key) -> None:
         """A member has acknowledged a proposal."""
@@ -191,7 +191,7 @@ class ViewChange:
     def advance(self) -> None:
         """Do what the coordinator can do now."""
         self._gather()
-        self.spread()
+        self.broadcast()
 
     def _gather(self) -> None:
         member = self._member
@@ -201,11 +201,11 @@ class ViewChange:
         if not member.changing and any(
             one in member.lost and one not in member.lost.left for one in member.view.members
         ):
-            member.change()
-        if not member.changing or self._dropped_units() or self._missed():
+            member.request_view()
+        if not member.changing or self._dropped_units() or self._drop_late():
             return
-        all_progress = {one: come for one in self._needed() if (come := self._come(one)) is not None}
-        if len(all_progress) < len(self._needed()):
+        all_progress = {one: come for one in self._required() if (come := self._progress_of(one)) is not None}
+        if len(all_progress) < len(self._required()):
             return
         proposal = self._proposal
         if proposal is None or proposal.roster.members != tuple(sorted(all_progress)):
@@ -228,12 +228,12 @@ class ViewChange:
             acked += self._told[peer].acked if peer in self._told else ()
         return [base, *{roster for roster in acked if roster.key > base.key}]
 
-    def _needed(self) -> list[int]:
+    def _required(self) -> list[int]:
         """Members that live, and all of whose unit live."""
         gone = self._member.lost
         return [one for unit in self._base().units if not any(each in gone for each in unit) for one in unit]
 
-    def _come(self, one: int) -> tuple[int, ...] | None:
+    def _progress_of(self, one: int) -> tuple[int, ...] | None:
         """The progress that a member's training thread has given to ``agree()``; ``None`` if it has not come."""
         member = self._member
         if one == member.me:
@@ -250,10 +250,10 @@ class ViewChange:
                     member.lose(one, f"lost rank {gone[0]} of its replica", final=True)
         return self._resigned()
 
-    def _missed(self) -> bool:
+    def _drop_late(self) -> bool:
         """Wait no longer for those that have not come in time; whether this member is one of them."""
         member = self._member
-        missing = [one for one in self._needed() if self._come(one) is None]
+        missing = [one for one in self._required() if self._progress_of(one) is None]
         seconds = member.terms.timeout
         now, due = member.environment.now(), max(member.began + seconds, self._since + member.timeout.grace)
         if missing and now >= due:
@@ -347,7 +347,7 @@ class LeaderElection:
     def follow(self, leader: int, term: int) -> None:
         """Follow another coordinator, or become it."""
         member = self._member
-        member.view_change.spread()  # the last news of this member, if it was the coordinator
+        member.view_change.broadcast()  # the last news of this member, if it was the coordinator
         if (old := member.outbound.pop(self.leader, None)) is not None:
             old.close()
         self.leader, self.term, member.detector.asked = leader, term, {}
@@ -381,7 +381,7 @@ class Shutdown:
         """The member ends: with an error, or because its run is over."""
         waits = how is None and self._member.is_coordinator
         self._due = self._member.environment.now() + (_LINGER if waits else 0.0)
-        self._message = self._member.heartbeat.along({"k": "bye", "how": how})
+        self._message = self._member.heartbeat.with_progress({"k": "bye", "how": how})
         self._member.advance()
 
     @property
@@ -395,7 +395,7 @@ class Shutdown:
         member = self._member
         if self._message and not self._said and (member.environment.now() >= self._due or not member.others):
             self._said = True
-            member.view_change.spread()
+            member.view_change.broadcast()
             for channel in (*member.inbound.values(), *member.outbound.values()):
                 channel.send(self._message)
 
@@ -416,9 +416,9 @@ class Shutdown:
             channel.send({"k": "heard"})
         if how is not None:
             member.lose(channel.peer, how, final=True)
-        elif member.lost.leaves(channel.peer):
+        elif member.lost.mark_left(channel.peer):
             member.environment.note("left", channel.peer)
-            member.view_change.tell()
+            member.view_change.mark_changed()
 
 
 LEFT = "has left: its run was over"
@@ -451,7 +451,7 @@ class LostMembers:
         self._lost[member] = LossReason(why, final)
         return True
 
-    def leaves(self, member: int) -> bool:
+    def mark_left(self, member: int) -> bool:
         """Count a member as one that has left; whether that is new."""
         if member in self.left or member == self._me:
             return False
@@ -459,11 +459,11 @@ class LostMembers:
         self._lost.pop(member, None)
         return True
 
-    def returns(self, member: int) -> bool:
+    def mark_alive(self, member: int) -> bool:
         """A member has been heard; whether it counted as lost and does not any more."""
         return member in self._lost and not self._lost[member].final and bool(self._lost.pop(member))
 
-    def take_back(self, members: Iterable[int]) -> None:
+    def readmit(self, members: Iterable[int]) -> None:
         """Members take part in a new view, whatever was decided before."""
         for member in members:
             if member in self._lost and self._lost[member].final:
@@ -477,7 +477,7 @@ class LostMembers:
         """Take over what the coordinator knows. It may have heard members that seemed to be lost here."""
         lost, left = value
         for member in left:
-            self.leaves(member)
+            self.mark_left(member)
         final = {member: loss for member, loss in self._lost.items() if loss.final}
         told = {member: LossReason(*loss) for member, loss in lost if member != self._me and member not in self.left}
         self._lost = {**told, **final}
@@ -507,15 +507,15 @@ class Heartbeat:
         if now - self._sent < member.timeout.beat:
             return
         self._sent = now
-        beat = self.along({"k": "beat", "v": round(member.environment.busy(), 2)})
+        beat = self.with_progress({"k": "beat", "v": round(member.environment.busy(), 2)})
         for channel in (*member.inbound.values(), *member.outbound.values()):
             channel.send(beat)
 
-    def along(self, message: dict[str, Any]) -> dict[str, Any]:
+    def with_progress(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message that says, too, how far this member has come."""
         return {**message, "steps": self._member.environment.steps()}
 
-    def take(self, peer: int, message: Mapping[str, Any]) -> None:
+    def received(self, peer: int, message: Mapping[str, Any]) -> None:
         """Another member has sent a message, of any kind."""
         if message["k"] == "beat":
             self._member.timeout.busy(peer, float(message.get("v", 1.0)))
@@ -640,7 +640,7 @@ class AdaptiveTimeout:
         """A member tells how many processes there are for each core of its machine; two are nothing special."""
         self._busy[member] = processes / 2
 
-    def meet(self, member: int, now: float) -> None:
+    def connected(self, member: int, now: float) -> None:
         """A member is heard on a new connection: it need not have said anything before."""
         self._last[member] = now
 
@@ -797,7 +797,7 @@ class Member:
         """The message that says where this member stands."""
         acked = [proposal.roster for proposal in self.acked.values()]
         state = [self.leader, self.election.term, self.view, acked, self.progress, self.changing]
-        return self.heartbeat.along({"k": "state", "v": state})
+        return self.heartbeat.with_progress({"k": "state", "v": state})
 
     def left_out(self, peer: int) -> dict[str, Any]:
         """The message to a member that does not take part any more."""
@@ -810,10 +810,10 @@ class Member:
 
     # -- what the training thread does -------------------------------------------------------------
 
-    def come(self, progress: tuple[int, ...]) -> None:
+    def arrive(self, progress: tuple[int, ...]) -> None:
         """The training thread has come to the agreement."""
         self.progress = progress
-        self.change()
+        self.request_view()
         self._tell_leader()
         self.advance()
 
@@ -821,12 +821,12 @@ class Member:
         if self.leader in self.outbound:
             self.outbound[self.leader].send(self.state())
 
-    def change(self) -> None:
+    def request_view(self) -> None:
         """Ask for a new view."""
         if not self.changing:
             self.changing, self.began = True, self.environment.now()
             self.environment.note("changing", self.me)
-            self.view_change.tell()
+            self.view_change.mark_changed()
 
     def lose(self, member: int, why: str, final: bool = False) -> None:
         """Count a member as lost."""
@@ -838,8 +838,8 @@ class Member:
             if channel := channels.pop(member, None):
                 channel.close()
         if member in self.view.members:
-            self.change()
-        self.view_change.tell()
+            self.request_view()
+        self.view_change.mark_changed()
 
     def finish(self, text: str) -> None:
         """This member must end."""
@@ -852,7 +852,7 @@ class Member:
 
     def opened(self, channel: MemberChannel) -> None:
         """A connection can be used."""
-        self.timeout.meet(channel.peer, self.environment.now())
+        self.timeout.connected(channel.peer, self.environment.now())
         if not channel.mine:
             old, self.inbound[channel.peer] = self.inbound.get(channel.peer), channel
             if old is not None:
@@ -860,7 +860,7 @@ class Member:
             self.view_change.forget(channel.peer)
         channel.send(self.state())
         if not channel.mine and self.lost.reasons:
-            self.view_change.inform(channel)
+            self.view_change.send_to(channel)
         self.shutdown.opened(channel)
 
     def closed(self, channel: MemberChannel, refused: bool) -> None:
@@ -885,7 +885,7 @@ class Member:
         if peer == self.leader:
             self.detector.asked = {}
         kind, value = message["k"], message.get("v", ())
-        self.heartbeat.take(peer, message)
+        self.heartbeat.received(peer, message)
         if kind == "beat":
             return
         if kind == "state":
@@ -893,7 +893,7 @@ class Member:
         elif kind == "news" and peer == self.leader:
             self.lost.read(value)
             if message["changing"]:
-                self.change()
+                self.request_view()
         elif kind == "bye":
             self.shutdown.received(channel, message["how"])
         elif kind == "heard":
@@ -921,17 +921,17 @@ class Member:
             self.commit(self.acked[state.view.key])
         if self.view.key in [roster.key for roster in state.acked]:  # it was not there to hear of it
             channel.send({"k": "commit", "v": self.view.key})
-            self.view_change.tell()  # perhaps there is a change again
+            self.view_change.mark_changed()  # perhaps there is a change again
             state = state._replace(view=self.view, progress=None, changing=False)
-        if self.lost.returns(peer):
+        if self.lost.mark_alive(peer):
             self.environment.note("returned", peer)
-            self.view_change.tell()
+            self.view_change.mark_changed()
         self.election.consider(peer, state)
         if not channel.mine:
-            self.view_change.stands(peer, state)
+            self.view_change.state_received(peer, state)
         elif peer == self.leader:
             if state.changing:
-                self.change()
+                self.request_view()
         else:
             self.outbound.pop(peer, None)  # it was only asked whether it is alive
             channel.close()
@@ -949,7 +949,7 @@ class Member:
         if self.over is not None or proposal.key != max(self.acked):
             return  # a later view has been acknowledged, which is the one that counts
         self.view, self.acked = proposal.roster, {}
-        self.lost.take_back(self.view.members)
+        self.lost.readmit(self.view.members)
         for member, why in proposal.lost.items():
             self.lost.lose(member, why, final=True)
         for peer, channel in self.inbound.items():
@@ -958,7 +958,7 @@ class Member:
         self.view_change.committed()
         self.environment.note("agreed", proposal.roster.number)
         if self.progress is None:
-            self.change()  # the training thread does not wait for it any more
+            self.request_view()  # the training thread does not wait for it any more
             return
         self.agreed, self.progress, self.changing = proposal, None, False
 
@@ -986,7 +986,7 @@ class Member:
         now = self.environment.now()
         self.timeout.restart(now)
         self.detector.asked = {}
-        self.view_change.void()
+        self.view_change.drop_proposal()
         self.began = now if self.changing else self.began
 
     def advance(self) -> None:

@@ -150,7 +150,7 @@ class Cluster:
         return makespan(self.shares, self.ranks)
 
     @cached_property
-    def alone(self) -> float:
+    def independent_speed(self) -> float:
         """Samples per second of all ranks together, each alone with an even share."""
         each = self.samples / self.world
         return sum(each / cost.seconds(each) for cost in self.ranks)
@@ -238,12 +238,12 @@ class MeasuredLink(NamedTuple):
         return LinkModel(self.latency, self.bandwidth).all_reduce(size, members)
 
 
-def slowest(some: Sequence[MeasuredLink], size: float) -> LinkModel | None:
+def slowest_link(some: Sequence[MeasuredLink], size: float) -> LinkModel | None:
     """The link over which a message of ``size`` bytes takes longest; ``None``: there is no link."""
     return max((LinkModel(link.latency, link.bandwidth) for link in some), key=lambda way: way.pair(size), default=None)
 
 
-def pairs(nodes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def pairs_to_measure(nodes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Pairs of ranks to measure.
 
     Returns:

@@ -267,9 +267,11 @@ def _made(
     step, options = load.work + load.exposed, options or {}
     speed, sent = cluster.samples / step, load.sent if len(cluster.nodes) > 1 else 0.0
     if isinstance(kind, str):
-        return Prediction(kind, options, f'"{kind}"', step, load.exposed, sent, speed, speed / cluster.alone, exact)
+        return Prediction(
+            kind, options, f'"{kind}"', step, load.exposed, sent, speed, speed / cluster.independent_speed, exact
+        )
     strategy = f"{kind.strategy}({', '.join(f'{name}={_python(value)}' for name, value in options.items())})"
-    costs = step, load.exposed, sent, speed, speed / cluster.alone
+    costs = step, load.exposed, sent, speed, speed / cluster.independent_speed
     return Prediction(kind.name, options, strategy, *costs, exact, kind.repeatable, load.seldom)
 
 

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.topology import widest
+from lightning_hetero.comm.topology import widest_float
 
 
 class Drift(NamedTuple):
@@ -89,7 +89,7 @@ def sums_of(tensors: Sequence[Tensor]) -> Tensor:
     """A row of each tensor: the sum and the Euclidean norm of its values; float64 on the CPU, of shape (tensors, 2)."""
     rows = []
     for tensor in tensors:
-        values, wide = tensor.detach(), widest(tensor.device)
+        values, wide = tensor.detach(), widest_float(tensor.device)
         if wide is not torch.float64:
             values, wide = values.cpu(), torch.float64
         rows.append(torch.stack([values.sum(dtype=wide), torch.linalg.vector_norm(values, dtype=wide)]))

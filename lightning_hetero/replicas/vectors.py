@@ -137,14 +137,14 @@ class Replica:
         """Parameters that have become trainable (true), or frozen (false), since this object was made; by name."""
         return {name: p.requires_grad for name, p, trainable in self._trainable if p.requires_grad != trainable}
 
-    def share(self, names: Sequence[str]) -> None:
+    def broadcast_parameters(self, names: Sequence[str]) -> None:
         """Give all ranks rank 0's values of parameters, exchanged or not (collective).
 
         Args:
             names: of the parameters, the same on all ranks.
         """
         parameters = dict(self._module.named_parameters())
-        share([parameters[name].data for name in names])
+        broadcast_tensors([parameters[name].data for name in names])
 
     def with_current_trainable(self) -> "Replica":
         """The same model's replica with the parameters that are trainable now."""
@@ -199,7 +199,7 @@ class Replica:
             flats: vectors with the new values, as :meth:`pack` returns them, or the first of these.
         """
         for group, flat in zip(self._groups, flats, strict=False):
-            for value, part in zip(group, parts(flat, group), strict=True):
+            for value, part in zip(group, split_vector(flat, group), strict=True):
                 value.copy_(torch.where(value.isfinite(), value, part))
 
     @torch.no_grad()
@@ -211,10 +211,10 @@ class Replica:
             factor: by which they are multiplied.
         """
         for group, flat in zip(self._groups, flats, strict=False):
-            torch._foreach_add_(group, parts(flat, group), alpha=factor)
+            torch._foreach_add_(group, split_vector(flat, group), alpha=factor)
 
     @torch.no_grad()
-    def approach(self, flats: Sequence[Tensor], part: float) -> None:
+    def move_towards(self, flats: Sequence[Tensor], part: float) -> None:
         """Move the values of the model a part of the way to vectors.
 
         Args:
@@ -222,10 +222,10 @@ class Replica:
             part: 0 leaves the values, 1 replaces them.
         """
         for group, flat in zip(self._groups, flats, strict=False):
-            torch._foreach_lerp_(group, parts(flat, group), part)
+            torch._foreach_lerp_(group, split_vector(flat, group), part)
 
     @contextmanager
-    def holding(self, flats: Sequence[Tensor]) -> Iterator[None]:
+    def with_values(self, flats: Sequence[Tensor]) -> Iterator[None]:
         """Let the model hold other values within a block: its tensors are parts of the vectors, not copies.
 
         Args:
@@ -236,7 +236,7 @@ class Replica:
         own = [value.data for group in self._groups for value in group]
         try:
             for group, flat in zip(self._groups, flats, strict=True):
-                for value, part in zip(group, parts(flat, group), strict=True):
+                for value, part in zip(group, split_vector(flat, group), strict=True):
                     value.data = part.to(value)
             yield
         finally:
@@ -244,7 +244,7 @@ class Replica:
                 value.data = data
 
 
-def wide(flat: Tensor) -> torch.dtype:
+def wide_dtype(flat: Tensor) -> torch.dtype:
     """The dtype for arithmetic on a vector: fp32, or its own dtype if that is wider."""
     return torch.promote_types(flat.dtype, torch.float32)
 
@@ -254,7 +254,7 @@ def flatten(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=out)
 
 
-def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def split_vector(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a vector, in the shapes, dtype and device of tensors that all have the same dtype and device."""
     pieces = flat.to(tensors[0].device, tensors[0].dtype).split([tensor.numel() for tensor in tensors])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
@@ -263,10 +263,10 @@ def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write the parts of a vector into tensors."""
-    torch._foreach_copy_(list(tensors), parts(flat, tensors))
+    torch._foreach_copy_(list(tensors), split_vector(flat, tensors))
 
 
-def share(tensors: Iterable[Tensor]) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     """Give all ranks rank 0's values (collective); one message for each dtype.
 
     Args:
@@ -285,9 +285,9 @@ def _of_rank_zero(tensors: Sequence[Tensor]) -> Tensor:
     return flat
 
 
-def share_values(module: nn.Module) -> None:
+def broadcast_values(module: nn.Module) -> None:
     """Give all ranks rank 0's values of a model, frozen parameters too (collective)."""
-    share(tensor.data for tensor in (*module.parameters(), *module.buffers()))
+    broadcast_tensors(tensor.data for tensor in (*module.parameters(), *module.buffers()))
 
 
 class LayoutChange:
@@ -335,6 +335,6 @@ class LayoutChange:
             parts = []
             for name, value in group.items():
                 part = known[name] if name in known else value.detach() * fresh
-                parts.append(part.reshape(-1).to("cpu", wide(value)))
+                parts.append(part.reshape(-1).to("cpu", wide_dtype(value)))
             carried.append(torch.cat(parts))
         return carried

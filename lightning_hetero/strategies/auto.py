@@ -26,7 +26,7 @@ from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.planning import cluster
 from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel
 from lightning_hetero.planning.strategy_choice import AutoLimits, Choice, choose
-from lightning_hetero.replicas.vectors import share_values
+from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.default_groups import beyond
@@ -132,7 +132,7 @@ class AutoStrategy(ReplicaStrategy):
                 if self._next > self._last:
                     self._stay("not every rank has measured its speed, or steps differ in size.")
                 return
-            near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs(self._nodes()))
+            near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(self._nodes()))
             measured = self._cluster(near, far)
             assert measured is not None
             step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
@@ -161,7 +161,7 @@ class AutoStrategy(ReplicaStrategy):
     def _measured(self, pairs: list[tuple[int, int]], size: float) -> LinkModel:
         """The slowest of some links for a message of ``size`` bytes (collective)."""
         some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
-        return cluster.slowest(cluster.measure_links(some), size) or MEMORY
+        return cluster.slowest_link(cluster.measure_links(some), size) or MEMORY
 
     def _cluster(self, within: LinkModel, between: LinkModel) -> Cluster | None:
         """What has been measured, the same on all ranks; ``None``: not yet, or it is not known how large steps are."""
@@ -222,7 +222,9 @@ class AutoStrategy(ReplicaStrategy):
         job = Job(self._divided(), former.timeout, former.within)
         kept = tuple(range(former.view.world))
         self.rebuild(job, Repartition(kept, start, share.reports_applied))
-        share_values(self.trainer.lightning_module)  # unlike devices round differently, and buffers are each rank's own
+        broadcast_values(
+            self.trainer.lightning_module
+        )  # unlike devices round differently, and buffers are each rank's own
         self.begin_apart()
         self.continue_in_view()
 

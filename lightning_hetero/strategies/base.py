@@ -205,13 +205,13 @@ class HeteroStrategy(JobStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None:
-            self.survival.again(lambda: self.step.begin(self.trainer))
+            self.survival.retry(lambda: self.step.begin(self.trainer))
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``. With manual optimization that is all of a step."""
-        self.survival.again(lambda: self.engine.before_window())
+        self.survival.retry(lambda: self.engine.before_window())
         if isinstance(self.model, ReplicaDDP) and self.model.outgrown():
             self.wrap_anew()
         run, batch = partial(super().training_step, *args, **kwargs), args[0] if args else None
@@ -223,7 +223,7 @@ class HeteroStrategy(JobStrategy):
         output = self.survival.step(step, left_out=lambda: None)
         if not self.trainer.lightning_module.automatic_optimization:
             if self.step.passes == 0:
-                self.survival.again(self._none_ran_backward)
+                self.survival.retry(self._none_ran_backward)
             self._window_ended()
         return output
 
@@ -277,11 +277,11 @@ class HeteroStrategy(JobStrategy):
 
     def _window_ended(self) -> None:
         """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
-        self.survival.again(lambda: self.step.batch_ended(self.trainer, window=True))
+        self.survival.retry(lambda: self.step.batch_ended(self.trainer, window=True))
         self.step.window_ended()
         self._compare_parameters()
         apply(self.survival.exchange(lambda: self.engine.exchange()), type(self).__name__)
-        self.survival.again(lambda: self.engine.exchange_completed())
+        self.survival.retry(lambda: self.engine.exchange_completed())
 
     def _compare_parameters(self) -> None:
         """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
@@ -296,7 +296,7 @@ class HeteroStrategy(JobStrategy):
                 with self.timer.waiting():
                     same.stepped(self.trainer.lightning_module, lambda: describe(self.trainer))
 
-        self.survival.again(once)
+        self.survival.retry(once)
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -342,8 +342,8 @@ class HeteroStrategy(JobStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.survival.again(lambda: self.step.batch_ended(self.trainer))
-        self.survival.again(lambda: self.share.apply_reports())  # leave nothing in flight
+        self.survival.retry(lambda: self.step.batch_ended(self.trainer))
+        self.survival.retry(lambda: self.share.apply_reports())  # leave nothing in flight
         if self.stop_request is not None:
             self.stop_request.finish()
         self.survival.end()

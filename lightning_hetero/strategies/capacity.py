@@ -319,7 +319,7 @@ def _draw_anew(trainer: "pl.Trainer", share: BatchAccounting) -> None:
             reader = getattr(loader, "loader", loader)
             if getattr(reader, "persistent_workers", False):  # they have drawn random numbers for their batches
                 object.__setattr__(reader, "_iterator", None)
-        lightning_compat.fetch_anew(trainer)
+        lightning_compat.restart_loaders(trainer)
 
 
 # -- trials ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement
 from lightning_hetero.batching.planner import PlanningState, Repartition, ShareHistory
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
-from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
@@ -164,7 +164,7 @@ class JobStrategy(DDPStrategy):
         """Join the world's process group (collective), unless this rank is in that of a running job already."""
         limit = self.options.limit
         if self.entry is not None:
-            failures.watch(self.interface, limit.total_seconds())
+            failures.watch_ranks(self.interface, limit.total_seconds())
             return
         began, environment = time.monotonic(), self.environment
         address = RendezvousAddress(
@@ -264,10 +264,10 @@ class JobStrategy(DDPStrategy):
         before, engine = self.job, self.engine
         assert before is not None
         self.take_number(job)
-        failures.watch(self.interface, self.options.limit.total_seconds(), job.view.ids)
+        failures.watch_ranks(self.interface, self.options.limit.total_seconds(), job.view.ids)
         self._settle_plan()
         known = PlanningState.of(self.share.planner)
-        of_rank(known, source).apply_to(self.share.planner)
+        value_of_rank(known, source).apply_to(self.share.planner)
         past.end(before.view.ids, self.share.planner, moved.start)
         self.rebuild(job, moved)
         kept = [before.view.index_of(member.id) for member in job.view.replicas]
@@ -309,7 +309,7 @@ class JobStrategy(DDPStrategy):
         assert module is not None
         if self.global_rank == source:
             own = module.state_dict(), [optimizer.state_dict()["state"] for optimizer in self.optimizers]
-        theirs = of_rank(own, source)
+        theirs = value_of_rank(own, source)
         if self.global_rank not in ranks or self.global_rank == source:
             return
         values, states = theirs
@@ -385,10 +385,10 @@ class JobStrategy(DDPStrategy):
         fit = next(_fits)
         if job.view.rank == 0:
             PlanAgreement.open_mailboxes(job.store(f"plans/{fit}"), job.view.world)
-        store = job.store(f"plans/{of_rank(fit, 0)}")
+        store = job.store(f"plans/{value_of_rank(fit, 0)}")
 
         def lost() -> str | None:
-            failure = failures.first(0.0)
+            failure = failures.first_failure(0.0)
             return str(failure) if failure else "a rank was lost" if self.survival.changing else None
 
         def before_draw(step: int) -> None:
@@ -397,7 +397,7 @@ class JobStrategy(DDPStrategy):
                 agreement.before_draw(step)
 
         PlanAgreement(share, store, job.view.rank, self.options.limit.total_seconds(), lost)
-        planner.before_draw = lambda step: self.survival.again(lambda: before_draw(step))
+        planner.before_draw = lambda step: self.survival.retry(lambda: before_draw(step))
 
     def _settle_plan(self) -> None:
         """End with the same plan on all ranks that remain (collective over them)."""
@@ -407,8 +407,8 @@ class JobStrategy(DDPStrategy):
     def end_background_plans(self) -> None:
         """All ranks have trained on all that they draw, or are about to have (collective)."""
         if (agreement := self.share.agreement) is not None:
-            self.survival.again(lambda: gather(None, "the end of training"))  # until then some may wait for others
-            self.survival.again(self._settle_plan)
+            self.survival.retry(lambda: gather(None, "the end of training"))  # until then some may wait for others
+            self.survival.retry(self._settle_plan)
             agreement.close()
 
     def close_background_plans(self) -> None:

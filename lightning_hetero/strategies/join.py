@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_hetero import lightning_compat
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm import failures, threads
-from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
+from lightning_hetero.comm.agreement import gather, raise_on_all, value_of_rank
 from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import begin_world, default_store
 from lightning_hetero.comm.job import open_store
@@ -41,7 +41,7 @@ from lightning_hetero.elastic.join_requests import (
 )
 from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError
-from lightning_hetero.replicas.vectors import share
+from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.guards import settings
 from lightning_hetero.strategies.job import JobStrategy
@@ -231,7 +231,7 @@ class ElasticJoin(Newcomers):
         entry, strategy.entry = strategy.entry, None
         assert entry is not None
         strategy.checkpoint_io = entry.files.usual
-        failures.forget()
+        failures.stop_watching()
         if dist.is_initialized():
             dist.destroy_process_group()
         what = str(error).strip().split("\n")[0]
@@ -320,7 +320,7 @@ class ElasticJoin(Newcomers):
         assert strategy.lightning_module is not None
         loaded, module = strategy.entry.files.loaded, strategy.lightning_module
         values = (*module.named_parameters(), *module.named_buffers())
-        share(value.data for name, value in values if name not in loaded)
+        broadcast_tensors(value.data for name, value in values if name not in loaded)
 
     def entered(self) -> MembershipChange | None:
         """Training begins: from now on files are files again; returns the change, if this rank has entered."""
@@ -436,7 +436,7 @@ class ElasticJoin(Newcomers):
         view, trainer, limit = strategy.job.view, strategy.trainer, strategy.options.limit
         newcomers = [] if requests is None else requests.invite(self._most(requests.waiting))
         store, address = open_store(strategy.interface, limit) if newcomers else (None, ("", 0))
-        more, address = of_rank((len(newcomers), address), 0)
+        more, address = value_of_rank((len(newcomers), address), 0)
         if not more:
             return
         world = view.world + more
@@ -449,7 +449,7 @@ class ElasticJoin(Newcomers):
             trainer.save_checkpoint(PATH)
         finally:
             strategy.checkpoint_io = files.usual
-        strategy.survival.again(strategy.share.apply_reports)  # leave nothing in flight
+        strategy.survival.retry(strategy.share.apply_reports)  # leave nothing in flight
         if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
             if requests is not None:
                 requests.put_off(newcomers)

@@ -19,7 +19,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import collective
 from lightning_hetero.comm.object_collectives import on_device_of
-from lightning_hetero.comm.topology import widest
+from lightning_hetero.comm.topology import widest_float
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.lightning_compat import (
     AgreedMetrics,
@@ -126,7 +126,9 @@ def _prepare(results: Any, metric: Any, samples: float | None) -> None:
     if metric.meta.on_step and results.training:
         setattr(metric, _SAMPLES, 1.0 if samples is None else samples)
     if metric.meta.on_epoch and metric.meta.is_mean_reduction and metric.meta.sync.should:
-        metric.value = metric.value.to(widest(metric.value.device))  # as is the mean number of samples, its divisor
+        metric.value = metric.value.to(
+            widest_float(metric.value.device)
+        )  # as is the mean number of samples, its divisor
 
 
 def _explain(results: Any, name: str, tell: Callable[[str], None]) -> None:

@@ -57,7 +57,7 @@ def fetch_anew_if_moved(trainer: "pl.Trainer", share: BatchAccounting, checkpoin
     resumed = checkpoint is not None and loader_states.restore(checkpoint, sources)
     begun = [getattr(source, "begun", None) for source in sources]
     if resumed or any(b is not None and (b.epoch, b.batch) != (here.epoch, here.batch) for b in begun):
-        lightning_compat.fetch_anew(trainer)
+        lightning_compat.restart_loaders(trainer)
     if checkpoint is not None and (ended := loader_states.ended(checkpoint, share)) is not None:
         share.ended = ended
 
@@ -77,7 +77,7 @@ def fetch_anew_between_epochs(trainer: "pl.Trainer", share: BatchAccounting) -> 
     """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
     samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew
     if samplers and position(trainer, share.step).batch in (0, trainer.num_training_batches):
-        lightning_compat.fetch_anew(trainer)
+        lightning_compat.restart_loaders(trainer)
 
 
 def length_of(trainer: "pl.Trainer") -> tuple[float, float]:

@@ -188,7 +188,7 @@ class PeerRecovery(RecoveryPolicy):
 
     # -- operations that may break -----------------------------------------------------------------
 
-    def again(self, operation: Callable[[], T]) -> T:
+    def retry(self, operation: Callable[[], T]) -> T:
         """The result of an operation that is called again after a loss."""
         return self._until_done(operation, lambda _: False, operation)
 

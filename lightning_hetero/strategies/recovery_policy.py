@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lightning_hetero.batching.planner import ShareHistory
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
-from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.comm.failures import CollectiveRetry
 from lightning_hetero.elastic.join_requests import Admission
 from lightning_hetero.errors import MembershipLostError
@@ -74,7 +74,7 @@ def catch_up(survivor: CollectiveRetry, all_progress: Sequence[Progress], own: P
         return
     ahead = calls.index(max(calls))
     results = {number: survivor.results.get(number) for number in range(min(calls), max(calls))}
-    results = of_rank(results, ahead)
+    results = value_of_rank(results, ahead)
     missed = {number: result for number, result in results.items() if number >= own.calls}
     survivor.received.update(missed)
 
@@ -307,7 +307,7 @@ class RecoveryPolicy:
     def failed(self, exception: BaseException) -> None:
         """This rank ends with an error."""
 
-    def again(self, operation: Callable[[], T]) -> T:
+    def retry(self, operation: Callable[[], T]) -> T:
         """The result of an operation that can be called again if it breaks."""
         return operation()
 

@@ -22,7 +22,13 @@ from lightning_hetero.algorithms.engine import ReplicaEngine
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.checkpoint.consensus import BackgroundConsensus
-from lightning_hetero.checkpoint.format import COMMON, CheckpointIdentity, add_replicas, trainable_of, unusable
+from lightning_hetero.checkpoint.format import (
+    COMMON,
+    CheckpointIdentity,
+    add_replicas,
+    replica_mismatch,
+    trainable_names,
+)
 from lightning_hetero.checkpoint.snapshot import identity
 from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.checkpoint_sections import FORMAT
@@ -35,7 +41,7 @@ from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
 from lightning_hetero.option_checks import one_of, plain
 from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.vectors import share_values
+from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.guards import (
@@ -180,7 +186,7 @@ class ReplicaStrategy(HeteroStrategy):
             assert self.lightning_module is not None
             raise_on_all(complex_parameters(self.lightning_module), "the model")
             if self.entry is None:  # else all have loaded the same values
-                share_values(self.lightning_module)
+                broadcast_values(self.lightning_module)
             self._metrics = LoggedMetrics(trainer)
             self.begin_apart()
             if self.engine.averages:
@@ -228,7 +234,7 @@ class ReplicaStrategy(HeteroStrategy):
             apply(outcome, type(self).__name__)
             assert self.averager is not None
             self.averager.replica.unpack(values)
-            share_values(self.trainer.lightning_module)  # also what does not travel
+            broadcast_values(self.trainer.lightning_module)  # also what does not travel
 
     def _finished(self) -> tuple[Outcome | None, list[Tensor]]:
         return self.engine.finish(), self.engine.own_values()
@@ -257,7 +263,7 @@ class ReplicaStrategy(HeteroStrategy):
         else:
             values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         assert self.averager is not None
-        with self.averager.replica.holding(values):
+        with self.averager.replica.with_values(values):
             state = super(HeteroStrategy, self).lightning_module_state_dict()
             if saving.others_join(self.checkpoint_io):
                 return saving.copied_for_join(io, self.lightning_module, state, values)
@@ -275,7 +281,7 @@ class ReplicaStrategy(HeteroStrategy):
             return
         precision = self.precision_plugin.state_dict()
         if saving.others_join(self.checkpoint_io):
-            checkpoint[COMMON] = self.survival.again(lambda: self.engine.common_state())
+            checkpoint[COMMON] = self.survival.retry(lambda: self.engine.common_state())
             view = self.engine.view
             add_replicas(checkpoint, self._identity(), view, "", self.engine.losses, self.averager.replica.trainable)
             self.weight_averages.save(checkpoint)
@@ -283,14 +289,14 @@ class ReplicaStrategy(HeteroStrategy):
             return
         io = self.checkpoint_io
         flat = io.snapshot.vector if isinstance(io, BackgroundWriter) else None
-        own = self.survival.again(lambda: self.engine.state_dict(self.optimizers, precision, flat))
+        own = self.survival.retry(lambda: self.engine.state_dict(self.optimizers, precision, flat))
         view = self.engine.view
         with self._shards.saving(io, filepath, view.is_leader, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
             add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.averager.replica.trainable)
             with saving.raise_on_all_ranks(alone=False):
                 if own is not None:
-                    shard = shards.shard_of(filepath, view.replica.id, save)
+                    shard = shards.shard_path(filepath, view.replica.id, save)
                     state = saving.on_cpu(io, {"format": FORMAT, "state": own})
                     io.save_checkpoint(state, shard, storage_options=storage_options)
             super().save_checkpoint(checkpoint, filepath, storage_options)  # last, so that it never lacks a shard
@@ -305,11 +311,11 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
-        go_on_with(self.lightning_module, trainable_of(checkpoint))
+        go_on_with(self.lightning_module, trainable_names(checkpoint))
         self.change_layout()
         self.weight_averages.load(checkpoint)
         if self.entry is not None:
-            why = unusable(checkpoint, self._identity(), self.engine.view) or "Nobody has joined after all."
+            why = replica_mismatch(checkpoint, self._identity(), self.engine.view) or "Nobody has joined after all."
             self._start_from_consensus(_common_of(checkpoint), why)
             return
         mine = self._source.replica(checkpoint, self._identity(), self.engine.view)

@@ -22,10 +22,10 @@ from lightning_hetero.checkpoint.format import (
     COMMON,
     CheckpointIdentity,
     add_plan,
-    nearest_first,
+    nearest_replicas,
+    replica_mismatch,
     restore_plan,
-    save_of,
-    unusable,
+    save_name,
     warn_if_unreadable,
 )
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
@@ -266,7 +266,7 @@ class Source:
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], path: Any, load: Callable[[str], dict[str, Any]]) -> "Source":
         """The file that has just been read."""
-        return cls(path, load, {"step": checkpoint.get("global_step"), "save": save_of(checkpoint)})
+        return cls(path, load, {"step": checkpoint.get("global_step"), "save": save_name(checkpoint)})
 
     def replica(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | str:
         """This replica's own state; else, in words, why no replica can have its own (collective).
@@ -275,19 +275,19 @@ class Source:
             CheckpointError: on every rank, if a shard cannot be read.
         """
         saved = part_of(checkpoint).get("replicas", {})
-        problem, error, state = unusable(checkpoint, who, view), None, None
+        problem, error, state = replica_mismatch(checkpoint, who, view), None, None
         if problem is None and self.load is not None:
             try:
                 state = shards.read(self.load, self.path, view.replica.id, saved["save"])
             except Exception as broken:
                 error = broken
         if problem is None and error is None and state is None:
-            shard = shards.shard_of(self.path, view.replica.id, saved["save"])
+            shard = shards.shard_path(self.path, view.replica.id, saved["save"])
             problem = (
                 f"Rank {view.rank} does not find its replica's own state, which was saved next to the checkpoint as "
                 f"{shard}. Copy or rename a checkpoint together with its shards."
             )
-        problem = shards.agree(problem, error)
+        problem = shards.agree_on_problem(problem, error)
         if problem is not None:
             return problem
         assert state is not None
@@ -302,8 +302,8 @@ class Source:
         Raises:
             CheckpointError: on every rank, if a shard cannot be read.
         """
-        others, error, state = nearest_first(checkpoint, who, view), None, None
-        if not others or self.load is None or unusable(checkpoint, who, view) is None:
+        others, error, state = nearest_replicas(checkpoint, who, view), None, None
+        if not others or self.load is None or replica_mismatch(checkpoint, who, view) is None:
             return None
         try:
             load, save = self.load, part_of(checkpoint)["replicas"]["save"]
@@ -312,7 +312,7 @@ class Source:
         except Exception as broken:
             error = broken
         lost = "a shard is missing" if state is None and error is None else None
-        return state if shards.agree(lost, error) is None else None
+        return state if shards.agree_on_problem(lost, error) is None else None
 
 
 def on_cpu(io: CheckpointIO, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class StopRequest:
         else:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
         if self.agreed is agreed:  # else ranks were lost meanwhile, and the others have agreed on nothing yet
-            agreed.again()
+            agreed.rearm()
 
     def _stop(self) -> None:
         self._save()

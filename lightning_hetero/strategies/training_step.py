@@ -30,7 +30,7 @@ from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lightning_compat import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
-from lightning_hetero.replicas.vectors import share
+from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies.default_groups import CollectiveObserver
 from lightning_hetero.strategies.metrics import count, restore_counting, sync_anywhere, warn_of_losses_over_all
 from lightning_hetero.strategies.position import describe
@@ -347,7 +347,7 @@ def values_shared(module: nn.Module, stage: str | None, device: torch.device) ->
         else:
             setattr(module, _IGNORED, own)
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # on their device now
-    share(value.data for name, value in values.items() if name not in (own or ()))
+    broadcast_tensors(value.data for name, value in values.items() if name not in (own or ()))
 
 
 class _Fetched:

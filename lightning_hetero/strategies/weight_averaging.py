@@ -17,7 +17,7 @@ from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import check_equal
 from lightning_hetero.lightning_compat import averaged_by, measures_batch_norm
-from lightning_hetero.replicas.vectors import share_values
+from lightning_hetero.replicas.vectors import broadcast_values
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -78,13 +78,13 @@ class WeightAverages:
         """Those of the callbacks that average weights; all ranks' averages begin alike (collective)."""
         found = [_Updates(callback, module) for callback in callbacks if averages_weights(callback)]
         for updates in found:
-            share_values(updates.average)  # it was copied from the model before that got rank 0's values
+            broadcast_values(updates.average)  # it was copied from the model before that got rank 0's values
         return cls(found)
 
     def after_batch(self, engine: ReplicaEngine, timer: StepTimer) -> None:
         """A batch has been done, and callbacks have asked for what they want (collective if all replicas meet)."""
         averager = engine.averager
-        if engine.meets:
+        if engine.all_met:
             self.make(engine, timer)
             return
         asks = next((updates.callback for updates in self._all if updates.count), None)
@@ -126,7 +126,7 @@ class WeightAverages:
             for updates in self._all:
                 updates.make()
         for updates in self._all:
-            share_values(updates.average)  # also what does not travel between replicas
+            broadcast_values(updates.average)  # also what does not travel between replicas
 
     def _agreed(self) -> bool:
         """Whether updates have been asked for, by all ranks alike (collective)."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.checkpoint import random_states
-from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.agreement import gather, value_of_rank
 from lightning_hetero.comm.object_collectives import pack_value, portable, unpack_value
 from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.strategies.capacity import Trials
@@ -66,9 +66,9 @@ def messages(kind: str) -> None:
     for other, value in enumerate(gather(own, "values")):
         assert (value["tensor"].device, value["tensor"].tolist()) == (CPU, [float(other)] * 2)
         assert (value["custom"].tensor.device, value["custom"].device) == (CPU, CPU)
-    value = of_rank(own, 0)
+    value = value_of_rank(own, 0)
     assert value is own if rank == 0 else (value["tensor"].device, value["custom"].device) == (CPU, CPU)
-    value = of_rank(own, 1)
+    value = value_of_rank(own, 1)
     assert value is own if rank == 1 else value["custom"].tensor.tolist() == [1.0] * 3
 
 

@@ -126,7 +126,7 @@ class Remembering(Averager):
         for memory, value in zip(self.memory, self.replica.pack(), strict=True):
             memory.mul_(0.5).add_(value, alpha=0.5)
         if self.due(context):
-            self.replica.approach(self.memory, 0.1)
+            self.replica.move_towards(self.memory, 0.1)
             self.meet(context)
 
 

@@ -43,7 +43,7 @@ def _steps(paces: list[float], seconds: float, notice: float = 1.0) -> tuple[lis
             at.append(batch)
             dist.barrier()  # as to save does
             clock.began = time.monotonic()
-            agreed.again()
+            agreed.rearm()
         if len(at) == 3:
             break
     agreed.close()

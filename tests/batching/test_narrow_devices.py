@@ -10,12 +10,12 @@ from lightning_hetero.batching.accounting import LossTracker
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import collectives
 from lightning_hetero.comm.collectives import Collectives
-from lightning_hetero.comm.topology import widest
+from lightning_hetero.comm.topology import widest_float
 
 
 @pytest.mark.parametrize(("kind", "narrow"), [("cpu", False), ("cuda", False), ("mps", True), ("xpu", True)])
 def test_which_devices_have_float64(kind: str, narrow: bool) -> None:
-    assert widest(torch.device(kind)) == (torch.float32 if narrow else torch.float64)
+    assert widest_float(torch.device(kind)) == (torch.float32 if narrow else torch.float64)
 
 
 def _narrow() -> tuple[torch.Tensor, float]:

@@ -145,8 +145,8 @@ def test_ranks_are_named_by_their_first_numbers_after_others_were_lost(monkeypat
         monkeypatch.setattr(failures.dist, "get_rank", lambda: 0)
         monkeypatch.setattr(failures.dist, "get_world_size", lambda: 2)
         other.announce("failed", "failed with ValueError")
-        assert str(failures.first(LONG)) == "rank 4 failed with ValueError"
+        assert str(failures.first_failure(LONG)) == "rank 4 failed with ValueError"
         assert failures.this_rank() == "rank 1 (one of the 2 that remain)"
         monkeypatch.setattr(failures, "_numbers", ())
-        assert str(failures.first(LONG)) == "rank 1 failed with ValueError"
+        assert str(failures.first_failure(LONG)) == "rank 1 failed with ValueError"
         assert failures.this_rank() == "rank 0 of 2"

@@ -131,7 +131,7 @@ def test_a_member_that_does_not_ask_is_an_error_in_time() -> None:
 
 
 def _killed() -> tuple[str, float]:
-    failures.watch("127.0.0.1", 60)
+    failures.watch_ranks("127.0.0.1", 60)
     groups, began = Groups.open(timedelta(seconds=300)), time.monotonic()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.comm import threads
-from lightning_hetero.comm.stores import copy_of, store_at
+from lightning_hetero.comm.stores import clone_store, store_at
 
 LIMIT = timedelta(seconds=60)
 SOON = 15.0  # seconds: a try, and the next call of `cut`, on a busy machine
@@ -79,7 +79,7 @@ def test_without_a_cut_the_limit_holds(dead: int) -> None:
 def test_a_copy_is_another_connection_to_the_same_store() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
     prefixed = dist.PrefixStore("here", store)
-    copy = copy_of(prefixed)
+    copy = clone_store(prefixed)
     copy.set("key", "value")
     assert prefixed.get("key") == b"value"
     assert [one.timeout for one in (store, prefixed, copy)] == [LIMIT] * 3  # type: ignore[attr-defined]

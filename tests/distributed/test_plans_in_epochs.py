@@ -98,7 +98,7 @@ def _train_and_evaluate() -> Any:
 
 @measured_exactly()
 def _train_until_one_is_killed(rank: int) -> Any:
-    tell = PlanAgreement._tell
+    tell = PlanAgreement._publish
 
     def die(agreement: PlanAgreement, *messages: Any) -> None:
         if rank == 0:
@@ -106,7 +106,7 @@ def _train_until_one_is_killed(rank: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if int(os.environ["RANK"]) == rank:
-        setattr(PlanAgreement, "_tell" if rank == 0 else "_answer", die)
+        setattr(PlanAgreement, "_publish" if rank == 0 else "_answer", die)
     module, strategy = Slow(), GossipAsyncStrategy(ranks_per_node=1, on_peer_loss="continue", grace=2.0)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": -1, "max_epochs": 1})
     trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))

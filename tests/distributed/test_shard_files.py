@@ -18,7 +18,7 @@ from tasks import FAST
 from test_saving import Noting
 from test_shards import APART, SAVED, At, _fit, _home
 
-from lightning_hetero.checkpoint.shards import folder_of
+from lightning_hetero.checkpoint.shards import shard_folder
 from lightning_hetero.errors import CheckpointError
 
 # -- several saves --------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_lightning_takes_no_shards_for_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "hpc_ckpt_1.ckpt").touch()
     (tmp_path / "last.ckpt").touch()
     for path in ("hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt", "last.ckpt", "last-v1.ckpt"):  # some without their checkpoints
-        os.makedirs(folder_of(tmp_path / path))
+        os.makedirs(shard_folder(tmp_path / path))
     keep = ModelCheckpoint(tmp_path, save_last=True)
     options = {**FAST, "enable_checkpointing": True, "callbacks": [keep], "default_root_dir": tmp_path}
     trainer = pl.Trainer(devices=1, **options)

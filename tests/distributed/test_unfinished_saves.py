@@ -16,7 +16,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_hetero.callbacks.checkpoint_folder import RetentionPolicy
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 from lightning_hetero.checkpoint.shards import Shards
-from lightning_hetero.checkpoint.writer import replacing
+from lightning_hetero.checkpoint.writer import atomic_write
 
 
 class Slow(pl.Callback):
@@ -129,7 +129,7 @@ def test_only_what_the_job_itself_has_left_is_removed(tmp_path: Path) -> None:
     assert _names(folder) == ["replica-1-zzz.pt", "saving-123.tmp", "saving-replica-0-zzz-123.tmp"]
     assert _names(tmp_path / "step=7.ckpt.shards") == before
     assert _names(tmp_path / "step=2.ckpt.shards") == ["replica-0-ccc.pt", "replica-1-ccc.pt"]
-    assert shards.news()[1] == [(str(tmp_path / "step=1.ckpt"), {"aaa"})]  # for hosts with folders of their own
+    assert shards.removals()[1] == [(str(tmp_path / "step=1.ckpt"), {"aaa"})]  # for hosts with folders of their own
 
 
 def test_other_hosts_remove_their_own_part(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_other_hosts_remove_their_own_part(tmp_path: Path) -> None:
         _save(shards, tmp_path / str(rank) / "step=1.ckpt", "aaa", (rank,))
     (tmp_path / "1" / "step=1.ckpt.shards" / "replica-1-zzz.pt").touch()
     first.unfinished(TorchCheckpointIO(), tmp_path / "0" / "step=1.ckpt")
-    save, [gone] = first.news()
+    save, [gone] = first.removals()
     path = str(tmp_path / "1" / "step=1.ckpt")  # the same path on both, in truth
-    second.follow(TorchCheckpointIO(), True, (save, [gone._replace(path=path)]))
+    second.apply_removals(TorchCheckpointIO(), True, (save, [gone._replace(path=path)]))
     assert _names(tmp_path) == ["0", "1", "1/step=1.ckpt.shards", "1/step=1.ckpt.shards/replica-1-zzz.pt"]
 
 
@@ -184,9 +184,9 @@ def test_one_checkpoint_may_be_kept(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_is_being_written_bears_its_save(tmp_path: Path) -> None:
-    with replacing(tmp_path / "replica-3-abc.pt"):
+    with atomic_write(tmp_path / "replica-3-abc.pt"):
         [half] = _names(tmp_path)
     assert half.startswith("saving-replica-3-abc-")
     assert half.endswith(".tmp")
-    with replacing(tmp_path / "last.ckpt"):  # Lightning would take it for a checkpoint
+    with atomic_write(tmp_path / "last.ckpt"):  # Lightning would take it for a checkpoint
         assert not any("last" in name for name in _names(tmp_path) if name.endswith(".tmp"))

@@ -40,7 +40,7 @@ class Records(pl.Callback):
         self.seen.append((trainer.global_step, flat))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if trainer.strategy.engine.meets:
+        if trainer.strategy.engine.all_met:
             self.look(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.doctor import Advice, SlowestLinks, advise
-from lightning_hetero.planning.cluster import Cluster, LinkModel, MeasuredLink, pairs, slowest
+from lightning_hetero.planning.cluster import Cluster, LinkModel, MeasuredLink, pairs_to_measure, slowest_link
 from lightning_hetero.planning.predictions import predictions
 from lightning_hetero.planning.strategy_choice import AutoLimits, choose
 
@@ -185,13 +185,13 @@ def test_an_all_reduce_sends_twice_the_vector_but_for_one_part() -> None:
 
 
 def test_which_links_are_measured() -> None:
-    assert pairs(((0, 1, 2), (3,), (4, 5))) == ([(0, 1), (4, 5)], [(0, 3), (3, 4), (4, 0)])
-    assert pairs(((0, 1), (2,))) == ([(0, 1)], [(0, 2)])
-    assert pairs(((0,),)) == ([], [])
+    assert pairs_to_measure(((0, 1, 2), (3,), (4, 5))) == ([(0, 1), (4, 5)], [(0, 3), (3, 4), (4, 0)])
+    assert pairs_to_measure(((0, 1), (2,))) == ([(0, 1)], [(0, 2)])
+    assert pairs_to_measure(((0,),)) == ([], [])
 
 
 def test_which_link_is_slowest_depends_on_the_message() -> None:
     late, narrow = MeasuredLink((0, 1), 0.1, 1e9), MeasuredLink((1, 2), 0.001, 1e7)
-    assert slowest([late, narrow], 1e5) == LinkModel(0.1, 1e9)  # 100 ms, and 11 ms
-    assert slowest([late, narrow], 1e7) == LinkModel(0.001, 1e7)  # 110 ms, and 1001 ms
-    assert slowest([], 1e6) is None
+    assert slowest_link([late, narrow], 1e5) == LinkModel(0.1, 1e9)  # 100 ms, and 11 ms
+    assert slowest_link([late, narrow], 1e7) == LinkModel(0.001, 1e7)  # 110 ms, and 1001 ms
+    assert slowest_link([], 1e6) is None

@@ -43,7 +43,7 @@ def test_rounds_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_leaves_the_weights_as_they_are() -> None:
-    work = doctor.built_in(4)
+    work = doctor.builtin_workload(4)
     before = torch.nn.utils.parameters_to_vector(work.module.parameters()).clone()
     assert doctor.measure_steps(work, torch.device("cpu"), seconds=0.0, least=4).cost.seconds(4) > 0
     assert torch.equal(before, torch.nn.utils.parameters_to_vector(work.module.parameters()))
@@ -55,7 +55,7 @@ def test_a_model_in_the_working_folder_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(Path.cwd()))])
     monkeypatch.setattr(sys, "argv", ["lightning-hetero"])  # installed: its own folder comes first, not this one
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # or Lightning warns
-    work = doctor.of_config(Path("daso.yaml"), prepare=True, wait=lambda: None)
+    work = doctor.workload_from_config(Path("daso.yaml"), prepare=True, wait=lambda: None)
     assert (work.name, work.samples) == ("DigitReader", 32)
 
 

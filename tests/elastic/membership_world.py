@@ -116,7 +116,7 @@ class Node:
             return
         self.coming = False
         if self.member.changing and self.member.over is None and self.member.progress is None:
-            self.member.come((self.me,))
+            self.member.arrive((self.me,))
 
 
 class World:

@@ -85,7 +85,7 @@ def test_broken_connections_are_made_anew() -> None:
 
 def test_a_slow_member_is_waited_for() -> None:
     with in_threads([[0], [1]], TERMS._replace(grace=0.8)) as threads:
-        threads.all[0]._post(lambda: threads.all[0]._member.change())
+        threads.all[0]._post(lambda: threads.all[0]._member.request_view())
         changing(threads, [1])
         agreed = threads.agree_later([0])
         time.sleep(1.5)

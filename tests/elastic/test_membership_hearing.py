@@ -81,6 +81,6 @@ def test_who_had_no_connection_was_not_silent() -> None:
     hearing.expect([1, 2, 3], 50.0)
     listen(hearing, 120.0, others=1)
     for other in (2, 3):
-        hearing.meet(other, 120.0)
+        hearing.connected(other, 120.0)
         hearing.message_came(other, 120.1)
     assert hearing.grace == 2.5

@@ -52,7 +52,7 @@ def faults(world: World, draw: random.Random) -> None:
         elif kind == "slow":
             world.nodes[one].slow = draw.choice([3.0, 30.0])
         elif kind == "ask" and world.nodes[one].runs:
-            world.nodes[one].member.change()
+            world.nodes[one].member.request_view()
         elif kind == "leave":
             world.end(one, None)
         elif kind == "fail":
@@ -121,7 +121,7 @@ def test_the_network_breaks_in_another_place_while_a_view_is_made(seed: int, whe
         world.part([0, 1])
         for one in (2, 3, 4):  # they hear each other
             for other in (2, 3, 4):
-                world.nodes[one].member.lost.returns(other)
+                world.nodes[one].member.lost.mark_alive(other)
 
     if when == "proposed":
         first.offer = lambda number: breaks()  # type: ignore[method-assign]

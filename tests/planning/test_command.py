@@ -232,7 +232,7 @@ def test_zero_latency_and_a_model_of_one_parameter_are_no_trouble():
     console = Console(file=open(os.devnull, "w"), width=80)  # noqa: SIM115
     plan(cluster, 1, "int4", 1, None, console)
     console.file.close()
-    assert math.isfinite(cluster.alone)
+    assert math.isfinite(cluster.independent_speed)
 
 
 def test_without_matplotlib_it_says_what_to_install_before_it_works(tmp_path, monkeypatch, capsys):

@@ -62,7 +62,7 @@ def test_parameters_that_are_not_finite_are_far_and_a_device_without_float64_is_
 ) -> None:
     [found] = drifts([sums_of([torch.ones(2)]), sums_of([torch.tensor([1.0, math.nan])])], [0, 1], ["p"])
     assert not found.distance <= ParameterDriftCheck.LIMIT
-    monkeypatch.setattr(module, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
     assert sums_of([torch.full((3,), 0.1)]).dtype == torch.float64
     assert sums_of([]).shape == (0, 2)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run
 
 from lightning_hetero.comm.object_collectives import finite
-from lightning_hetero.replicas.vectors import share
+from lightning_hetero.replicas.vectors import broadcast_tensors
 
 INF, NAN = float("inf"), float("nan")
 
@@ -31,7 +31,7 @@ def test_finite_is_what_a_look_at_each_element_says(dtype: torch.dtype) -> None:
 def _shared(dtypes: list[torch.dtype]) -> list[list[float]]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     own = [torch.tensor([dist.get_rank(), 1], dtype=dtype) for dtype in dtypes]
-    share([*own, torch.tensor(dist.get_rank()), torch.zeros(0)])
+    broadcast_tensors([*own, torch.tensor(dist.get_rank()), torch.zeros(0)])
     return [tensor.abs().tolist() if tensor.is_complex() else tensor.tolist() for tensor in own]
 
 
