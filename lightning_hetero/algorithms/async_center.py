@@ -76,9 +76,7 @@ class AsyncCenterAverager(CenteredAverager):
 
     def make_center(self) -> Center:
         """The center of all replicas, not open yet (collective)."""
-        topology, groups = self.run.topology, self.run.groups
-        assert topology is not None
-        assert groups is not None
+        topology, groups = self.run.job
         layout = layout_of(topology.rank, self.run.replicas, topology.world, groups.timeout)
         return open_center(self.center_options(), topology, layout, groups, self.run.interface)
 

@@ -17,6 +17,7 @@ from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import on_device_of
 from lightning_hetero.comm.topology import Topology
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
 
@@ -167,6 +168,13 @@ class FitInfo:
     skip: bool = False
     length: Callable[[], tuple[float, float]] = lambda: (math.inf, math.inf)
     fast_dev_run: bool = False
+
+    @property
+    def job(self) -> tuple[Topology, Groups]:
+        """The topology and the process groups of the job."""
+        if self.topology is None or self.groups is None:
+            raise UnsupportedError("this averager needs a job: let a strategy call its setup.")
+        return self.topology, self.groups
 
 
 class StepContext(NamedTuple):

@@ -191,10 +191,8 @@ class SyncCenterAverager(LowBitAverager, CenteredAverager):
 
     @override
     def meet(self, context: StepContext) -> Outcome | None:
-        if self._exchange is None:  # replicas were lost since the step began
-            self._begin(context)
-        assert self._exchange is not None
-        average, self._exchange = self._exchange(), None
+        exchange = self._exchange or self._begin(context)  # replicas may have been lost since the step began
+        average, self._exchange = exchange(), None
         self._distance = average.displacement  # RMS over the replicas
         self._moved = True
         own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
@@ -203,7 +201,7 @@ class SyncCenterAverager(LowBitAverager, CenteredAverager):
             self.restart_from(self.center)
         return Outcome(exchanged=True, warning=warning)
 
-    def _begin(self, context: StepContext) -> None:
+    def _begin(self, context: StepContext) -> Callable[[], Average]:
         """Take ``x_i``, and exchange the differences: now in the background, or when the result is asked for."""
         self._snapshot = self.position(self._snapshot)
         weights, payload = context.samples_per_replica, self.payload()
@@ -212,6 +210,7 @@ class SyncCenterAverager(LowBitAverager, CenteredAverager):
             self._exchange = self.links.begin(own, self._mean, want="difference").result
         else:
             self._exchange = lambda: self.links.exchange(own, self._mean, want="difference")
+        return self._exchange
 
     def position(self, out: Sequence[Tensor]) -> list[Tensor]:
         """``x_i``, of which differences are taken."""

@@ -75,16 +75,14 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
     @override
     def before_step(self, context: StepContext) -> None:
         if self._exchanges(context.step + 1):
-            self._go(context.samples_per_replica)
+            self._begin(context.samples_per_replica)
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
         if not self._exchanges(context.step):
             return None
-        if self._exchange is None:  # the center was lost since the step began
-            self._go(context.samples_per_replica)
-        assert self._exchange is not None
-        seen, self._exchange = self._exchange(), None
+        exchange = self._exchange or self._begin(context.samples_per_replica)  # the center may have been lost meanwhile
+        seen, self._exchange = exchange(), None
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
         if not self._healthy:
@@ -95,7 +93,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
             raise NotFiniteError([self.links.index])  # for the wire
         return Outcome(exchanged=True)
 
-    def _go(self, samples_per_replica: Sequence[int]) -> None:
+    def _begin(self, samples_per_replica: Sequence[int]) -> Callable[[], PushPull]:
         self._alpha, beta = self.strength()
         stability(self._alpha, beta)  # raises if the learning rate has made it unstable
         self._snapshot = self.replica.pack(self._snapshot)
@@ -115,6 +113,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         if not self.overlap:
             seen = self._exchange()
             self._exchange = lambda: seen
+        return self._exchange
 
     def _take_center(self) -> None:
         for difference in self._difference:

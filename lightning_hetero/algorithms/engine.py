@@ -72,12 +72,12 @@ def explain_nonfinite(engine: "ReplicaEngine") -> Iterator[None]:
     Raises:
         NotFiniteError: a replica is not finite, and may not be left out.
     """
-    assert engine.averager is not None
-    skipped, facts = len(engine.traffic.skipped), engine.averager.traits
+    averager = engine.running
+    skipped, facts = len(engine.traffic.skipped), averager.traits
     try:
         yield
     except NotFiniteError as error:
-        mine = engine.averager.replica.first_nonfinite(), engine.losses.nonfinite_step
+        mine = averager.replica.first_nonfinite(), engine.losses.nonfinite_step
         if facts.lockstep:
             seen = engine.links.gather(mine)
         else:  # nobody else knows
@@ -103,11 +103,11 @@ def replica_state_dict(
         optimizers: of the fit.
         precision: state of the precision plugin.
     """
-    assert engine.averager is not None
+    averager = engine.running
     with explain_nonfinite(engine):
-        algorithm = engine.averager.state_dict()
+        algorithm = averager.state_dict()
     return {
-        "kept": dict(engine.averager.replica.unexchanged_buffers()),
+        "kept": dict(averager.replica.unexchanged_buffers()),
         "precision": precision,
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "windows": engine.windows,
@@ -241,9 +241,9 @@ class ReplicaEngine:
 
     def finish(self) -> Outcome | None:
         """Make all replicas equal, at the end of a fit (collective)."""
-        assert self.averager is not None
+        averager = self.running
         with explain_nonfinite(self):
-            return self.averager.finish(self.context(epoch_ends=False))
+            return averager.finish(self.context(epoch_ends=False))
 
     def close(self) -> None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
@@ -289,6 +289,13 @@ class ReplicaEngine:
             averager.missed_exchange(self.context(epoch_ends=False))
 
     @property
+    def running(self) -> Averager:
+        """The averager of the running fit."""
+        if self.averager is None:
+            raise UnsupportedError("replicas exchange during a fit only: begin one with Trainer.fit.")
+        return self.averager
+
+    @property
     def averages(self) -> bool:
         """Whether an averager is at work."""
         return self.averager is not None and (self.view.count > 1 or not self.averager.traits.needs_others)
@@ -305,9 +312,9 @@ class ReplicaEngine:
 
     def samples_per_replica(self) -> list[int]:
         """Samples of each replica in a full batch; where all meet at once, 0 for those that have no more data."""
-        assert self.averager is not None
+        averager = self.running
         samples = self.view.per_replica(self._share.samples_per_rank())
-        if not self.averager.traits.lockstep:
+        if not averager.traits.lockstep:
             return samples
         left = [0 if self._share.ended[ranks[0]] else n for ranks, n in zip(self.view.ranks, samples, strict=True)]
         return left if any(left) else samples
@@ -344,17 +351,17 @@ class ReplicaEngine:
             DisagreementError: on every rank: they are not the same ones everywhere.
             UnsupportedError: on every rank: the averager cannot go on.
         """
-        assert self.averager is not None
+        averager = self.running
         with self._share.timer.waiting(exchange=True):
-            changed = self.averager.replica.changed()
+            changed = averager.replica.changed()
             check_equal(CHANGED, {name: "trainable" if on else "frozen" for name, on in changed.items()})
             if not changed:
                 return False
-            if self.averages and not self.averager.traits.supports_unfreezing:
-                raise UnsupportedError(layout_is_fixed(type(self.averager).__name__, changed))
-            self.averager.replica.broadcast_parameters([name for name, trainable in changed.items() if trainable])
+            if self.averages and not averager.traits.supports_unfreezing:
+                raise UnsupportedError(layout_is_fixed(type(averager).__name__, changed))
+            averager.replica.broadcast_parameters([name for name, trainable in changed.items() if trainable])
             with explain_nonfinite(self):
-                change_layout(self.averager, self.context(epoch_ends=False), self._optimizers)
+                change_layout(averager, self.context(epoch_ends=False), self._optimizers)
         return True
 
     def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
@@ -378,11 +385,11 @@ class ReplicaEngine:
 
     def exchange(self) -> Outcome | None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
-        assert self.averager is not None
+        averager = self.running
         if not self.averages:
             return None
         with self._share.timer.waiting(exchange=True), explain_nonfinite(self):
-            outcome = self.averager.after_step(self.context(self._epoch_ends))
+            outcome = averager.after_step(self.context(self._epoch_ends))
         self.meetings += self._due
         self._cadence.exchanges += outcome is not None and outcome.exchanged
         return outcome
@@ -396,23 +403,23 @@ class ReplicaEngine:
 
     def consensus(self, sanity_check: bool = False) -> list[Tensor]:
         """The values to evaluate and to save (collective). In a ``sanity_check`` training has not begun."""
-        assert self.averager is not None
+        averager = self.running
         with explain_nonfinite(self):
-            values = self.averager.consensus(self.context(epoch_ends=False))
+            values = averager.consensus(self.context(epoch_ends=False))
         if not sanity_check:
             self.note_evaluation()
         return values
 
     def join_values(self) -> list[Tensor]:
         """The values from which all replicas go on together when others join (collective)."""
-        assert self.averager is not None
+        averager = self.running
         with explain_nonfinite(self):
-            return self.averager.join_values(self.context(epoch_ends=False))
+            return averager.join_values(self.context(epoch_ends=False))
 
     def note_evaluation(self) -> None:
         """Somebody looks at the mean of the replicas without :meth:`consensus`."""
-        assert self.averager is not None
-        self._cadence.note(self.windows, self.averager.traits.between)
+        averager = self.running
+        self._cadence.note(self.windows, averager.traits.between)
 
     def evaluation_values(self, sanity_check: bool) -> list[Tensor] | None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
@@ -421,9 +428,9 @@ class ReplicaEngine:
     def hold(self, values: list[Tensor] | None) -> None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
         if values is not None:
-            assert self.averager is not None
-            self._own = self.averager.replica.pack()
-            self.averager.replica.unpack(values)
+            averager = self.running
+            self._own = averager.replica.pack()
+            averager.replica.unpack(values)
 
     def release(self) -> None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
@@ -438,8 +445,8 @@ class ReplicaEngine:
 
     def own_values(self, flat: Callable[..., Tensor] | None = None) -> list[Tensor]:
         """This replica's own values, whatever the model holds; for ``flat`` see :meth:`Replica.pack`."""
-        assert self.averager is not None
-        return self.averager.replica.pack(flat=flat) if self._own is None else self._own
+        averager = self.running
+        return averager.replica.pack(flat=flat) if self._own is None else self._own
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -453,19 +460,19 @@ class ReplicaEngine:
 
     def common_state(self) -> dict[str, Any]:
         """The state that is the same on all replicas, for :meth:`Averager.load_common` (collective)."""
-        assert self.averager is not None
+        averager = self.running
         with explain_nonfinite(self):
-            state = self.averager.state_dict()
-        return {name: state[name] for name in self.averager.common}
+            state = averager.state_dict()
+        return {name: state[name] for name in averager.common}
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Continue from :meth:`state_dict`, and this rank's losses by that name."""
-        assert self.averager is not None
-        self.averager.replica.unpack(_checked_layout(state["values"], self.averager.replica.layout))
-        self.averager.replica.set_unexchanged_buffers(state["kept"])
+        averager = self.running
+        averager.replica.unpack(_checked_layout(state["values"], averager.replica.layout))
+        averager.replica.set_unexchanged_buffers(state["kept"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer_states.restore(optimizer, saved)
-        self.averager.load_state_dict(state["algorithm"])
+        averager.load_state_dict(state["algorithm"])
         self.losses.load_state_dict(state["losses"])
         self.resume(int(state["windows"]))
 

@@ -77,9 +77,7 @@ class GossipAverager(Averager, Generic[T]):
 
     @override
     def prepare(self) -> Outcome | None:
-        topology, groups = self.run.topology, self.run.groups
-        assert topology is not None
-        assert groups is not None
+        topology, groups = self.run.job
         limit = groups.timeout.total_seconds() / EXCHANGE
         self._endpoint = Endpoint(self.run.interface, topology.places[topology.rank].host, min(self.deadline, limit))
         narrow = DTYPES[self.wire]
