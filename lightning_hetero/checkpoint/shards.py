@@ -106,7 +106,7 @@ class Shards:
         return self.apply_removals(files, is_leader, value_of_rank(self.removals(), 0))
 
     def removals(self) -> tuple[str, list[RemovedCheckpoint]]:
-        """Rank 0's input to :meth:`apply_removals`: a name for a save, and what it has removed since it was last asked."""
+        """Rank 0's input to :meth:`apply_removals`: a name for a save, and what it has removed since the last call."""
         told, self._gone = self._gone, []  # a thread may remove more meanwhile
         return secrets.token_hex(6), told
 
