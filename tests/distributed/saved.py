@@ -15,10 +15,3 @@ def shards_of(path: Path | str) -> list[Path]:
 def replicas_of(path: Path | str) -> list[dict[str, Any]]:
     """The replicas' own states."""
     return [torch.load(shard, weights_only=True)["state"] for shard in shards_of(path)]
-
-
-def consensus(path: Path | str) -> torch.Tensor:
-    """The model's weights in a checkpoint, flat."""
-    return torch.cat(
-        [value.double().reshape(-1) for value in torch.load(path, weights_only=True)["state_dict"].values()]
-    )
