@@ -112,6 +112,10 @@ EVEN = {"balance": "off", "global_batch_size": None}
 SEARCHED = {"max_batch_size": "auto", "max_batch_memory": "1GB"}
 HOSTS = {"host": ["host0", "host1"]}  # where a rank thinks it is
 TIMED = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
+DIFFER = (
+    "the ranks differ in the parameters that have become trainable or frozen",
+    "net.0.weight: rank 0: (missing), rank 1: frozen",
+)
 UNUSED = {"find_unused_parameters": True}
 GOES_ON = {"on_peer_loss": "continue"}
 NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
@@ -243,10 +247,16 @@ TWO_NODES = [
     replicas(NODE, UNUSED, UnsupportedError, "outside of `training_step`", module=bad.LateBackward, late=True),
     daso(UNUSED, UnsupportedError, "phase is", module=bad.Complex),
     *(
-        unfrozen(kind, options, DisagreementError, bad.OnOneRank(), "rank 0: (missing), rank 1: frozen")
+        unfrozen(kind, options, DisagreementError, bad.OnOneRank(), *DIFFER)
         for kind, options in ((NODE, {}), (STRATEGIES["async"], {**AUTO, "tau": 1}), (GossipAsyncStrategy, {}))
     ),
-    unfrozen(DASOStrategy, {}, UnsupportedError, bad.InMidEpoch(), "became trainable, or frozen, in mid-epoch"),
+    unfrozen(
+        DASOStrategy,
+        {},
+        UnsupportedError,
+        bad.InMidEpoch(),
+        "net.0.weight and 1 more became trainable, or frozen, in mid-epoch",
+    ),
     unfrozen(
         bad.OwnStrategy, {}, UnsupportedError, bad.Thaws(), "Thaws has frozen net.0.weight and others", "regrows=True"
     ),
