@@ -2,14 +2,19 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from tasks import Net, TokenNet, dataset
+from lightning.pytorch.callbacks import BaseFinetuning
+from tasks import GanLike, Net, TokenNet, dataset
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_hetero import Averager, SharedStream, StepContext, strategy_for
 
 HEAVY = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
@@ -78,6 +83,74 @@ class ByRank(Net):
         self.net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1)).double()
 
 
+class Complex(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+
+
+class LateBackward(GanLike):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.net(batch[0]).mean())
+
+
+class Backboned(Net):
+    """The first layer is a backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.net[0]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+# -- what becomes trainable, or frozen -----------------------------------------------------------------------
+
+
+class OnOneRank(pl.Callback):
+    """Freezes the first layer on the last rank only."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.backbone.requires_grad_(trainer.current_epoch == 0 or trainer.global_rank == 0)
+
+
+class InMidEpoch(pl.Callback):
+    """Freezes the first layer after some steps."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.backbone.requires_grad_(trainer.global_step < 5)
+
+
+class FreezesLater(pl.Callback):
+    """Freezes the first layer in the second epoch."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.backbone.requires_grad_(trainer.current_epoch == 0)
+
+
+class Thaws(BaseFinetuning):
+    """Trains the first layer later."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+@dataclass
+class OwnAverager(Averager):
+    """Says nothing of other parameters."""
+
+    def due(self, context: StepContext) -> bool:
+        return context.step % 2 == 0
+
+
+OwnStrategy = strategy_for(OwnAverager, "of_the_table")
+
+
 # -- data ----------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +168,61 @@ class Shard(IterableDataset):
 
 def streamed() -> DataLoader:
     return DataLoader(Shard(), batch_size=4)
+
+
+def shared_stream(samples: int = 96, size: int | None = 4, several: bool = False) -> Any:
+    def made() -> DataLoader:
+        return DataLoader(SharedStream(Whole(samples)), batch_size=size)
+
+    return {"a": made(), "b": made()} if several else made()
+
+
+class Whole(IterableDataset):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (dataset(96)[i] for i in range(self.samples))
+
+
+class OnRank1(IterableDataset):
+    """Nothing on rank 0; with or without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (dataset(96)[i] for i in range(12 * rank()))
+
+
+class SizedOnRank1(OnRank1):
+    def __len__(self) -> int:
+        return 12 * rank()
+
+
+def on_rank_1(kind: type[OnRank1] = OnRank1) -> DataLoader:
+    return DataLoader(kind(), batch_size=4)
+
+
+class SizedShard(Shard):
+    def __len__(self) -> int:
+        return 48
+
+
+def of_known_length() -> DataLoader:
+    return DataLoader(SizedShard(), batch_size=4)
+
+
+def own_sampler() -> DataLoader:
+    return DataLoader(dataset(96), batch_size=4, sampler=DistributedSampler(dataset(96), 2, rank()))
+
+
+class Unending:
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield [0, 1]
+
+
+def without_end(at: str = "batch_sampler") -> DataLoader:
+    batches = {"batch_sampler": Unending()} if at == "batch_sampler" else {"sampler": Unending(), "batch_size": None}
+    return DataLoader(dataset(96), **batches)
 
 
 def grouped() -> DataLoader:

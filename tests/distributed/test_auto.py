@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from ranks import attempt, run
+from ranks import run
 from tasks import FAST, Net, dataset, parameters
 from torch import nn
 from torch.utils.data import DataLoader
@@ -240,33 +240,6 @@ def test_that_it_stays_is_in_the_checkpoint_too(tmp_path: Path) -> None:
 
 
 # -- bad input -----------------------------------------------------------------------------------------------
-
-
-def _refused(options: dict[str, Any]) -> None:
-    _trainer(_strategy(**options)).fit(Net(), _data())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"replica": "rank"}, "chooses the replicas"),
-        ({"on_peer_loss": "continue"}, "on_peer_loss='continue'"),
-    ],
-)
-def test_what_cannot_be_is_refused_on_every_rank(options: dict[str, Any], words: str) -> None:
-    for outcome in attempt(_refused, 2, options, nodes=[1, 1]):
-        assert words in str(outcome.error)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"gain": -0.1}, {"gain": True}, {"every": 0}, {"measure": 0}, {"wire": "topk:0.02"}, {"exact": "yes"}],
-    ids=str,
-)
-def test_options_that_cannot_be(options: dict[str, Any]) -> None:
-    [name] = options
-    with pytest.raises(ValueError, match=name):
-        AutoStrategy(**options)
 
 
 def test_links_are_measured_in_a_few_places_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tasks import FAST, EvaluatedNet, Net, dataset, error, parameters
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 from virtual_time import virtual_time
 
-from lightning_hetero import HeteroDDPStrategy, errors
+from lightning_hetero import HeteroDDPStrategy
 
 SAMPLES = 50
 
@@ -161,26 +161,6 @@ def test_the_weights_are_those_of_one_process_on_the_same_batches(form: str, wor
     loader = DataLoader(dataset(SAMPLES), batch_sampler=batches)
     pl.Trainer(devices=1, **{**FAST, "max_epochs": 2}).fit(module, loader)
     assert error(results[0]["parameters"], parameters(module)) <= 1e-10
-
-
-class Endless:
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            yield [0, 1]
-
-
-def _endless(form: str) -> str:
-    loader = FORMS[form](dataset(SAMPLES), Endless())
-    with pytest.raises(errors.UnsupportedError) as raised:
-        pl.Trainer(strategy=HeteroDDPStrategy(), **{**FAST, "max_epochs": 1}).fit(Net(), loader)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_batch_sampler_without_a_length(form: str) -> None:
-    for message in run(_endless, 2, form):
-        assert "Endless has no length" in message
-        assert "use_distributed_sampler=False" in message
 
 
 class Slow(Net):

@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import attempt, run
-from tasks import FAST, GanLike, Net, dataset, parameters
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from tasks import FAST, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
 from lightning_hetero import (
@@ -159,31 +158,7 @@ def test_dataloaders_cannot_be_set_up_before_the_ranks_have_met(kind: Any) -> No
         kind(**BASE).process_dataloader(_data())
 
 
-class LateBackward(GanLike):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.net(batch[0]).mean())
-
-
-def _late_backward(kind: Any, options: dict[str, Any]) -> None:
-    _trainer(kind(find_unused_parameters=True, **BASE, **options)).fit(LateBackward(), _data())
-
-
-@pytest.mark.parametrize(("kind", "options"), [(HeteroDDPStrategy, {}), REPLICAS[0]])
-def test_a_backward_pass_outside_of_a_step(kind: Any, options: dict[str, Any]) -> None:
-    for outcome in attempt(_late_backward, 2, kind, options):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert "outside of `training_step`" in str(outcome.error)
-
-
 # -- a second average ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "options"), REPLICAS)
-def test_lightnings_own_averages_are_refused_between_replicas(kind: Any, options: dict[str, Any]) -> None:
-    local = PostLocalSGDState(None, None, start_localSGD_iter=5)
-    for more in ({"model_averaging_period": 2}, {"ddp_comm_state": local, "ddp_comm_hook": post_localSGD_hook}):
-        with pytest.raises(ConfigurationError, match="a second time"):
-            kind(**options, **more)
 
 
 @dataclass

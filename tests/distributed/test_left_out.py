@@ -4,15 +4,12 @@ import warnings
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from oracles import oracle, split
 from ranks import run
 from tasks import GanLike, Net, TokenNet, error, fit, parameters
 from test_not_finite import FIXED, SHARES, BrokenGradient, BrokenLoss, Spy
 from torch import nn
-
-from lightning_hetero import HeteroDDPStrategy
 
 # -- leaving out ---------------------------------------------------------------------------------------------
 
@@ -112,11 +109,6 @@ def test_statistics_hold_no_such_values_and_a_step_without_any_rank_is_left_out(
             moved = [not torch.equal(a, b) for a, b in zip(result["path"][:-1], result["path"][1:], strict=True)]
             assert moved == [number != 4 for number in range(1, 9)]
             assert any(said in text for text in result["said"]) == (rank == 0)
-
-
-def test_an_unknown_word() -> None:
-    with pytest.raises(ValueError, match="on_nan='stop' must be one of 'error', 'skip', 'ignore'"):
-        HeteroDDPStrategy(on_nan="stop")
 
 
 class Together(BrokenLoss):

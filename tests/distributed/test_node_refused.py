@@ -1,10 +1,9 @@
-"""What `hetero_node` refuses, and that nothing hangs when a rank fails."""
+"""One node alone, and a rank that fails while the others wait for it."""
 
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import attempt, run
@@ -13,27 +12,6 @@ from test_own_shards import Shard
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy, NodeAverageStrategy
-from lightning_hetero.errors import ConfigurationError, DisagreementError, UnsupportedError
-
-# -- refusals ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("every", [0, -1, 2.5, True])
-def test_a_period_that_cannot_be(every: Any) -> None:
-    with pytest.raises(ConfigurationError, match="every_n_steps"):
-        NodeAverageStrategy(every_n_steps=every)
-
-
-def _train(**kwargs: Any) -> None:
-    loader = kwargs.pop("loader") if "loader" in kwargs else DataLoader(dataset(96), batch_size=4)
-    strategy = NodeAverageStrategy(every_n_steps=3, ranks_per_node=1)
-    pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, **kwargs}).fit(Net(), loader)
-
-
-def test_what_makes_no_sense_with_replicas_is_refused() -> None:
-    for outcome in attempt(_train, 2, max_time="00:00:01:00"):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert "acts at certain times" in str(outcome.error)
 
 
 def _stream_alone() -> torch.Tensor:
@@ -48,19 +26,6 @@ def test_one_node_takes_streams_too() -> None:
     first, second = run(_stream_alone, 2)
     assert torch.equal(first, second)
     assert not torch.equal(first, parameters(Net()))
-
-
-def _differing() -> None:
-    import os
-
-    strategy = NodeAverageStrategy(every_n_steps=3 + int(os.environ["RANK"]), ranks_per_node=1)
-    pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1}).fit(Net(), DataLoader(dataset(96), batch_size=4))
-
-
-def test_periods_that_differ() -> None:
-    for outcome in attempt(_differing, 2):
-        assert isinstance(outcome.error, DisagreementError), outcome.trace
-        assert "every_n_steps: rank 0: 3, rank 1: 4" in str(outcome.error)
 
 
 class FailsOnOne(Net):

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 WORLD = 3
 
@@ -125,26 +124,6 @@ def test_endless_streams_take_fixed_shares() -> None:
     assert run(_stream, 2, DataLoader(Shard(60, endless=True), batch_size=4), options) == [[12] * 4, [4] * 4]
 
 
-class Sized(Shard):
-    def __len__(self) -> int:
-        return self.samples // 2
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"balance": [3.0, 1.0]}, "remove these options"),
-        ({"global_batch_size": 16}, "remove these options"),
-        ({"max_batch_size": 2}, "remove these options"),
-        ({"balance_iterable": True}, "Remove the option, or the dataset's `__len__`"),
-    ],
-)
-def test_options_that_a_stream_cannot_follow_are_refused(options: dict[str, Any], words: str) -> None:
-    for outcome in attempt(_stream, 2, DataLoader(Sized(60), batch_size=4), options):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert words in str(outcome.error)
-
-
 class Ragged(IterableDataset):
     def __iter__(self) -> Any:
         yield from (torch.ones(1 + i % 3) for i in range(40))
@@ -170,32 +149,6 @@ def test_a_batch_of_tensors_of_different_lengths_has_no_size_unless_it_is_given(
 
 
 # -- options -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"balance": [2.0, "x"]},
-        {"balance": [None, 1.0]},
-        {"balance": 3.0},
-        {"timeout": "abc"},
-        {"timeout": float("nan")},
-        {"timeout": float("inf")},
-        {"timeout": None},
-        {"ranks_per_node": "2"},
-        {"ranks_per_node": 0},
-        {"ranks_per_node": [1.5, 1.5]},
-        {"global_batch_size": True},
-        {"max_batch_size": 0},
-        {"max_batch_size": 2.5},
-        {"min_batch_size": -1},
-        {"min_batchsize": 4},
-        {"process_group_backend": "nccl"},
-    ],
-)
-def test_options_of_the_wrong_kind(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
-        HeteroDDPStrategy(**options)
 
 
 def test_oracles_differ() -> None:

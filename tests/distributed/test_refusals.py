@@ -1,6 +1,7 @@
 """What cannot work ends in one clear error, on every rank, before anything is saved: one table for all strategies."""
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ import refused as bad
 import torch
 import torch.distributed as dist
 from center_tasks import STRATEGIES
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from ranks import attempt, free_port
 from tasks import FAST, EvaluatedNet, Net, dataset
@@ -21,6 +22,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DataLoader
 
 from lightning_hetero import (
+    AutoStrategy,
     DASOStrategy,
     DiLoCoAsyncStrategy,
     GossipAsyncStrategy,
@@ -99,10 +101,24 @@ def optimizer(kind: str, make: Any, *words: str) -> Row:
     return center(kind, AUTO, UnsupportedError, *words, module=partial(bad.Optimized, make))
 
 
+def unfrozen(kind: Any, options: Any, error: type[HeteroError], callback: pl.Callback, *words: str) -> Row:
+    """What is trainable changes, after the first epoch if not before training starts."""
+    trainer = {"max_epochs": 2, "callbacks": [callback]}
+    return replicas(kind, options, error, *words, module=bad.Backboned, trainer=trainer, late=True)
+
+
 AUTO = {"moving_rate": "auto"}
+EVEN = {"balance": "off", "global_batch_size": None}
 SEARCHED = {"max_batch_size": "auto", "max_batch_memory": "1GB"}
 HOSTS = {"host": ["host0", "host1"]}  # where a rank thinks it is
 TIMED = {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}
+DIFFER = (
+    "the ranks differ in the parameters that have become trainable or frozen",
+    "net.0.weight: rank 0: (missing), rank 1: frozen",
+)
+UNUSED = {"find_unused_parameters": True}
+GOES_ON = {"on_peer_loss": "continue"}
+NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
 TWO_RANKS = [
     ddp(ConfigurationError, "3 shares for 2 ranks", options={"balance": [1.0, 1.0, 1.0]}),
     ddp(ShareError, "at most [3, 3]", "8 samples", options={"max_batch_size": 3}),
@@ -144,6 +160,28 @@ TWO_RANKS = [
     ),
     ddp(ShareError, "not even a batch of 1 fits", "rank(s) [1]", options={**SEARCHED, "max_batch_memory": ["1GB", 99]}),
     ddp(ShareError, "but a global batch has 8", "raise max_batch", options={**SEARCHED, "max_batch_memory": 14_250}),
+    ddp(ConfigurationError, "min_replicas=3, but this job has 2 ranks", options={**GOES_ON, "min_replicas": 3}),
+    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, loader=bad.streamed),
+    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, loader=bad.shared_stream),
+    ddp(UnsupportedError, "with a DistributedSampler that you have made", options=GOES_ON, loader=bad.own_sampler),
+    ddp(UnsupportedError, "cannot be one of several", loader=partial(bad.shared_stream, several=True)),
+    ddp(UnsupportedError, "needs a batch_size", loader=partial(bad.shared_stream, size=None)),
+    ddp(DataError, "the training stream is empty", loader=partial(bad.shared_stream, samples=0)),
+    *(
+        ddp(UnsupportedError, "remove these options", options=options, loader=bad.of_known_length)
+        for options in ({"balance": [3.0, 1.0]}, {"global_batch_size": 16}, {"max_batch_size": 2})
+    ),
+    ddp(
+        UnsupportedError,
+        "Remove the option, or the dataset's `__len__`",
+        options={"balance_iterable": True},
+        loader=bad.of_known_length,
+    ),
+    *(
+        ddp(UnsupportedError, "Unending has no length", "use_distributed_sampler=False", loader=loader)
+        for loader in (bad.without_end, partial(bad.without_end, "sampler"))
+    ),
+    ddp(UnsupportedError, "outside of `training_step`", options=UNUSED, module=bad.LateBackward, late=True),
     ddp(LaunchError, "WORLD_SIZE", "torchrun", env=lambda rank: {"WORLD_SIZE": ""}),
     ddp(LaunchError, "LOCAL_RANK", "torchrun", env=lambda rank: {"LOCAL_RANK": ""}),
     ddp(LaunchError, "MASTER_ADDR", "torchrun", env=lambda rank: {"MASTER_ADDR": ""}),
@@ -190,6 +228,46 @@ TWO_NODES = [
     ),
     replicas(DiLoCoAsyncStrategy, {"center": "shared_memory"}, UnsupportedError, "Use center='thread'", by_rank=HOSTS),
     replicas(DiLoCoAsyncStrategy, {"exclude": ["*.bais"]}, ConfigurationError, "exclude: '*.bais' is the name of no"),
+    replicas(NODE, {}, UnsupportedError, "acts at certain times", trainer={"max_time": "00:00:01:00"}),
+    replicas(NODE, {}, DisagreementError, "every_n_steps: rank 0: 3, rank 1: 4", by_rank={"every_n_steps": [3, 4]}),
+    replicas(AutoStrategy, {"replica": "rank"}, ConfigurationError, "chooses the replicas"),
+    replicas(AutoStrategy, GOES_ON, UnsupportedError, "on_peer_loss='continue'"),
+    replicas(
+        STRATEGIES["diloco"],
+        GOES_ON,
+        UnsupportedError,
+        "StochasticWeightAveraging under DiLoCoStrategy",
+        trainer={**TWO_EPOCHS, "callbacks": [StochasticWeightAveraging(0.1)]},
+    ),
+    *(
+        replicas(kind, EVEN, DataError, "1 rank(s) got no training batch at all", loader=partial(bad.on_rank_1, data))
+        for kind in (NODE, GossipAsyncStrategy)
+        for data in (bad.OnRank1, bad.SizedOnRank1)
+    ),
+    replicas(NODE, UNUSED, UnsupportedError, "outside of `training_step`", module=bad.LateBackward, late=True),
+    daso(UNUSED, UnsupportedError, "phase is", module=bad.Complex),
+    *(
+        unfrozen(kind, options, DisagreementError, bad.OnOneRank(), *DIFFER)
+        for kind, options in ((NODE, {}), (STRATEGIES["async"], {**AUTO, "tau": 1}), (GossipAsyncStrategy, {}))
+    ),
+    unfrozen(
+        DASOStrategy,
+        {},
+        UnsupportedError,
+        bad.InMidEpoch(),
+        "net.0.weight and 1 more became trainable, or frozen, in mid-epoch",
+    ),
+    unfrozen(
+        bad.OwnStrategy, {}, UnsupportedError, bad.Thaws(), "Thaws has frozen net.0.weight and others", "regrows=True"
+    ),
+    unfrozen(
+        bad.OwnStrategy,
+        {},
+        UnsupportedError,
+        bad.FreezesLater(),
+        "OwnAverager does not say that it can go on",
+        "regrows=True",
+    ),
     gossip(NoLoCoStrategy, "gamma: rank 0: 0.7, rank 1: 0.5", {"gamma": [0.7, 0.5]}),
     gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
 ]
@@ -204,6 +282,9 @@ def _train(row: Row, folder: str) -> None:
     mine = {name: values[bad.rank()] for name, values in row.by_rank.items()}
     if host := mine.pop("host", None):
         fit.hostname = lambda: host
+    # By Lightning: of a checkpoint after a step by hand, and of every dataset of a length that is iterable.
+    warnings.filterwarnings("ignore", "(?s).*self.manual_backward", UserWarning)
+    warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
     keep = ModelCheckpoint(folder, every_n_train_steps=1, save_on_exception=True)
     trainer = dict(row.trainer() if callable(row.trainer) else row.trainer)
     trainer["callbacks"] = [keep, *trainer.pop("callbacks", [])]

@@ -25,7 +25,7 @@ from lightning_hetero import (
     NodeAverageStrategy,
 )
 from lightning_hetero.algorithms.schedules import RateSchedule
-from lightning_hetero.errors import NotFiniteError, UnsupportedError
+from lightning_hetero.errors import NotFiniteError
 
 BASE = {"balance": SHARES, "global_batch_size": 12}
 CYCLING = {"warmup": 0, "cooldown": 0, "patience": 99}
@@ -170,21 +170,8 @@ def test_a_metric_counts_once_each_time_it_is_logged(every: int | None) -> None:
 # -- what cannot travel --------------------------------------------------------------------------------------
 
 
-class Complex(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
-
-
 def _odd(module: Any, **options: Any) -> None:
     _fit(module(), DASOStrategy(**BASE, **CYCLING, find_unused_parameters=True, **options))
-
-
-@pytest.mark.parametrize(("module", "words"), [(Complex, "phase is")])
-def test_what_would_silently_differ_is_refused(module: Any, words: str) -> None:
-    for outcome in attempt(_odd, 3, module, nodes=[1, 1, 1]):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert words in str(outcome.error)
 
 
 class Large(Net):

@@ -26,7 +26,7 @@ from lightning_hetero import (
     NodeAverageStrategy,
     NoLoCoStrategy,
 )
-from lightning_hetero.errors import CommunicationError, ConfigurationError, DataError
+from lightning_hetero.errors import CommunicationError
 
 BATCH = 4
 LENGTHS = (3, 7)  # batches of each rank
@@ -227,14 +227,6 @@ def _daso(**options: Any) -> DASOStrategy:
 # -- what cannot be ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [Shard, SizedShard])
-@pytest.mark.parametrize("kind", [NodeAverageStrategy, GossipAsyncStrategy])
-def test_a_rank_without_data_is_an_error_on_every_rank(kind: Any, data: Any) -> None:
-    for outcome in attempt(_stream, 2, kind, {}, data((0, 3))):
-        assert isinstance(outcome.error, DataError), outcome.trace
-        assert "1 rank(s) got no training batch at all" in str(outcome.error)
-
-
 class Same(Shard):
     def __iter__(self) -> Iterator[Any]:
         return (self.data[i] for i in range(12))
@@ -288,12 +280,6 @@ def test_daso_with_its_defaults_on_a_stream_of_unknown_length() -> None:
     assert torch.equal(first[0], given[0][0])
     assert (len(first[2]), len(second[2]), len(given[0][2])) == (1, 0, 0)
     assert "100 optimizer steps" in first[2][0]
-
-
-def test_daso_needs_steps_where_the_length_is_unknown() -> None:
-    for outcome in attempt(_stream, 2, DASOStrategy, {"warmup": "1 epochs"}, Shard()):
-        assert isinstance(outcome.error, ConfigurationError), outcome.trace
-        assert "the length of an epoch is unknown: give steps" in str(outcome.error)
 
 
 class Dies(Net):

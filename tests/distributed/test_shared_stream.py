@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from ranks import attempt, run
+from ranks import run
 from tasks import FAST, Net, dataset, error, parameters
 from torch.utils.data import DataLoader, IterableDataset
 from virtual_time import virtual_time
@@ -25,7 +25,6 @@ from lightning_hetero import (
     NodeAverageStrategy,
     SharedStream,
 )
-from lightning_hetero.errors import DataError, UnsupportedError
 
 SAMPLES, BATCH = 50, 4  # of 2 ranks: six batches of 8 samples, and one of 2
 KINDS = [
@@ -200,33 +199,3 @@ def test_under_ddp_ranks_take_turns(workers: int) -> None:
     first, second = run(_under_ddp, 2, workers)
     assert len(first) == len(second) == 24
     assert Counter(first + second) == Counter(range(48))
-
-
-def _empty() -> None:
-    _fit(HeteroDDPStrategy, {}, Plain(0))
-
-
-def test_an_empty_stream_is_an_error_on_every_rank() -> None:
-    for outcome in attempt(_empty, 2):
-        assert isinstance(outcome.error, DataError), outcome.trace
-        assert "the training stream is empty" in str(outcome.error)
-
-
-def _several() -> None:
-    loaders = {name: DataLoader(SharedStream(Plain()), batch_size=BATCH) for name in "ab"}
-    pl.Trainer(strategy=HeteroDDPStrategy(), **FAST, max_epochs=1).fit(Net(), loaders)
-
-
-def _without_a_size() -> None:
-    pl.Trainer(strategy=HeteroDDPStrategy(), **FAST, max_epochs=1).fit(
-        Net(), DataLoader(SharedStream(Plain()), batch_size=None)
-    )
-
-
-@pytest.mark.parametrize(
-    ("function", "words"), [(_several, "cannot be one of several"), (_without_a_size, "needs a batch_size")]
-)
-def test_what_cannot_be_dealt_out_is_refused(function: Any, words: str) -> None:
-    for outcome in attempt(function, 2):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert words in str(outcome.error)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
-from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.errors import UnsupportedError
 
 DDP, DILOCO = (HeteroDDPStrategy, {}), (DiLoCoStrategy, {"tau": 5})
 
@@ -222,19 +222,6 @@ def test_a_run_that_has_stopped_early_stays_complete(tmp_path: Path) -> None:
         assert [part["step"] for part in parts] == [5, 5, 5]
         assert [len(part["seen"]) for part in parts] == [5, 0, 0]
         assert all(torch.equal(part["weights"], parts[0]["weights"]) for part in parts)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"dirpath": ""}, "give a folder"),
-        ({"dirpath": "a", "every_n_steps": 0}, "every_n_steps=0"),
-        ({"dirpath": "a", "keep": 0}, "keep=0"),
-    ],
-)
-def test_options_that_cannot_work(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        ResumableCheckpoint(**options)
 
 
 def test_another_strategy_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from center_tasks import STRATEGIES
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.optim import SGD
 
 from lightning_hetero import (
+    AutoStrategy,
     DASOStrategy,
     DiLoCoAsyncStrategy,
     GossipAsyncStrategy,
@@ -19,6 +21,7 @@ from lightning_hetero import (
     HeteroDDPStrategy,
     NoLoCoStrategy,
 )
+from lightning_hetero.callbacks import ResumableCheckpoint
 from lightning_hetero.errors import ConfigurationError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -52,6 +55,27 @@ LOW_BIT: list[tuple[Any, dict[str, Any]]] = [
     *((STRATEGIES[name], {}) for name in ("node", "diloco")),
     *((STRATEGIES[name], AUTO) for name in ("easgd", "overlap", "eamsgd")),
 ]
+GOES_ON = {"on_peer_loss": "continue"}
+WRONG_KINDS: list[dict[str, Any]] = [
+    *({"balance": balance} for balance in ([2.0, "x"], [None, 1.0], 3.0)),
+    *({"timeout": timeout} for timeout in ("abc", float("nan"), float("inf"), None)),
+    *({"ranks_per_node": ranks} for ranks in ("2", 0, [1.5, 1.5])),
+    {"global_batch_size": True},
+    {"max_batch_size": 0},
+    {"max_batch_size": 2.5},
+    {"min_batch_size": -1},
+    {"min_batchsize": 4},
+]
+OF_AUTO: list[dict[str, Any]] = [
+    {"gain": -0.1}, {"gain": True}, {"every": 0}, {"measure": 0}, {"wire": "topk:0.02"}, {"exact": "yes"},
+]  # fmt: skip
+OF_REPLICAS: list[tuple[Any, dict[str, Any]]] = [
+    (STRATEGIES["node"], {}), (DASOStrategy, {}), (STRATEGIES["easgd"], AUTO), (GossipAsyncStrategy, {}),
+]  # fmt: skip
+SECOND_AVERAGES: list[dict[str, Any]] = [
+    {"model_averaging_period": 2},
+    {"ddp_comm_state": PostLocalSGDState(None, None, 5), "ddp_comm_hook": post_localSGD_hook},
+]
 ROWS: list[tuple[Any, dict[str, Any], str]] = [
     (HeteroDDPStrategy, {"balance": [1.0, -1.0]}, "at least 0"),
     (HeteroDDPStrategy, {"balance": [1.0, float("nan")]}, "finite"),
@@ -82,6 +106,21 @@ ROWS: list[tuple[Any, dict[str, Any], str]] = [
         "max_batch_memory='8 XB': give",
     ),
     (HeteroDDPStrategy, {"max_batch_size": 8, "max_batch_memory": "8GiB"}, "is for max_batch_size='auto'"),
+    (HeteroDDPStrategy, {"on_nan": "stop"}, "on_nan='stop' must be one of 'error', 'skip', 'ignore'"),
+    (HeteroDDPStrategy, {"min_replicas": 2}, "say when to go on without lost ranks"),
+    (HeteroDDPStrategy, {"grace": 5.0}, "say when to go on without lost ranks"),
+    *((HeteroDDPStrategy, {**GOES_ON, "grace": grace}, "give at least 0.5 seconds") for grace in (0, 1e-9, 0.49)),
+    (HeteroDDPStrategy, {**GOES_ON, "join_file": 3}, "join_file=3: give the name of a file"),
+    (HeteroDDPStrategy, {**GOES_ON, "join_file": ""}, "join_file='': give the name of a file"),
+    (HeteroDDPStrategy, {**GOES_ON, "start_method": "spawn"}, "that launcher ends all ranks when one fails"),
+    (HeteroDDPStrategy, {"on_peer_loss": "ignore"}, "on_peer_loss"),
+    *((HeteroDDPStrategy, wrong, next(iter(wrong))) for wrong in WRONG_KINDS),
+    *((STRATEGIES["node"], {"every_n_steps": every}, "every_n_steps") for every in (0, -1, 2.5, True)),
+    *((AutoStrategy, wrong, next(iter(wrong))) for wrong in OF_AUTO),
+    *((kind, {**given, **more}, "a second time") for kind, given in OF_REPLICAS for more in SECOND_AVERAGES),
+    (ResumableCheckpoint, {"dirpath": ""}, "give a folder"),
+    (ResumableCheckpoint, {"dirpath": "a", "every_n_steps": 0}, "every_n_steps=0"),
+    (ResumableCheckpoint, {"dirpath": "a", "keep": 0}, "keep=0"),
     (DASOStrategy, {"global_every": 0}, "global_every=0"),
     (DASOStrategy, {"wait": 5}, "wait=5"),
     (DASOStrategy, {"wait": "soon"}, "wait='soon'"),
