@@ -10,8 +10,7 @@ import torch
 from center_tasks import APART, SHARES, STRATEGIES, Recorder, same
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from ranks import run
-from tasks import FAST, Net, dataset, parameters
-from test_node import Watched
+from tasks import FAST, EvaluatedNet, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
 PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 3}
@@ -24,6 +23,21 @@ EXACT: list[tuple[str, dict[str, Any]]] = [
     ("diloco", {"tau": 3}),
     ("round_robin", PULL),
 ]
+
+
+class Watched(EvaluatedNet):
+    """Records the weights that it validates with, and those after training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[torch.Tensor] = []
+        self.final: list[torch.Tensor] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append(parameters(self))
+
+    def on_train_end(self) -> None:
+        self.final.append(parameters(self))
 
 
 class Nesterov(Watched):
@@ -115,26 +129,6 @@ def test_the_center_is_validated_saved_tested_and_left(tmp_path: Path) -> None:
             assert torch.equal(watched["at_train_end"], watched["final"])
             assert torch.equal(watched["final"], results[0][i]["final"])
             assert watched["test"] == pytest.approx(loss_at(watched["final"]), rel=1e-12)
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("home", ["shared_memory", "thread"])
-def test_the_center_is_validated_where_replicas_come_one_by_one(tmp_path: Path, home: str) -> None:
-    options = {**PULL, "center": home}
-    results = run(_watch, 3, "async", options, str(tmp_path), 4, num_sanity_val_steps=2, nodes=APART)
-    for result in results:
-        start = result["validated"].pop(0)
-        assert torch.equal(start, parameters(Watched()))  # the sanity check
-        assert result["said"] == []  # all have met since the last look
-        assert len(result["validated"]) == 4
-        for j, weights in enumerate(result["validated"]):
-            assert torch.equal(weights, results[0]["validated"][j])
-            assert result["metrics"][j] == pytest.approx(loss_at(weights), rel=1e-12)
-            saved = torch.load(tmp_path / f"step={4 * j + 4}.ckpt", weights_only=True)["state_dict"]
-            assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), weights)
-        assert torch.equal(result["at_train_end"], results[0]["final"])
-        assert torch.equal(result["final"], results[0]["final"])
-        assert result["test"] == pytest.approx(loss_at(result["final"]), rel=1e-12)
 
 
 def _stops_early() -> list[tuple[int, list[float]]]:

@@ -2,8 +2,6 @@
 
 import time
 import warnings
-from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +11,7 @@ import torch
 from center_tasks import APART, Line, Recorder, fit
 from oracles import LR, MOMENTUM, SAMPLES, START, data, loader, order, split
 from ranks import run
-from saved import replicas_of
-from tasks import FAST, Save, parameters
+from tasks import FAST, parameters
 
 from lightning_hetero import DiLoCoAsyncStrategy
 from lightning_hetero.errors import HeteroError
@@ -113,37 +110,6 @@ def test_local_steps_follow_the_speed() -> None:
         assert abs(np.median(lengths) - (8, 4, 2)[rank]) <= 1, (rank, lengths)
     for seen in run(_paced, 3, nodes=APART, follow_speed=False):
         assert set(np.diff(seen)) == {8}
-
-
-def _saved(path: str) -> Any:
-    warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
-    options = {"tau": 4, "follow_speed": False, "center": "thread"}
-    fit(DiLoCoAsyncStrategy, Line(), epochs=1, trainer={"callbacks": [Save(path, 11, True)]}, **options)
-    found: dict[str, Any] = {}
-
-    class Look(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            averager: Any = trainer.strategy.averager  # type: ignore[attr-defined]
-            found["weights"] = parameters(pl_module)
-            found["state"] = deepcopy(averager.state_dict())
-
-    fit(DiLoCoAsyncStrategy, Line(), epochs=1, resume=path, trainer={"callbacks": [Look()]}, **options)
-    return found
-
-
-def test_a_checkpoint_keeps_the_center_its_momentum_and_each_replica(tmp_path: Path) -> None:
-    path = str(tmp_path / "saved.ckpt")
-    results = run(_saved, 3, path, nodes=APART)
-    for found, saved in zip(results, replicas_of(Path(path)), strict=True):
-        state, kept = found["state"], saved["algorithm"]
-        assert torch.equal(found["weights"], saved["values"][0])
-        assert kept["counts"] == state["counts"] == [2, 2, 2]
-        assert kept["last"] == state["last"] == 8
-        for name in ("reference", "outer", "start"):
-            assert all(torch.equal(a, b) for a, b in zip(state[name], kept[name], strict=True)), name
-        assert kept["outer"][0].any()  # the momentum, after two times three arrivals
-        assert not kept["outer"][1].any()
-        assert kept["came"] == 0
 
 
 class Breaks(Line):

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from center_tasks import Line, StartAt, fit
-from oracles import START, loader
+from oracles import START
 from ranks import run
 from saved import replicas_of
 from test_gossip import Pause
@@ -107,54 +107,6 @@ def test_sums_are_kept_through_a_checkpoint(tmp_path: Path, kind: Any, options: 
             weight += samples / 4
     assert weight == pytest.approx(3, abs=1e-12)
     assert abs(total - GOAL).max() < 1e-9
-
-
-# -- validation ----------------------------------------------------------------------------------------------
-
-
-class Validated(Line):
-    def on_fit_start(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(self.w.detach().clone())
-
-    def val_dataloader(self) -> Any:
-        return loader(24)
-
-
-def _validated(cases: list[Any]) -> list[Any]:
-    results = []
-    for kind, options in cases:
-        for settings in ({"val_check_interval": 2}, {"limit_val_batches": 0}):
-            module = Validated(lr=0.01, momentum=0.9)
-            starts = StartAt([3.0, 0.0, -1.0])
-            found = fit(kind, module, trainer={**settings, "callbacks": [starts]}, epochs=2, **options)
-            results.append((found["path"], found["final"], module.seen))
-    return results
-
-
-@pytest.mark.long
-def test_validating_changes_nothing() -> None:
-    cases: list[Any] = [
-        (GossipStrategy, {}),
-        (GossipStrategy, {"exchange": "pull", "topology": "exponential"}),
-        (GossipPushSumStrategy, {"topology": "ring"}),
-    ]
-    results = run(_validated, 3, cases, nodes=APART)
-    for rank in range(3):
-        for i, case in enumerate(cases):
-            (path, final, seen), (path2, final2, none) = results[rank][2 * i : 2 * i + 2]
-            assert torch.equal(path, path2), case
-            assert torch.equal(final, final2), case
-            assert len(seen) >= 18
-            assert not none
-            # On the weighted mean of what the replicas held then, the same on all.
-            assert all(torch.equal(a, b) for a, b in zip(seen[::2], results[0][2 * i][2][::2], strict=False))
-            if case[0] is GossipStrategy and "exchange" not in case[1]:
-                held = sum(part / 12 * results[r][2 * i][0][1] for r, part in enumerate((6, 2, 4)))
-                first = next(v for v in seen[1:] if not torch.equal(v, torch.tensor(START)))
-                assert min(abs(v - held).max() for v in (first, *seen)) < 1e-12
 
 
 # -- SIGTERM -------------------------------------------------------------------------------------------------

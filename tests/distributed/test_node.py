@@ -2,20 +2,18 @@
 
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from oracles import oracle
 from ranks import run
-from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
+from tasks import FAST, Net, dataset, error, fit, parameters
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_hetero import DASOStrategy, NodeAverageStrategy
+from lightning_hetero import NodeAverageStrategy
 
 NODES = [2, 1]  # ranks of each node
 SHARES = [3.0, 1.0, 2.0]  # of 12 samples: 6, 2 and 4; by node 8 and 4
@@ -142,69 +140,6 @@ def test_frozen_parameters_and_different_starts() -> None:
     frozen = parameters(Frozen().net[1])
     start = parameters(Frozen().net[0]).numel()
     assert torch.equal(results[2]["parameters"][start : start + frozen.numel()], frozen)
-
-
-# -- the consensus -------------------------------------------------------------------------------------------
-
-
-class Watched(EvaluatedNet):
-    """Records the weights that it validates with, and those after training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[torch.Tensor] = []
-        self.final: list[torch.Tensor] = []
-
-    def on_validation_epoch_start(self) -> None:
-        self.validated.append(parameters(self))
-
-    def on_train_end(self) -> None:
-        self.final.append(parameters(self))
-
-
-def _strategy(name: str) -> Any:
-    if name == "node":
-        return NodeAverageStrategy(every_n_steps=5, balance=SHARES, global_batch_size=12)
-    # B = 4 and W = 3: at every step but one an exchange is under way.
-    return DASOStrategy(3, 2, 4, 3, mixing=name, patience=99, balance=SHARES, global_batch_size=12)
-
-
-def _watch(folder: str | None, validate: bool, name: str = "node", **options: Any) -> dict[str, Any]:
-    module, strategy = Watched(), _strategy(name)
-    keep = [ModelCheckpoint(folder, save_top_k=-1, filename="{step}", save_on_train_epoch_end=False)] if folder else []
-    limits = {"val_check_interval": 2} if validate else {"limit_val_batches": 0}
-    settings = {**FAST, "max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": keep, **limits, **options}
-    trainer = pl.Trainer(strategy=strategy, **{**settings, "enable_checkpointing": folder is not None})
-    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), DataLoader(dataset(50), batch_size=4))
-    return {"validated": module.validated, "final": module.final, "parameters": parameters(module)}
-
-
-def test_validation_is_on_the_consensus_and_changes_nothing(tmp_path: Path) -> None:
-    _, path = by_hand(5, 2, False, Watched)
-    results = run(_watch, 3, str(tmp_path), True, nodes=NODES)
-    without = run(_watch, 3, None, False, nodes=NODES)
-    for result, other in zip(results, without, strict=True):
-        assert len(result["validated"]) == 8
-        for i, weights in enumerate(result["validated"]):
-            assert error(weights, path[2 * i + 1]) <= 1e-10
-            assert torch.equal(weights, results[0]["validated"][i])
-        assert torch.equal(result["parameters"], other["parameters"])
-        assert torch.equal(result["final"][0], results[0]["parameters"])  # before on_train_end, on all ranks
-    for i in range(8):  # what was saved is what was validated
-        saved = torch.load(tmp_path / f"step={2 * i + 2}.ckpt", weights_only=True)
-        model = Watched()
-        model.load_state_dict(saved["state_dict"])
-        assert torch.equal(parameters(model), results[0]["validated"][i])
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("mixing", ["daso", "delta"])
-def test_validation_changes_nothing_while_exchanges_are_under_way(mixing: str) -> None:
-    results = run(_watch, 3, None, True, mixing, nodes=NODES)
-    without = run(_watch, 3, None, False, mixing, nodes=NODES)
-    for result, other in zip(results, without, strict=True):
-        assert torch.equal(result["parameters"], other["parameters"])
-        assert all(torch.equal(a, b) for a, b in zip(result["validated"], results[0]["validated"], strict=True))
 
 
 # -- independence --------------------------------------------------------------------------------------------

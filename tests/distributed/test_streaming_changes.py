@@ -4,19 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from center_tasks import APART, STRATEGIES
+from events import Seen, fit
 from growing import fit as joined
 from growing import grow, values
-from ranks import attempt, run
-from test_resume import SHARES, Row, fit, place, replicas_of
+from ranks import run
+from saved import replicas_of
+from tasks import Save
 
 from lightning_hetero.errors import CheckpointError
 
 BASE: dict[str, Any] = {"tau": 4, "fragments": 2, "delay": 2, "blend": 0.5}
-
-
-def _row(**options: Any) -> Row:
-    return Row(STRATEGIES["diloco"], {**BASE, **options})
 
 
 def test_a_newcomer_streams_with_the_others(tmp_path: Path) -> None:
@@ -28,24 +25,27 @@ def test_a_newcomer_streams_with_the_others(tmp_path: Path) -> None:
     assert not torch.equal(seen[0].begun[-1], seen[0].weights)
 
 
-def _save(folder: str) -> None:
-    fit(_row(), SHARES, str(place(folder, 0, 11)), stop=11)
+APART = [1, 1, 1]
 
 
-def _resume(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    return fit(_row(**options), SHARES, resume=str(place(folder, 0, 11)))
+def _save(path: str) -> None:
+    fit("hetero_diloco/fragments", Save(path, 11, True))
+
+
+def _resume(path: str, options: dict[str, Any]) -> Seen:
+    return fit("hetero_diloco/fragments", resume=path, options=options)
 
 
 def test_with_other_fragments_all_ranks_say_so_and_another_delay_goes_on(tmp_path: Path) -> None:
-    run(_save, 3, str(tmp_path), nodes=APART)
-    [pending] = replicas_of(place(tmp_path, 0, 11))[0]["algorithm"]["pending"]
+    path = str(tmp_path / "saved.ckpt")
+    run(_save, 3, path, nodes=APART)
+    [pending] = replicas_of(path)[0]["algorithm"]["pending"]
     assert pending["step"] == 10
-    for outcome in attempt(_resume, 3, str(tmp_path), {"fragments": 1}, nodes=APART):
-        assert isinstance(outcome.error, CheckpointError), outcome.trace
-        assert "Resume with the fragments and exclude" in str(outcome.error)
+    for seen in run(_resume, 3, path, {"fragments": 1}, nodes=APART):
+        assert isinstance(seen.error, CheckpointError)
+        assert "Resume with the fragments and exclude" in str(seen.error)
     for delay in (0, 3):
-        first, *others = run(_resume, 3, str(tmp_path), {"delay": delay}, nodes=APART)
-        assert first["final"].isfinite().all()
-        for other in others:
-            assert torch.equal(other["final"], first["final"])
-            assert torch.equal(other["centers"], first["centers"])
+        first, *others = run(_resume, 3, path, {"delay": delay}, nodes=APART)
+        assert first.error is None
+        assert first.weights.isfinite().all()
+        assert all(torch.equal(other.weights, first.weights) for other in others)
