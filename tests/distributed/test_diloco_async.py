@@ -1,7 +1,6 @@
 """`hetero_diloco_async`: the arrivals of a fit replayed in NumPy, local steps by speed, and what a checkpoint keeps."""
 
 import time
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +13,6 @@ from ranks import run
 from tasks import FAST, parameters
 
 from lightning_hetero import DiLoCoAsyncStrategy
-from lightning_hetero.errors import HeteroError
 
 SHARES, BATCH, PAUSES = [3.0, 1.0, 2.0, 2.0], 16, [0.001, 0.004, 0.002, 0.004]  # of 16 samples 6, 2, 4 and 4
 
@@ -110,28 +108,3 @@ def test_local_steps_follow_the_speed() -> None:
         assert abs(np.median(lengths) - (8, 4, 2)[rank]) <= 1, (rank, lengths)
     for seen in run(_paced, 3, nodes=APART, follow_speed=False):
         assert set(np.diff(seen)) == {8}
-
-
-class Breaks(Line):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.global_rank == 1 and self.trainer.global_step == 3:
-            with torch.no_grad():
-                self.w.fill_(float("nan"))
-
-
-def _broken(on_nan: str) -> Any:
-    warnings.simplefilter("ignore")
-    try:
-        found = fit(DiLoCoAsyncStrategy, Breaks(), epochs=1, tau=4, on_nan=on_nan, follow_speed=False)
-    except HeteroError as error:
-        return str(error)
-    return found["path"], found["final"], found["traffic"]["skipped"]
-
-
-def test_a_replica_that_is_not_finite_goes_on_from_the_center() -> None:
-    (_, end, none), (path, other, skipped) = run(_broken, 2, "skip", nodes=[1, 1])
-    assert (none, skipped) == ([], [1])
-    assert path[3:].isfinite().all()
-    assert torch.equal(end, other)
-    messages = run(_broken, 2, "error", nodes=[1, 1])
-    assert all("rank 1" in message or "ranks [1]" in message for message in messages)

@@ -1,7 +1,6 @@
 """Exchanges with a center: who is served when, who waits for whom, and what a replica that is not finite does."""
 
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from center_tasks import APART, Line, fit
-from ranks import attempt, run
+from ranks import run
 
 from lightning_hetero import EASGDAsyncStrategy, EASGDRoundRobinStrategy
-from lightning_hetero.errors import CommunicationError, NotFiniteError
 
 PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 2}
 
@@ -108,62 +106,3 @@ def test_a_rank_that_stops_does_not_stop_the_others(
 @pytest.mark.parametrize("name", ["easgd", "round_robin"])
 def test_in_lockstep_a_rank_that_stops_stops_the_others(tmp_path: Path, name: str) -> None:
     assert run(_stop, 3, name, 0, str(tmp_path), 1.0, nodes=APART)[0] == []
-
-
-# -- a replica that is not finite ----------------------------------------------------------------------------
-
-
-class Explodes(Line):
-    """The loss of one rank is NaN once."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(momentum=0.9)
-        self.rank = rank
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("nan") if self.global_rank == self.rank and self.trainer.global_step == 5 else loss
-
-
-def _explode(name: str, rank: int, **options: Any) -> None:
-    fit(name, Explodes(rank), epochs=1, **PULL, **options)
-
-
-HOMES = [("async", {"center": "shared_memory"}), ("async", {"center": "thread"}), ("round_robin", {})]
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("name", "options"), HOMES)
-def test_a_client_that_is_not_finite_says_so_and_the_others_end(name: str, rank: int, options: dict[str, Any]) -> None:
-    outcomes = attempt(_explode, 3, name, rank, nodes=APART, **options)
-    assert not any(outcome.late for outcome in outcomes)
-    for number, outcome in enumerate(outcomes):
-        if number == rank:
-            assert isinstance(outcome.error, NotFiniteError), outcome.trace
-            assert f"replica {rank} (ranks [{rank}])" in str(outcome.error)
-            assert "'w'" in str(outcome.error)
-            assert f"of rank {rank} at step 6" in str(outcome.error)
-        else:
-            assert isinstance(outcome.error, CommunicationError), outcome.trace
-
-
-def _skip(name: str, rank: int, **options: Any) -> Any:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = fit(name, Explodes(rank), epochs=1, on_nan="skip", **PULL, **options)
-    return {**result, "said": [str(w.message) for w in caught if "was left out" in str(w.message)]}
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("name", "options"), HOMES)
-def test_with_skip_it_takes_over_the_center_and_goes_on(name: str, rank: int, options: dict[str, Any]) -> None:
-    results = run(_skip, 3, name, rank, nodes=APART, **options)
-    for number, result in enumerate(results):
-        assert result["path"][8:].isfinite().all()
-        assert result["final"].isfinite().all()
-        assert torch.equal(result["final"], results[0]["final"])
-        assert len(result["said"]) == (number == rank)
-    assert not results[rank]["path"][5].isfinite().all()
-    assert f"Replica {rank} (ranks [{rank}]) was left out" in results[rank]["said"][0]

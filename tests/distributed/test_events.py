@@ -239,6 +239,8 @@ def check_broken(name: str, ranks: list[Seen], folder: Path) -> None:
             assert isinstance(seen.error, NotFiniteError)
             assert re.search(rf"rank {victim}\b.* at step 5|[Aa]t step 5.* rank {victim}\b", said, re.DOTALL)
             assert "on_nan='skip'" in said
+            assert f"the loss of rank {victim}" in said or f"replica {victim} (ranks [{victim}])" in said
+            assert "'net." in said or "replica" not in said
         else:
             assert isinstance(seen.error, NotFiniteError | CommunicationError)
             assert f"rank {victim}" in said
