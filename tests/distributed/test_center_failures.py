@@ -117,36 +117,6 @@ HOMES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class Fails(Line):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == self.rank and batch_idx == 9:
-            raise RuntimeError(f"a fault of rank {self.rank}")
-        return super().training_step(batch, batch_idx)
-
-
-def _fail(name: str, options: dict[str, Any], rank: int) -> None:
-    fit(name, Fails(rank), epochs=1, **options)
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("name", "options"), HOMES)
-def test_nothing_hangs_when_a_rank_fails(name: str, options: dict[str, Any], rank: int) -> None:
-    outcomes = attempt(_fail, 3, name, options, rank, nodes=APART)
-    assert not any(outcome.late for outcome in outcomes)
-    for number, outcome in enumerate(outcomes):
-        assert outcome.exitcode == 0
-        if number == rank:
-            assert f"a fault of rank {rank}" in str(outcome.error)
-        else:
-            assert isinstance(outcome.error, CommunicationError), outcome.trace
-            assert f"rank {rank} failed with RuntimeError" in str(outcome.error)
-
-
 class Dies(Line):
     """The center's host, while the others wait for it at the end of the epoch."""
 

@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from ranks import attempt, run
+from ranks import run
 from tasks import FAST, GanLike, Net, dataset, error, parameters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -133,27 +133,3 @@ def test_after_the_fit_all_test_the_same_final_weights() -> None:
     for result in results:
         assert result["test"] == pytest.approx(result["truth"], rel=1e-12)  # weighted by samples
         assert torch.equal(result["parameters"], results[0]["parameters"])
-
-
-# -- signals and failures ------------------------------------------------------------------------------------
-
-
-class FailsInFlight(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and self.trainer.global_step == 9:
-            assert self.trainer.strategy.averager._pending is not None
-            raise RuntimeError("a fault of rank 1")
-        return super().training_step(batch, batch_idx)
-
-
-def _fails() -> None:
-    _fit(FailsInFlight(), DASOStrategy(**BASE, **CYCLING, wait=4))
-
-
-def test_a_rank_that_fails_with_an_exchange_in_flight_hangs_nobody() -> None:
-    outcomes = attempt(_fails, 3, nodes=NODES)
-    assert not any(outcome.late for outcome in outcomes)
-    assert "a fault of rank 1" in str(outcomes[1].error)
-    for rank in (0, 2):
-        assert "rank 1 failed with RuntimeError: a fault of rank 1" in str(outcomes[rank].error), outcomes[rank].trace
-    assert all(outcome.exitcode == 0 for outcome in outcomes)
