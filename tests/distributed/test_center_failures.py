@@ -13,7 +13,6 @@ from center_tasks import APART, STRATEGIES, Line, fit
 from oracles import loader
 from ranks import attempt, run
 from tasks import FAST, Net, dataset, parameters
-from test_sigterm import Terminated
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import CommunicationError, NotFiniteError
@@ -139,40 +138,6 @@ def test_ranks_that_wait_at_the_epochs_end_learn_that_the_host_has_died(name: st
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, CommunicationError), outcome.trace
         assert "rank 0 has ended without a word" in str(outcome.error)
-
-
-class SlowHost(Line):
-    """The center's host comes late to its next exchange."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 0:
-            time.sleep(0.1)
-        return super().training_step(batch, batch_idx)
-
-
-def _terminated(name: str, options: dict[str, Any], slow: bool) -> tuple[str, int]:
-    module = SlowHost() if slow else Line()
-    try:
-        fit(name, module, epochs=200, trainer={"callbacks": [Terminated(9)]}, **options)
-    except BaseException as stopped:
-        return f"{type(stopped).__name__}: {stopped}", module.trainer.global_step
-    return "not at all", 0
-
-
-@pytest.mark.parametrize(("name", "options"), HOMES[:3])
-def test_sigterm_to_one_rank_stops_all_at_one_step(name: str, options: dict[str, Any]) -> None:
-    results = run(_terminated, 3, name, options, False, nodes=APART)
-    assert [how for how, _ in results] == ["SIGTERMException: 143"] * 3
-    assert len({step for _, step in results}) == 1
-    assert 9 < results[0][1] < 25
-
-
-@pytest.mark.parametrize(("name", "options"), HOMES[3:])
-def test_sigterm_to_one_rank_stops_those_that_exchange_later(name: str, options: dict[str, Any]) -> None:
-    results = run(_terminated, 3, name, options, True, nodes=APART)
-    assert [how for how, _ in results] == ["SIGTERMException: 143"] * 3
-    assert len({step for _, step in results}) == 1
-    assert results[0][1] < 25
 
 
 # -- once more -----------------------------------------------------------------------------------------------

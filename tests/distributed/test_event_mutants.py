@@ -66,11 +66,11 @@ def one_that_remains_is_off(function: Callable[..., Any], *args: Any) -> Any:
     return _moved(Watch, "on_train_batch_start", when, function, *args)
 
 
-def one_freezes_other_values(function: Callable[..., Any], *args: Any) -> Any:
+def what_is_frozen_moves(function: Callable[..., Any], *args: Any) -> Any:
     def when(trainer: pl.Trainer) -> bool:
         return trainer.global_rank == 1 and trainer.current_epoch == 1
 
-    return _moved(table.Freezes, "on_train_epoch_start", when, function, *args)
+    return _moved(Watch, "on_train_batch_start", when, function, *args)
 
 
 def a_stream_begins_anew(function: Callable[..., Any], *args: Any) -> Any:
@@ -132,11 +132,11 @@ MUTANTS: list[tuple[Any, str, Any]] = [
     (_resumed, "hetero_node", begins_elsewhere),
     (_moved_elsewhere, "hetero_node", forgets_momentum),
     (_looked, "hetero_node", keeps_what_was_validated),
-    (_broken, "hetero_node", ignores_what_is_not_finite),
-    (_left_out, "hetero_node", ignores_what_is_not_finite),
+    (_broken, "hetero_ddp", ignores_what_is_not_finite),
+    (_left_out, "hetero_ddp", ignores_what_is_not_finite),
     (_lost, "hetero_ddp", one_that_remains_is_off),
     (_terminated, "hetero_node", forgets_momentum),
-    (_changed, "hetero_node", one_freezes_other_values),
+    (_changed, "hetero_node", what_is_frozen_moves),
     (_streamed, "hetero_node", a_stream_begins_anew),
     (_grown, "hetero_node", who_joins_is_off),
 ]

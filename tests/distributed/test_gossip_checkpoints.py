@@ -13,9 +13,8 @@ from oracles import START
 from ranks import run
 from saved import replicas_of
 from test_gossip import Pause
-from test_sigterm import Terminated
 
-from lightning_hetero import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
+from lightning_hetero import GossipAsyncStrategy, GossipPushSumStrategy
 
 APART, SHARES, STARTS = [1, 1, 1], [3.0, 1.0, 2.0], [8.0, 0.0, -4.0]  # of 12 samples 6, 2 and 4
 GOAL = torch.tensor(START) + (6 * 8.0 - 4 * 4.0) / 12
@@ -107,23 +106,3 @@ def test_sums_are_kept_through_a_checkpoint(tmp_path: Path, kind: Any, options: 
             weight += samples / 4
     assert weight == pytest.approx(3, abs=1e-12)
     assert abs(total - GOAL).max() < 1e-9
-
-
-# -- SIGTERM -------------------------------------------------------------------------------------------------
-
-
-def _terminated(kind: Any) -> tuple[str, int]:
-    module = Line()
-    try:
-        fit(kind, module, epochs=200, trainer={"callbacks": [Terminated(4), Pause()]}, every_n_steps=2)
-    except BaseException as stopped:
-        return type(stopped).__name__, module.trainer.global_step
-    return "not at all", 0
-
-
-@pytest.mark.parametrize("kind", [GossipStrategy, GossipPushSumStrategy, GossipAsyncStrategy])
-def test_sigterm_to_one_replica_stops_all_at_one_step(kind: Any) -> None:
-    results = run(_terminated, 3, kind, nodes=APART)
-    assert [how for how, _ in results] == ["SIGTERMException"] * 3
-    assert len({step for _, step in results}) == 1
-    assert results[0][1] <= 21  # the end of the epoch

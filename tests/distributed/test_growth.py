@@ -14,23 +14,6 @@ from ranks import attempt
 from test_survival import BATCH, Module, Numbered
 from torch import nn
 
-REPLICA = {"replica": "rank"}
-STRATEGIES = {
-    "DASOStrategy": {**REPLICA, "global_every": 2},
-    "DiLoCoAsyncStrategy": {**REPLICA, "tau": 3},
-    "DiLoCoStrategy": {**REPLICA, "tau": 3},
-    "EASGDAsyncStrategy": {**REPLICA, "moving_rate": 0.3, "tau": 2},
-    "EASGDStrategy": {**REPLICA, "moving_rate": 0.3, "tau": 2},
-    "GossipAsyncStrategy": REPLICA,
-    "GossipPushSumStrategy": REPLICA,
-    "GossipStrategy": REPLICA,
-    "NoLoCoStrategy": {**REPLICA, "tau": 3},
-    "NodeAverageStrategy": {**REPLICA, "every_n_steps": 2},
-}
-
-#: Where all begin with the mean of the replicas; a center would be behind it.
-LIKE_THE_MEAN = "DiLoCoStrategy", "EASGDAsyncStrategy", "EASGDStrategy", "GossipStrategy", "NodeAverageStrategy"
-
 
 def one_process(epochs: int, batch: int) -> torch.Tensor:
     """The weights of one process that takes the same global batches."""
@@ -64,24 +47,6 @@ def test_a_job_that_grows_is_exact(first: int, late: int, tmp_path: Path) -> Non
     assert steps.pop() >= JOINS_AT
     assert (seen[0].weights - one_process(epochs=3, batch=first * BATCH)).abs().max() < 1e-10
     assert not (tmp_path / "job").exists()  # the job is over
-
-
-@pytest.mark.long(after=5)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_takes_newcomers_in(strategy: str, tmp_path: Path) -> None:
-    options = {**STRATEGIES[strategy], "balance": "off"}  # all weigh the same in the mean
-    seen = values(grow(2, 1, fit, strategy, options, str(tmp_path / "job"), 1))
-    begun = [one.begun[-1] for one in seen]
-    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
-    assert all(torch.equal(one, begun[0]) for one in begun)  # all begin alike
-    assert all(torch.equal(one.weights, seen[0].weights) for one in seen)  # and leave another one
-    assert not torch.equal(begun[0], seen[0].weights)
-    own = [one.momenta for one in seen]  # each keeps its own; the new one has that of the first
-    assert [torch.equal(*own[rank]) for rank in (0, 1)] == [True, True]
-    assert torch.equal(own[2][0], own[0][1])
-    if strategy in LIKE_THE_MEAN:
-        mean = (seen[0].before + seen[1].before) / 2
-        assert (begun[0] - mean).abs().max() < 1e-12
 
 
 class Dies(pl.Callback):

@@ -14,21 +14,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import attempt, run
-from saved import replicas_of
 from tasks import FAST, EvaluatedNet, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
 from lightning_hetero import (
-    DASOStrategy,
-    DiLoCoStrategy,
-    EASGDAsyncStrategy,
-    EASGDStrategy,
-    GossipAsyncStrategy,
-    GossipPushSumStrategy,
-    GossipStrategy,
     HeteroDDPStrategy,
     NodeAverageStrategy,
-    NoLoCoStrategy,
 )
 from lightning_hetero.errors import CommunicationError
 
@@ -122,13 +113,6 @@ def _stopped(folder: str, kind: Any, options: dict[str, Any], cases: list[Any]) 
             [(3, EPOCHS), (4, EPOCHS), (8, EPOCHS), (24, EPOCHS), (9, STEPS), (12, STEPS), (8, UNSEEN)],
         ),
         (HeteroDDPStrategy, {"checkpoint_io": AsyncCheckpointIO()}, [(8, STEPS)]),
-        (NodeAverageStrategy, {}, [(3, EPOCHS), (16, STEPS)]),  # meets once an epoch
-        (DASOStrategy, {"warmup": 3, "cooldown": 0, "global_every": 4, "wait": 3, "patience": 99}, [(9, EPOCHS)]),
-        (DiLoCoStrategy, {"tau": 5}, [(3, EPOCHS)]),
-        (EASGDStrategy, {"moving_rate": 0.3, "tau": 3}, [(4, EPOCHS)]),
-        (GossipStrategy, {"overlap": False}, [(5, EPOCHS)]),
-        (GossipPushSumStrategy, {}, [(11, EPOCHS)]),
-        (NoLoCoStrategy, {"tau": 3}, [(5, EPOCHS)]),
     ],
 )
 def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: Any, options: dict[str, Any], cases: list[Any]) -> None:
@@ -147,30 +131,6 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: Any, options: dict[
             assert first["epochs"] + second["epochs"] == whole["epochs"], case
             assert second["steps"] == whole["steps"], case
             assert torch.equal(second["weights"], whole["weights"]), case
-
-
-def _apart(folder: str, kind: Any, options: dict[str, Any]) -> Any:
-    first = _fit(kind(**BASE, **options), folder, EPOCHS, 5)
-    return first, _fit(kind(**BASE, **options), folder, EPOCHS, resume="last")
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(EASGDAsyncStrategy, {"moving_rate": 0.3, "tau": 2}), (GossipAsyncStrategy, {"every_n_steps": 2})],
-)
-def test_asynchronous_replicas_stop_after_the_same_step(tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
-    results = run(_apart, 2, str(tmp_path), kind, options, nodes=[1, 1])
-    stops = {first["steps"] for first, _ in results}
-    assert len(stops) == 1
-    assert 5 <= min(stops) < 24
-    assert [{replica["windows"]} for replica in replicas_of(tmp_path / "last-sigterm.ckpt")] == [stops] * 2
-    for first, second in results:
-        assert first["code"] == TERMINATED
-        assert torch.equal(first["weights"], second["began"])  # each replica with its own
-        assert second["steps"] == 24
-    assert not torch.equal(results[0][1]["began"], results[1][1]["began"])
-    seen = [i for parts in results for part in parts for batch in part["seen"] for i in batch]
-    assert sorted(seen) == sorted(list(range(96)) * 3)
 
 
 class Deaf(pl.Callback):

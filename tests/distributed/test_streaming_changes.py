@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 from events import Seen, fit
-from growing import fit as joined
-from growing import grow, values
 from ranks import run
 from saved import replicas_of
 from tasks import Save
@@ -14,15 +12,6 @@ from tasks import Save
 from lightning_hetero.errors import CheckpointError
 
 BASE: dict[str, Any] = {"tau": 4, "fragments": 2, "delay": 2, "blend": 0.5}
-
-
-def test_a_newcomer_streams_with_the_others(tmp_path: Path) -> None:
-    options = {**BASE, "replica": "rank", "wire": "int8"}
-    seen = values(grow(2, 1, joined, "DiLoCoStrategy", options, str(tmp_path / "job"), 1))
-    assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
-    assert all(torch.equal(one.begun[-1], seen[0].begun[-1]) for one in seen)
-    assert all(torch.equal(one.weights, seen[0].weights) for one in seen)
-    assert not torch.equal(seen[0].begun[-1], seen[0].weights)
 
 
 APART = [1, 1, 1]

@@ -1,7 +1,6 @@
 """Parameters that become trainable, or frozen, during a fit, where replicas differ."""
 
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,20 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import (
-    DASOStrategy,
-    DiLoCoAsyncStrategy,
     DiLoCoStrategy,
-    EAMSGDStrategy,
-    EASGDAsyncStrategy,
-    EASGDHogwildStrategy,
     EASGDOverlapStrategy,
-    EASGDRoundRobinStrategy,
     EASGDStrategy,
-    GossipAsyncStrategy,
-    GossipPushSumStrategy,
-    GossipStrategy,
     NodeAverageStrategy,
-    NoLoCoStrategy,
 )
 
 SHARES = [3.0, 1.0, 2.0]
@@ -62,47 +51,6 @@ def _fit(strategy: Any, module: Any, *callbacks: pl.Callback, resume: str | None
     trainer = pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**FAST, "max_epochs": 4, **options})
     trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), ckpt_path=resume)
     return module
-
-
-KINDS: list[tuple[Any, dict[str, Any]]] = [
-    (NodeAverageStrategy, {"every_n_steps": 3, "average_optimizer_state": True}),
-    (DASOStrategy, {"warmup": 0, "cooldown": 0, "global_every": 4, "wait": 3}),
-    (EASGDStrategy, {"moving_rate": "auto", "tau": 3}),
-    (EASGDOverlapStrategy, {"moving_rate": "auto", "tau": 3}),
-    (EAMSGDStrategy, {"moving_rate": "auto", "tau": 3}),
-    (DiLoCoStrategy, {"tau": 5}),
-    (DiLoCoStrategy, {"tau": 5, "delay": 3, "blend": 0.5}),
-    (EASGDAsyncStrategy, {"moving_rate": "auto", "tau": 2}),
-    (EASGDAsyncStrategy, {"moving_rate": "auto", "tau": 2, "center": "thread"}),
-    (EASGDHogwildStrategy, {"moving_rate": "auto", "tau": 2}),
-    (EASGDRoundRobinStrategy, {"moving_rate": "auto", "tau": 2}),
-    (GossipStrategy, {"every_n_steps": 2}),
-    (GossipStrategy, {"exchange": "push"}),
-    (GossipPushSumStrategy, {"every_n_steps": 2}),
-    (GossipPushSumStrategy, {"wire": "bf16"}),
-    (GossipAsyncStrategy, {}),
-    (NoLoCoStrategy, {"tau": 3}),
-    (DiLoCoAsyncStrategy, {"tau": 3}),
-]
-
-
-def _all_ways(kind: Any, options: dict[str, Any]) -> list[torch.Tensor]:
-    results = []
-    for callback in (BackboneFinetuning(unfreeze_backbone_at_epoch=2), Freezes()):
-        module = Backboned(momentum=0.9, nesterov=kind is EAMSGDStrategy)
-        results.append(parameters(_fit(kind(**options, **APART), module, callback)))
-    return results
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_with_every_algorithm_all_parameters_train(kind: Any, options: dict[str, Any]) -> None:
-    first, *others = run(_all_ways, 3, kind, options, nodes=[1, 1, 1])
-    begin = parameters(Backboned())
-    for other in others:
-        for one, two in zip(first, other, strict=True):
-            assert torch.equal(one, two)
-            assert (one != begin).all()
 
 
 # -- against loops by hand -----------------------------------------------------------------------------------
@@ -191,38 +139,3 @@ def test_a_center_grows(kind: Any, options: dict[str, Any], name: str) -> None:
     truth = by_hand(name, options["tau"], 0.2)
     for result in run(_centered, 3, kind, options, nodes=[1, 1, 1]):
         assert (result - truth).abs().max() < 1e-12
-
-
-# -- frozen --------------------------------------------------------------------------------------------------
-
-
-class Watches(pl.Callback):
-    """Keeps the first layer after every step."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.seen.append(parameters(pl_module.backbone))
-
-
-def _frozen(kind: Any, options: dict[str, Any]) -> list[torch.Tensor]:
-    watch = Watches()
-    _fit(kind(**options, **APART), Backboned(), Freezes(), watch, max_epochs=2)
-    return watch.seen
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(NodeAverageStrategy, {"every_n_steps": 100}), (EASGDAsyncStrategy, {"moving_rate": 0.2, "tau": 3})],
-)
-def test_what_is_frozen_is_the_consensus_and_stands_still(kind: Any, options: dict[str, Any]) -> None:
-    ranks = run(_frozen, 3, kind, options, nodes=[1, 1, 1])
-    assert not torch.equal(ranks[0][7], ranks[1][7])  # they had gone apart
-    for seen in ranks:
-        assert len(seen) == 16
-        assert all(torch.equal(one, two) for one, two in pairwise(seen[8:]))
-        assert torch.equal(seen[8], ranks[0][8])
-    if kind is NodeAverageStrategy:
-        mean = (3 * ranks[0][7] + ranks[1][7] + 2 * ranks[2][7]) / 6
-        assert (ranks[0][8] - mean).abs().max() < 1e-12
