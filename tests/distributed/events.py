@@ -81,7 +81,7 @@ ROWS = {
     "hetero_gossip_push_sum": Row({"topology": "ring", **GOSSIP}, period=1),
     "hetero_gossip_async": Row(repeats=False, period=1),
     "hetero_diloco": Row({"tau": 3}, mean=True),
-    "hetero_diloco_async": Row({"tau": 3}, repeats=False),
+    "hetero_diloco_async": Row({"tau": 3, "outer_momentum": 0.3}, repeats=False),
     "hetero_noloco": Row({"tau": 3, **GOSSIP}),
 }
 #: Rows of other options, and of an algorithm of a user.
@@ -101,18 +101,24 @@ OTHERS = {
     "hetero_easgd_async/alone": Row(PULL, ALONE),  # one client: nobody comes between
     "hetero_easgd_hogwild/alone": Row(PULL, ALONE),
     "hetero_diloco_async/alone": Row({"tau": 4}, ALONE, limit=1e-15),  # where all last looked, and what has come since
-    "hetero_diloco_async/thread": Row({"tau": 3, "center": "thread"}, repeats=False),
+    "hetero_diloco_async/thread": Row({"tau": 3, "outer_momentum": 0.3, "center": "thread"}, repeats=False),
     "hetero_gossip/overlap": Row({"topology": "random", "wire": "bf16", **GOSSIP}),
     "hetero_gossip/pull": Row({"exchange": "pull", "topology": "exponential", **GOSSIP}),
     "hetero_gossip/push": Row({"exchange": "push", **GOSSIP}),
     "hetero_gossip_push_sum/bf16": Row({"topology": "hypercube", "every_n_steps": 3, "wire": "bf16", **GOSSIP}),
     "hetero_diloco/topk": Row({"tau": 3, "wire": "topk:0.1"}),
+    "hetero_diloco/delay": Row({"tau": 4, "delay": 2, "blend": 0.5}, period=4),
     "hetero_diloco/fragments": Row({"tau": 4, "fragments": 2, "delay": 2, "blend": 0.5}, period=4),
     "hetero_diloco/int4": Row({"tau": 4, "fragments": 2, "delay": 3, "wire": "int4"}, period=4),
     "hetero_noloco/bf16": Row({"tau": 3, "wire": "bf16", **GOSSIP}),
     "hetero_slowmo": Row({"tau": 5}),
 }
 ALL = {**ROWS, **OTHERS}
+
+
+def among(*names: str) -> list[str]:
+    """The rows of all strings, and these others."""
+    return [*ROWS, *(name for name in OTHERS if name.removeprefix("hetero_") in names)]
 
 
 def kind(name: str) -> Any:

@@ -1,7 +1,6 @@
 """Defects of other implementations of DASO, none of which `hetero_daso` has."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from oracles import START, in_numpy, loader
 from ranks import run
-from tasks import Save
 from test_daso_oracle import Linear, check, train
 
 from lightning_hetero import DASOStrategy
@@ -155,41 +153,32 @@ def test_an_exchange_spans_the_end_of_an_epoch(mixing: str, validate: bool) -> N
 
 
 class Watching(DASOStrategy):
-    """Keeps a diary of exchanges; as a control, can forget the schedule and the rotation on resuming."""
-
-    forgets = False
+    """Keeps a diary of exchanges."""
 
     def make_averager(self) -> Any:
         begin = self.engine.links.begin
         self.diary: list[str] = []
-        self.turns: list[int] = []
 
         def watched(*args: Any) -> Any:
             exchange = begin(*args)
             result = exchange.result
             self.diary.append("begun")
-            self.turns.append(args[2])
             exchange.result = lambda: self.diary.append("mixed") or result()
             return exchange
 
         self.engine.links.begin = watched
-        averager = super().make_averager()
-        if self.forgets:
-            load, fresh = averager.load_state_dict, averager.schedule.state_dict()
-            averager.load_state_dict = lambda state: load({**state, "schedule": fresh, "turn": 0})
-        return averager
+        return super().make_averager()
 
 
-def _watched(forgets: bool = False, **options: Any) -> dict[str, Any]:
+def _watched(**options: Any) -> dict[str, Any]:
     kept: list[Watching] = []
 
     def make(**kwargs: Any) -> Watching:
         kept.append(Watching(**kwargs))
-        kept[0].forgets = forgets
         return kept[0]
 
     result = train(strategy_class=make, **options)
-    return {**result, "diary": kept[0].diary, "turns": kept[0].turns}
+    return {**result, "diary": kept[0].diary}
 
 
 @pytest.mark.long(after=1)
@@ -204,44 +193,3 @@ def test_no_exchange_is_lost_when_the_rates_change_while_it_is_under_way(every: 
         assert len(set(result["rates"])) >= 3
         assert result["diary"] == ["begun", "mixed"] * (len(result["diary"]) // 2)  # one at a time, and each
         assert np.array_equal(result["final"], results[0]["final"])
-
-
-# -- resume --------------------------------------------------------------------------------------------------
-
-
-def _resume(folder: str, stop: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    parts, path = [], f"{folder}/mid.ckpt"
-    for part in ("whole", "first", "second", "forgetful"):
-        save = Save(path if part == "first" else f"{folder}/{part}.ckpt", stop, part == "first")
-        resume = path if part in ("second", "forgetful") else None
-        forgets = part == "forgetful"
-        parts.append(_watched(trainer={"callbacks": [save]}, resume=resume, forgets=forgets, **options))
-    return parts
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("stop", "look", "patience"), [(11, 2, 2), (14, 3, 2), (19, None, 1)])
-def test_a_resumed_run_goes_on_with_phase_rotation_rates_and_memory(
-    tmp_path: Path, stop: int, look: int | None, patience: int
-) -> None:
-    options = {
-        "global_every": 4, "wait": 2, "warmup": 2, "cooldown": 4, "patience": patience, "threshold": 0.9,
-        "schedule_every_n_steps": look, "epochs": 7 if look is None else 4, "samples": 96,
-    }  # fmt: skip
-    nodes, speeds = [2, 1], [6.0, 2.0, 4.0]
-    truth = in_numpy("daso", **{**options, "nodes": nodes, "speeds": speeds})
-    assert len(set(truth.rates[:stop])) == 2  # B and W have changed before it stops, between two plateaus,
-    assert len(set(truth.rates[stop:])) >= 2  # and will again;
-    assert truth.begun[len([step for step in truth.begun if step <= stop]) - 1] == stop  # an exchange is under way
-    for whole, first, second, forgetful in run(
-        _resume, 3, str(tmp_path), stop, {**options, "speeds": speeds}, nodes=nodes, timeout=60
-    ):
-        assert whole["rates"] == truth.rates
-        assert np.array_equal(first["path"], whole["path"][:stop])
-        assert np.array_equal(second["path"], whole["path"][stop:])
-        assert np.array_equal(second["final"], whole["final"])
-        assert second["rates"] == whole["rates"][stop:]
-        assert first["turns"] + second["turns"] == whole["turns"]
-        assert {0, 1} == set(second["turns"])
-        assert forgetful["rates"] != second["rates"]
-        assert not np.array_equal(forgetful["final"], second["final"])
