@@ -111,10 +111,10 @@ def fit(contender: str, model: str, folder: str, gpu: bool) -> dict[str, float]:
 
 def worker(repeats: int, gpu: int) -> dict[str, Any]:
     from lightning_hetero import HeteroMonitor
-    from lightning_hetero.callbacks.record import StepRecord
+    from lightning_hetero.callbacks.monitor_data import StepHistory
 
     timed(HeteroMonitor, "on_train_batch_end", "steps")
-    timed(StepRecord, "add", "steps")
+    timed(StepHistory, "add", "steps")
     timed(HeteroMonitor, "on_train_end", "report")
     with tempfile.TemporaryDirectory() as folder:
         return {

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_hetero import Averager, ConfigurationError, Facts, HeteroMonitor, StepContext, strategy_for
+from lightning_hetero import Averager, ConfigurationError, HeteroMonitor, StepContext, Traits, strategy_for
 
 
 # -- the algorithm, and its strategy ---------------------------------------------------------------
@@ -42,7 +42,7 @@ class SlowMo(Averager):
     beta: float = 0.7
     rates: float = field(default=0.0, init=False)  # sum of the learning rates since the latest exchange
 
-    facts = Facts(needs_others=False)  # one replica alone can have slow momentum, too
+    traits = Traits(needs_others=False)  # one replica alone can have slow momentum, too
     state = ("slow", "rates")  # what a checkpoint holds, beside self.reference, which is x
 
     def __post_init__(self) -> None:

@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.registration import register_with_lightning
+from lightning_hetero.version import __version__
 
 if TYPE_CHECKING:
-    from lightning_hetero.algorithms.base import Averager, Facts, Outcome, Run, StepContext
+    from lightning_hetero.algorithms.base import Averager, FitInfo, Outcome, StepContext, Traits
     from lightning_hetero.batching.streams import SharedStream
     from lightning_hetero.callbacks.emulation import EmulatedSpeed
     from lightning_hetero.callbacks.monitor import HeteroMonitor
@@ -55,7 +56,7 @@ __all__ = [
     "EASGDRoundRobinStrategy",
     "EASGDStrategy",
     "EmulatedSpeed",
-    "Facts",
+    "FitInfo",
     "GossipAsyncStrategy",
     "GossipPushSumStrategy",
     "GossipStrategy",
@@ -68,13 +69,12 @@ __all__ = [
     "NodeAverageStrategy",
     "Outcome",
     "ReplicaStrategy",
-    "Run",
     "SharedStream",
     "StepContext",
+    "Traits",
     "__version__",
     "strategy_for",
 ]
-__version__ = "0.1.0.dev0"
 _PARTS = ("strategies", "callbacks", "errors", "batching.streams")
 
 

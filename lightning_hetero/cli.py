@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero import __version__
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.version import __version__
 
 _TRAINER = {
     "fit": "train what a YAML file describes: -c config.yaml",
@@ -61,9 +61,9 @@ def _run(options: argparse.Namespace) -> None:
         examine(**{name: value for name, value in vars(options).items() if name != "command"})
     elif options.command == "plan":
         from lightning_hetero.planning import plan
-        from lightning_hetero.planning.plan import Wish
+        from lightning_hetero.planning.plan import ClusterOptions
 
-        given = {name: getattr(options, name) for name in Wish._fields if hasattr(options, name)}
+        given = {name: getattr(options, name) for name in ClusterOptions._fields if hasattr(options, name)}
         plan.run(options.measured, given, options.every, options.wire, options.most, options.out)
     else:
         from lightning_hetero.demo.demo import demo

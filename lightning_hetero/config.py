@@ -1,4 +1,4 @@
-"""Reads YAML files as LightningCLI does, for training and for the doctor."""
+"""YAML configuration, read as LightningCLI does, for training and for the doctor."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What to train with: the choice of ``hetero_auto`` on what was measured, with its arithmetic."""
+"""``lightning-hetero doctor``: measures ranks and links, and suggests a strategy, with its arithmetic."""
 
 import json
 import logging
@@ -34,10 +34,10 @@ from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.config import lightning_cli
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.planning import cluster
-from lightning_hetero.planning.choice import RAREST, Wish, choose
-from lightning_hetero.planning.cluster import MEMORY, Cluster, Link, Way
+from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel, MeasuredLink
 from lightning_hetero.planning.plan import FORMAT
 from lightning_hetero.planning.predictions import Prediction, predictions
+from lightning_hetero.planning.strategy_choice import RAREST, AutoLimits, choose
 from lightning_hetero.strategies.algorithms import EASGDHogwildStrategy, HeteroDDPStrategy
 from lightning_hetero.strategies.table import ENTRIES
 
@@ -59,7 +59,7 @@ class Advice(NamedTuple):
     reasons: list[str]
 
 
-class Slowest(NamedTuple):
+class SlowestLinks(NamedTuple):
     """The slowest links.
 
     Attributes:
@@ -67,14 +67,14 @@ class Slowest(NamedTuple):
         between: nodes, if there are several.
     """
 
-    within: Way | None
-    between: Way | None
+    within: LinkModel | None
+    between: LinkModel | None
 
 
 def cluster_of(
-    costs: Sequence[Cost], nodes: Sequence[Sequence[int]], samples: int, size: int, links: Slowest
+    costs: Sequence[Cost], nodes: Sequence[Sequence[int]], samples: int, size: int, links: SlowestLinks
 ) -> Cluster:
-    """What was measured, as ``lightning-hetero plan`` and ``hetero_auto`` see it.
+    """The measured cluster, as ``lightning-hetero plan`` and ``hetero_auto`` see it.
 
     Args:
         costs: of each rank.
@@ -92,10 +92,10 @@ def advise(
     nodes: Sequence[Sequence[int]],
     samples: int,
     size: int,
-    links: Slowest,
+    links: SlowestLinks,
     spread: float = 0.0,
 ) -> Advice:
-    """What ``hetero_auto`` would choose if ``hetero_ddp`` took as long as predicted.
+    """The choice of ``hetero_auto`` if ``hetero_ddp`` took as long as predicted.
 
     Args:
         costs: of each rank.
@@ -111,12 +111,12 @@ def advise(
     cluster = cluster_of(costs, nodes, samples, size, links)
     exact = next(one for one in predictions(cluster) if one.name == "hetero_ddp")
     reasons += _exact(cluster, exact)
-    chosen = choose(cluster, exact.step, Wish()).prediction
+    chosen = choose(cluster, exact.step, AutoLimits()).prediction
     if chosen is None:
         return Advice(exact.strategy, [*reasons, _too_little(cluster, exact)])
     reasons.append(
         f"{chosen.strategy} would take {_ms(chosen.step)}, {_times(chosen, exact)} times the samples/s: more than "
-        f"1 + gain = {1 + Wish().gain:g}. If exactness matters more than time, take hetero_ddp all the same."
+        f"1 + gain = {1 + AutoLimits().gain:g}. If exactness matters more than time, take hetero_ddp all the same."
     )
     return Advice(chosen.strategy, [*reasons, *_limits(cluster, exact, chosen)])
 
@@ -136,27 +136,28 @@ def _exact(cluster: Cluster, exact: Prediction) -> list[str]:
 
 
 def _too_little(cluster: Cluster, exact: Prediction) -> str:
-    """Why nothing is better than the exact strategy."""
-    other = choose(cluster, exact.step, Wish(gain=0.0)).prediction
+    """Reason why nothing is better than the exact strategy."""
+    other = choose(cluster, exact.step, AutoLimits(gain=0.0)).prediction
     if other is None:
         return "No strategy that trains replicas apart would be faster."
     return (
         f"Of those that train replicas apart, {other.strategy} would take {_ms(other.step)}, "
-        f"{_times(other, exact)} times the samples/s: not more than 1 + gain = {1 + Wish().gain:g}, so stay exact."
+        f"{_times(other, exact)} times the samples/s: not more than 1 + gain = {1 + AutoLimits().gain:g}, so stay "
+        "exact."
     )
 
 
 def _limits(cluster: Cluster, exact: Prediction, chosen: Prediction) -> list[str]:
-    """What to know about a strategy that trains replicas apart, before one takes it."""
+    """Limits of a strategy that trains replicas apart, to be known before one takes it."""
     lines = []
     if not chosen.repeatable or chosen.options.get("wait") == "auto":  # which is measured, and never twice alike
-        steady = choose(cluster, exact.step, Wish(deterministic=True)).prediction
+        steady = choose(cluster, exact.step, AutoLimits(deterministic=True)).prediction
         instead = "hetero_ddp" if steady is None else f"{steady.strategy}, {_ms(steady.step)} a step"
         lines.append(f"It depends on timing: two runs differ. If they must not: {instead}.")
     several = len(cluster.nodes) > 1
     exchange = cluster.across() if several else cluster.gradients()
     every = smallest_tau([exchange / cluster.split], delay=0, longest=RAREST)
-    rarer = choose(cluster, exact.step, Wish(every=every)).prediction
+    rarer = choose(cluster, exact.step, AutoLimits(every=every)).prediction
     if chosen.exposed > MUCH * chosen.step and rarer is not None and rarer.step < chosen.step:
         lines.append(
             f"Ranks still only communicate for {chosen.exposed / chosen.step:.0%} of a step. If replicas may meet as "
@@ -235,8 +236,8 @@ def extras(world: int) -> Iterator[tuple[str, str]]:
 ROUNDS = 5
 
 
-class Speed(NamedTuple):
-    """What a rank's steps have taken.
+class RankSpeed(NamedTuple):
+    """Measured steps of a rank.
 
     Attributes:
         cost: fitted.
@@ -248,13 +249,13 @@ class Speed(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """How far the rounds are apart, as a fraction of their median."""
+        """Spread of the rounds, as a fraction of their median."""
         return (max(self.rounds) - min(self.rounds)) / median(self.rounds)
 
 
 @dataclass
-class Work:
-    """What is measured.
+class Workload:
+    """Workload to be measured.
 
     Attributes:
         name: for the report.
@@ -276,13 +277,15 @@ class Work:
         return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
 
 
-def built_in(samples: int) -> Work:
+def built_in(samples: int) -> Workload:
     """A perceptron of 1.9 million parameters on random numbers."""
     module = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-    return Work("a built-in perceptron", module, lambda x: module(x).square().mean(), torch.rand(samples, 784), samples)
+    return Workload(
+        "a built-in perceptron", module, lambda x: module(x).square().mean(), torch.rand(samples, 784), samples
+    )
 
 
-def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
+def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Workload:
     """The model of a YAML file as for ``fit``, with the first batch of its training data.
 
     Args:
@@ -317,10 +320,10 @@ def of_config(path: Path, prepare: bool, wait: Callable[[], object]) -> Work:
             )
         return value
 
-    return Work(type(module).__name__, module, loss, batch, samples)
+    return Workload(type(module).__name__, module, loss, batch, samples)
 
 
-def measure(work: Work, device: torch.device, seconds: float = 2.0, least: int = 3) -> Speed:
+def measure_steps(work: Workload, device: torch.device, seconds: float = 2.0, least: int = 3) -> RankSpeed:
     """Fit ``a + k n`` to steps on batches of the given size, half and a quarter of it.
 
     Args:
@@ -348,7 +351,7 @@ def measure(work: Work, device: torch.device, seconds: float = 2.0, least: int =
         return fit(step, work.samples, seconds, least)
 
 
-def fit(step: Callable[[int], None], samples: int, seconds: float, least: int) -> Speed:
+def fit(step: Callable[[int], None], samples: int, seconds: float, least: int) -> RankSpeed:
     """Fit ``a + k n`` to the time of ``step(n)``, for several n up to ``samples``."""
     sizes = sorted({max(1, samples // part) for part in (1, 2, 4)})
     times: dict[int, list[float]] = {n: [] for n in sizes}
@@ -367,7 +370,7 @@ def fit(step: Callable[[int], None], samples: int, seconds: float, least: int) -
     fixed = linear_regression(sizes, typical).intercept if len(sizes) > 1 else 0.0
     fixed = min(max(fixed, 0.0), 0.999 * typical[-1])
     cost = Cost(fixed, (typical[-1] - fixed) / samples)  # exact at the given size
-    return Speed(cost, tuple(median(whole[begin:end]) for begin, end in pairwise(cuts)))
+    return RankSpeed(cost, tuple(median(whole[begin:end]) for begin, end in pairwise(cuts)))
 
 
 #: Links to show, the slowest first.
@@ -376,9 +379,9 @@ SHOWN = 8
 
 def show(
     topology: Topology,
-    work: Work,
-    speeds: Sequence[Speed],
-    links: tuple[Sequence[Link], Sequence[Link]],
+    work: Workload,
+    speeds: Sequence[RankSpeed],
+    links: tuple[Sequence[MeasuredLink], Sequence[MeasuredLink]],
     strategies: Iterable[tuple[str, str]],
     advice: Advice,
 ) -> None:
@@ -399,7 +402,7 @@ def show(
     console.print(f"[bold]Trainer(strategy={escape(advice.strategy)}, ...)[/bold]", soft_wrap=True)
 
 
-def _ranks(topology: Topology, work: Work, speeds: Sequence[Speed]) -> Table:
+def _ranks(topology: Topology, work: Workload, speeds: Sequence[RankSpeed]) -> Table:
     title = (
         f"{_count(topology.world, 'rank')} on {_count(len(topology.nodes), 'node')}; {escape(work.name)}, "
         f"{work.size / 1e6:.2f} MB of parameters, all ranks at once, no exchange; below, the range over rounds"
@@ -417,7 +420,7 @@ def _ranks(topology: Topology, work: Work, speeds: Sequence[Speed]) -> Table:
     return table
 
 
-def _links(within: Sequence[Link], between: Sequence[Link]) -> Table:
+def _links(within: Sequence[MeasuredLink], between: Sequence[MeasuredLink]) -> Table:
     table = Table(title="Links, over gloo and from CPU memory, the slowest first", title_justify="left")
     for heading in ("where", "ranks", "latency", "bandwidth"):
         table.add_column(heading)
@@ -466,7 +469,12 @@ def check_target(path: Path) -> None:
 
 
 def save_examination(
-    path: Path, speeds: Sequence[Speed], nodes: Sequence[Sequence[int]], samples: int, size: int, links: Slowest
+    path: Path,
+    speeds: Sequence[RankSpeed],
+    nodes: Sequence[Sequence[int]],
+    samples: int,
+    size: int,
+    links: SlowestLinks,
 ) -> None:
     """Write what was measured, as JSON; a link that no two ranks have is ``null``.
 
@@ -550,11 +558,11 @@ def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int
     else:
         work = of_config(config, strategy.local_rank == 0, lambda: gather(None, "who has prepared the data"))
     gather(None, "who is ready")  # so that ranks that share a machine share it while they are measured, as in training
-    speeds = gather(measure(work, strategy.root_device), "the speed of ranks")
+    speeds = gather(measure_steps(work, strategy.root_device), "the speed of ranks")
     near, far = cluster.pairs(topology.nodes)
-    within, between = cluster.measure(near), cluster.measure(far)
+    within, between = cluster.measure_links(near), cluster.measure_links(far)
     if topology.rank == 0:
-        slowest = Slowest(*(cluster.slowest(some, work.size) for some in (within, between)))
+        slowest = SlowestLinks(*(cluster.slowest(some, work.size) for some in (within, between)))
         costs, spread = [one.cost for one in speeds], max(one.spread for one in speeds)
         advice = advise(costs, topology.nodes, work.samples, work.size, slowest, spread)
         rows = [*available(topology), *extras(topology.world)]

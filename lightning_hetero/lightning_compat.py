@@ -1,4 +1,4 @@
-"""Every touch of a private name of Lightning.
+"""Private names of Lightning: every use of one is in this file.
 
 Each was read in Lightning 2.6.6; those that differ in 2.5.2 say so. Other files use public names and ``INHERITED``.
 """
@@ -116,7 +116,7 @@ def results_of(trainer: "pl.Trainer") -> Any:
 
 
 def step_arguments(trainer: "pl.Trainer", batch: Any) -> list[Any]:
-    """What ``training_step`` is given, by position, for the first batch of an epoch."""
+    """The positional arguments of ``training_step``, for the first batch of an epoch."""
     return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
 
 
@@ -200,13 +200,13 @@ def logged_names(trainer: "pl.Trainer") -> set[str]:
 
 
 def logged_metric(results: Any, fx: str, name: str, add_dataloader_idx: bool = True) -> Any:
-    """What holds the values that were logged under a name in one of the module's functions."""
+    """The holder of the values that were logged under a name in one of the module's functions."""
     return results[_key(results, fx, name, add_dataloader_idx)]
 
 
 @contextmanager
 def step_value_kept(results: Any, fx: str, name: str, add_dataloader_idx: bool = True) -> Iterator[None]:
-    """What is logged under a name in this block is no value of a step: the last one stays, or NaN if there is none.
+    """Ignore step values under a name in this block: the last one stays, or NaN if there is none.
 
     Values that are reduced over ranks are those of the other ranks.
     """
@@ -316,7 +316,7 @@ def evaluated_loader(trainer: "pl.Trainer", index: int) -> tuple[Any, float]:
 
 
 def mode_of(loader: CombinedLoader) -> str:
-    """How loaders are combined, such as ``"max_size_cycle"``."""
+    """The mode in which loaders are combined, such as ``"max_size_cycle"``."""
     return loader._mode
 
 
@@ -343,9 +343,9 @@ def fetched_batch(fetcher: Any) -> Any:
 def watch_fetching(trainer: "pl.Trainer", begins: Callable[[], None], ends: Callable[[], None]) -> None:
     """Call functions when the fetching of a training batch begins and ends, beside Lightning's profiler."""
     fetcher = trainer.fit_loop._data_fetcher
-    if fetcher is not None and not isinstance(fetcher._start_profiler, _Both):  # the Trainer sets its own anew
+    if fetcher is not None and not isinstance(fetcher._start_profiler, _CallBoth):  # the Trainer sets its own anew
         start, stop = fetcher._start_profiler, fetcher._stop_profiler
-        fetcher._start_profiler, fetcher._stop_profiler = _Both(start, begins), _Both(ends, stop)
+        fetcher._start_profiler, fetcher._stop_profiler = _CallBoth(start, begins), _CallBoth(ends, stop)
 
 
 def fetch_anew(trainer: "pl.Trainer") -> None:
@@ -384,7 +384,7 @@ class _Connector(_DataConnector):
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 
 
-class _Both:
+class _CallBoth:
     """Calls one function, then another."""
 
     def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -395,7 +395,7 @@ class _Both:
         self._second()
 
 
-def leave_out(closure: Any) -> None:
+def mark_executed(closure: Any) -> None:
     """Let the closure of a step count as executed: other ranks have taken the step for this one."""
     closure._result = ClosureResult(closure_loss=None)
 

@@ -1,4 +1,4 @@
-"""Registers the strategy strings with Lightning, under both of its names, without importing Lightning just for that."""
+"""Registration of the strategy strings with Lightning, under both of its names, without importing it just for that."""
 
 import importlib.util
 import sys
@@ -34,8 +34,8 @@ def register_with_lightning() -> None:
     sys.meta_path.insert(0, _After("pytorch_lightning", _refuse_apart) if _differ() else _OldNames())
 
 
-def why_apart() -> str:
-    """Why ``pytorch_lightning`` does not stand for ``lightning.pytorch`` in this process, and what to do."""
+def why_not_aliased() -> str:
+    """Reason why ``pytorch_lightning`` does not stand for ``lightning.pytorch`` in this process, and the remedy."""
     if versions := _differ():
         return (
             f"It is of version {versions[1]}, and lightning of {versions[0]}: install the same one of both, so that "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 # Before torch is imported anywhere: ranks share this machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,9 +21,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture(autouse=True)
-def _seed_of_one_test_only() -> Iterator[None]:
-    """`seed_everything` leaves its seed in the environment, where samplers of later tests would find it."""
+def _nothing_is_left_for_later_tests() -> Iterator[None]:
+    """`seed_everything` leaves its seed in the environment, and a Trainer its rank."""
     yield
+    rank_zero_only.rank = 0  # type: ignore[attr-defined]
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
 

@@ -1,8 +1,10 @@
-"""The layout is the architecture: who imports whom, who knows Lightning (from the source)."""
+"""The layout of the package, read from the source: imports between files and folders, and names."""
 
 import ast
 import inspect
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import lightning
@@ -19,65 +21,79 @@ TREES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in
 
 #: The subclass of Lightning's strategy.
 BASE = "strategies/base.py"
-#: What each part of the package may import of the others.
-MAY = {
-    "workload": set(),
-    "comm": {"workload"},
-    "forecast": {"workload", "comm"},
-    "averaging": {"comm", "forecast"},
-    "engine": {"averaging", "workload", "comm"},
-    "launch": {"comm"},
-    "strategies": {"engine", "averaging", "forecast", "workload", "comm", "launch"},
-    "config": {"strategies", "launch"},
-    "callbacks": {"strategies", "engine", "workload", "comm"},
-    "demo": {"strategies", "callbacks", "workload"},
-    "doctor": {*("strategies", "callbacks", "engine", "averaging", "workload", "comm", "launch", "config", "forecast")},
-}
+#: Files and folders of the package, each of which imports earlier ones only.
+ORDER = (
+    *("version", "errors", "option_checks", "checkpoint_sections", "comm", "replicas", "batching", "algorithms", "elastic"),
+    *("lightning_compat", "checkpoint", "planning", "launch", "registration", "strategies", "config", "callbacks"),
+    *("demo", "doctor", "cli"),
+)
+#: They know nothing of Lightning.
+WITHOUT_LIGHTNING = ORDER[: ORDER.index("lightning_compat")]
+ROOT = "lightning_hetero"
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
-    """Modules that are imported, but for those that only type checkers read."""
+    """Modules that are imported, those included that only type checkers read."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for inner in ast.walk(node):
-                inner.only_for_types = True  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
-        if getattr(node, "only_for_types", False):
-            continue
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
+            base = node.module or ""
+            yield from {f"{base}.{name.name}" if f"{base}.{name.name}" in MODULES else base for name in node.names}
 
 
-def within(module: str) -> str | None:
-    """The part of this package to which a module belongs, if to one."""
-    name, _, rest = module.partition(".")
-    part = rest.split(".")[0]
-    return part if name == "lightning_hetero" and part in MAY else None
+def module_of(file: str) -> str:
+    return f"{ROOT}/{file}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_by(part: str) -> Iterator[tuple[str, str]]:
-    """Files of a part of the package, each with a module that it imports."""
-    for file, tree in TREES.items():
-        if file.startswith(f"{part}/"):
-            yield from ((file, module) for module in imports(tree))
+MODULES = {module_of(file): file for file in TREES}
+#: Of each module the others of this package that it imports.
+GRAPH = {name: {other for other in imports(TREES[file]) if other in MODULES} for name, file in MODULES.items()}
 
 
-@pytest.mark.parametrize("part", MAY)
-def test_imports_run_one_way(part: str) -> None:
-    assert [pair for pair in imported_by(part) if within(pair[1]) not in {None, part, *MAY[part]}] == []
+def part_of(module: str) -> str:
+    return module.split(".")[1]
 
 
-@pytest.mark.parametrize("part", ["engine", "averaging", "workload", "comm"])
-def test_only_the_face_knows_lightning(part: str) -> None:
-    face = ("lightning", "pytorch_lightning")
+def test_files_form_a_dag() -> None:
+    """No two files import each other, by whatever way, type checkers' imports included."""
+    TopologicalSorter(GRAPH).prepare()  # raises CycleError, with the circle
+
+
+def test_a_circle_would_be_found() -> None:
+    other = {**GRAPH, f"{ROOT}.errors": {f"{ROOT}.cli"}}
+    with pytest.raises(CycleError):
+        TopologicalSorter(other).prepare()
+
+
+def test_folders_import_earlier_ones_only() -> None:
+    face = {ROOT, f"{ROOT}.__main__"}  # they import what users name
+    assert {part_of(name) for name in GRAPH if name not in face} == set(ORDER)
     wrong = [
-        (file, module)
-        for file, module in imported_by(part)
-        if module.split(".")[0] in face or module == "lightning_hetero.lightning_compat"
+        (name, other)
+        for name, others in GRAPH.items()
+        for other in others - {ROOT}
+        if name not in face and ORDER.index(part_of(other)) > ORDER.index(part_of(name))
     ]
     assert wrong == []
+    assert [name for name, others in GRAPH.items() if ROOT in others] == []
+
+
+def test_only_the_face_knows_lightning() -> None:
+    inner = [name for name in GRAPH if name != ROOT and part_of(name) in WITHOUT_LIGHTNING]
+    assert len(inner) > 50
+    known = [(name, other) for name in inner for other in imports(TREES[MODULES[name]])]
+    assert [pair for pair in known if pair[1].split(".")[0] in ("lightning", "pytorch_lightning")] == []
+
+
+def test_a_class_name_exists_once() -> None:
+    names = Counter(n.name for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_modules_say_what_they_are() -> None:
+    first = {file: (ast.get_docstring(tree) or "").split(" ")[0].rstrip(",:.") for file, tree in TREES.items()}
+    assert [file for file, word in first.items() if word in ("", "What", "Who", "Where", "How", "Which")] == []
 
 
 def private(name: str) -> bool:
@@ -127,6 +143,6 @@ def names_made(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize(
     "strategy", dict.fromkeys(entry.strategy for entry in ENTRIES), ids=lambda strategy: strategy.__name__
 )
-def test_a_strategy_has_three_levels_of_ours_at_most(strategy: type) -> None:
+def test_a_strategy_has_four_levels_of_ours_at_most(strategy: type) -> None:
     ours = [kind.__name__ for kind in inspect.getmro(strategy) if kind.__module__.startswith("lightning_hetero")]
-    assert len(ours) <= 3, ours
+    assert len(ours) <= 4, ours

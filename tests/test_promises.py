@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hetero
 from lightning_hetero import HeteroStrategy, ReplicaStrategy, callbacks, cli, errors
-from lightning_hetero.sections import FORMAT, KEY
+from lightning_hetero.checkpoint_sections import FORMAT, KEY
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.table import ENTRIES
 

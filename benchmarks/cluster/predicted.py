@@ -27,7 +27,7 @@ from rich.table import Table
 
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.callbacks.emulation import EmulatedSpeed
-from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.cluster import Cluster, LinkModel
 from lightning_hetero.planning.predictions import WIRES, predictions
 
 EVERY, FIXED = 8, 0.012  # steps between rare exchanges; seconds of a step that no sample needs
@@ -140,8 +140,8 @@ def cluster_of(
     for (_, per_sample), seconds in zip(costs, alone, strict=True):
         ranks.append(Cost(max(seconds - per_sample * options.batch, 0.0), per_sample))
     nodes = tuple(tuple(ranks[i : i + options.ranks]) for i in range(0, len(ranks), options.ranks))
-    between = Way(*links["between"])
-    within = Way(*links["within"]) if links["within"] else between
+    between = LinkModel(*links["between"])
+    within = LinkModel(*links["within"]) if links["within"] else between
     return Cluster(nodes, options.batch * len(ranks), 4 * PARAMETERS, within, between, hidden(options.batch))
 
 

@@ -18,7 +18,8 @@ def ways() -> dict[str, tuple[float, float] | None]:
     size = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
     within, between = (
-        min(cluster.measure(pairs), key=lambda link: link.bandwidth, default=None) for pairs in cluster.pairs(nodes)
+        min(cluster.measure_links(pairs), key=lambda link: link.bandwidth, default=None)
+        for pairs in cluster.pairs(nodes)
     )
     return {"within": within and within[1:], "between": between and between[1:]}
 

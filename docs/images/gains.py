@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lanes import Lane
 
 from lightning_hetero.batching.shares import Cost, split
-from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.cluster import Cluster, LinkModel
 
 NODES = ((0, 1), (2, 3))
 
@@ -40,7 +40,7 @@ def ddp() -> list[Lane]:
 def slow_link(until: float = 1200) -> list[Lane]:
     """Two nodes of two ranks, a link of 200 Mbit, steps of 70 ms, 8.6 MB: that of benchmarks/cluster."""
     rank, size = Cost(0.01, 0.06 / 16), 8.6e6
-    cluster = Cluster(((rank,) * 2,) * 2, 64, size, Way(2e-5, 5e9), Way(2e-4, 25e6))
+    cluster = Cluster(((rank,) * 2,) * 2, 64, size, LinkModel(2e-5, 5e9), LinkModel(2e-4, 25e6))
     work, exposed = 1e3 * cluster.even, 1e3 * (cluster.gradients() - cluster.hidden * cluster.even)
     plain, done = Lane("ddp", of_nodes(), until, "ms"), 0
     while plain.running:

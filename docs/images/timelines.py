@@ -14,7 +14,7 @@ from pathlib import Path
 from gains import NODES, ddp, gain, of_nodes
 from lanes import BELOW, COLOURS, Lane, draw
 
-from lightning_hetero.algorithms.schedules import Rhythm, phase
+from lightning_hetero.algorithms.schedules import TauSchedule, phase
 from lightning_hetero.algorithms.topologies import one_peer_exponential, random_matching, sends
 
 
@@ -124,7 +124,7 @@ def overlapped(tau: int, lasts: float, until: float) -> Lane:
 def streaming(tau: int = 6, fragments: int = 3, delay: int = 2, until: float = 20) -> Lane:
     """Fragments begin by the package's own rhythm, and arrive ``delay`` steps later."""
     title = f"hetero_diloco, tau={tau}, fragments={fragments}, delay={delay}: the parts of the model take turns"
-    lane, rhythm = Lane(title, ranks_of(), until), Rhythm(tau, delay, 500, fragments)
+    lane, rhythm = Lane(title, ranks_of(), until), TauSchedule(tau, delay, 500, fragments)
     pending: list[tuple[int, float]] = []
     for step in range(1, 40):
         for rank in range(4):

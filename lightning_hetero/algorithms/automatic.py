@@ -1,16 +1,16 @@
-"""The options of ``hetero_auto``, and its averager until it has chosen: one replica, nothing to bring together."""
+"""Options of ``hetero_auto``, and its averager until it has chosen: there is one replica, so nothing is averaged."""
 
 from dataclasses import dataclass
 
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, Facts, StepContext
-from lightning_hetero.checks import at_least_one, is_number, one_of
+from lightning_hetero.algorithms.base import Averager, StepContext, Traits
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.option_checks import at_least_one, is_number, one_of
 
 
 @dataclass
-class UndecidedAverager(Averager):
+class AutoAverager(Averager):
     """Begins with gradients over all ranks, measures, and leaves it to the cost model which algorithm goes on.
 
     Args:
@@ -28,7 +28,7 @@ class UndecidedAverager(Averager):
             unknown, or ``exact`` or ``deterministic`` is neither true nor false.
     """
 
-    facts = Facts(regrows=True)
+    traits = Traits(supports_unfreezing=True)
 
     gain: float = 0.2
     exact: bool = False

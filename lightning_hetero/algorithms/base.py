@@ -1,4 +1,4 @@
-"""What an algorithm between replicas is, what it is given, and what it reports."""
+"""Interface of an algorithm between replicas: the averager, its traits, and what it is given and returns at a step."""
 
 import logging
 import math
@@ -15,14 +15,14 @@ from typing_extensions import override
 from lightning_hetero.comm.all_reduce import Average, ReplicaLinks
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.objects import beside
+from lightning_hetero.comm.object_collectives import on_device_of
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.replicas.vectors import Regrowth, Replica, wide
+from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is always true of an algorithm.
+class Traits:
+    """Constant properties of an algorithm.
 
     Attributes:
         blocking: all ranks wait for each other after a step that is :meth:`~Averager.due`.
@@ -32,14 +32,14 @@ class Facts:
             not finite, in words.
         between: what is validated and saved between two exchanges, in words, if that is worth a warning when it happens
             more often than exchanges. Then :attr:`Outcome.exchanged` must be told.
-        regrows: parameters may become trainable, or frozen, during the fit: :meth:`~Averager.complete` and
-            :meth:`~Averager.regrown` see to what the algorithm holds.
+        supports_unfreezing: parameters may become trainable, or frozen, during the fit: :meth:`~Averager.complete` and
+            :meth:`~Averager.remap_state` see to what the algorithm holds.
 
     Example::
 
-        from lightning_hetero import Facts
+        from lightning_hetero import Traits
 
-        facts = Facts(needs_others=False)  # one replica alone has something to do, too
+        traits = Traits(needs_others=False)  # one replica alone has something to do, too
     """
 
     blocking: bool = True
@@ -47,12 +47,12 @@ class Facts:
     needs_others: bool = True
     fresh_start: str = "the mean of the others"
     between: str = ""
-    regrows: bool = False
+    supports_unfreezing: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step, or the preparation or the end of a fit, has brought about.
+    """Result of a step, or of the preparation or the end of a fit.
 
     Attributes:
         exchanged: this replica has completed an exchange.
@@ -71,7 +71,7 @@ class Outcome:
     info: str | None = None
 
 
-class Moments:
+class OptimizerMoments:
     """The moments of all optimizers as flat vectors. Step counts are never among them.
 
     Args:
@@ -127,7 +127,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 @torch.no_grad()
-def clear_broken(optimizers: Sequence[Optimizer]) -> None:
+def zero_nonfinite_state(optimizers: Sequence[Optimizer]) -> None:
     """Zero what is not finite in optimizers' state, which would break the next step again."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -136,12 +136,12 @@ def clear_broken(optimizers: Sequence[Optimizer]) -> None:
                     value.nan_to_num_(0.0, 0.0, 0.0)
 
 
-__all__ = ["Averager", "Facts", "Outcome", "Run", "StepContext"]
+__all__ = ["Averager", "FitInfo", "Outcome", "StepContext", "Traits"]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is known of the job and of the fit that is about to begin.
+class FitInfo:
+    """Job and length of the fit that is about to begin.
 
     Attributes:
         topology: where the ranks live; ``None`` in tests that have no job.
@@ -155,9 +155,9 @@ class Run:
 
     Example::
 
-        from lightning_hetero import Run
+        from lightning_hetero import FitInfo
 
-        steps, steps_per_epoch = Run().length()  # in tests nothing is known
+        steps, steps_per_epoch = FitInfo().length()  # in tests nothing is known
     """
 
     topology: Topology | None = None
@@ -170,7 +170,7 @@ class Run:
 
 
 class StepContext(NamedTuple):
-    """What all ranks know alike about the optimizer step that has just been taken.
+    """Facts of the optimizer step just taken, the same on all ranks.
 
     A step takes in all batches over which gradients accumulate.
 
@@ -198,7 +198,7 @@ class StepContext(NamedTuple):
 
 
 class Averager(ABC):
-    """Brings the parameters of replicas together. It touches neither Lightning, nor the data, nor the network.
+    """Base of algorithms between replicas. It touches neither Lightning, nor the data, nor the network.
 
     Write one as a dataclass. Its fields are its options: check them in ``__post_init__``. Fields with ``init=False``,
     and attributes that :meth:`prepare` makes, are its state. A new instance serves each fit.
@@ -210,7 +210,7 @@ class Averager(ABC):
     for an exchange that the others do not make.
 
     Attributes:
-        facts: what is always true of the algorithm.
+        traits: what is always true of the algorithm.
         state: names of the attributes that a checkpoint holds beside the reference: tensors, lists of them, builtins.
         common: names of what is alike on all replicas in :meth:`state_dict`, beside the reference: new replicas get it.
         replica: this rank's values, since :meth:`setup`.
@@ -235,12 +235,12 @@ class Averager(ABC):
                 return context.step % self.every == 0
     """
 
-    facts: ClassVar[Facts] = Facts()
+    traits: ClassVar[Traits] = Traits()
     state: ClassVar[tuple[str, ...]] = ()
     common: ClassVar[tuple[str, ...]] = ()
     replica: Replica
     links: ReplicaLinks
-    run: Run
+    run: FitInfo
     reference: list[Tensor]
     pairings: list[list[int]] | None = None
 
@@ -253,7 +253,7 @@ class Averager(ABC):
     # -- the beginning of a fit --------------------------------------------------------------------
 
     def make_replica(self, module: nn.Module, settle: Callable[[], None] | None = None) -> Replica:
-        """What replicas exchange of a model.
+        """The values of a model that replicas exchange.
 
         Args:
             module: the model, on its device.
@@ -266,7 +266,7 @@ class Averager(ABC):
         replica: Replica,
         links: ReplicaLinks,
         optimizers: Callable[[], Sequence[Optimizer]],
-        run: Run | None = None,
+        run: FitInfo | None = None,
     ) -> Outcome | None:
         """Take what the fit gives; returns what :meth:`prepare` returns. All replicas hold the same values now.
 
@@ -276,7 +276,7 @@ class Averager(ABC):
             optimizers: gives the optimizers.
             run: what is known of the job and the fit. Default: nothing.
         """
-        self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or Run()
+        self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
         self._packed = replica.pack()
         self.reference = [flat.to("cpu", wide(flat), copy=True) for flat in self._packed]
         self._spare: list[Tensor] = []
@@ -329,16 +329,16 @@ class Averager(ABC):
 
     def adopt(self, average: Average) -> None:
         """Let the model take over the mean of :meth:`average`, and let that be the new reference."""
-        self.take_over(average)
-        self._spare = self.refer_to(average)
+        self.apply_mean(average)
+        self._spare = self.set_reference(average)
 
-    def take_over(self, average: Average) -> None:
+    def apply_mean(self, average: Average) -> None:
         """Let the model take over a mean."""
         self.replica.unpack(average.mean)
         if not average.healthy[self.links.index]:
-            clear_broken(self.optimizers)
+            zero_nonfinite_state(self.optimizers)
 
-    def refer_to(self, average: Average) -> list[Tensor]:
+    def set_reference(self, average: Average) -> list[Tensor]:
         """Let the mean be the new reference; returns memory that is free now: the old one."""
         free, self.reference = self.reference, average.mean
         return free
@@ -349,7 +349,7 @@ class Averager(ABC):
         """The values to evaluate and to save: here the mean of all replicas, weighted by samples (collective)."""
         return self.average(context).mean
 
-    def common_start(self, context: StepContext) -> list[Tensor]:
+    def join_values(self, context: StepContext) -> list[Tensor]:
         """The values from which all replicas go on together when others join (collective): here the consensus."""
         return self.consensus(context)
 
@@ -359,7 +359,7 @@ class Averager(ABC):
         return None
 
     def status(self, step: int) -> dict[str, float | str]:
-        """What people may want to see of the algorithm's course, by name."""
+        """The algorithm's own numbers and words for logs and reports, by name."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class Averager(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         for name in ("reference", *self.state):
-            setattr(self, name, beside(state[name], getattr(self, name, None)))
+            setattr(self, name, on_device_of(state[name], getattr(self, name, None)))
 
     def load_common(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have any
         """Go on with what :attr:`common` names, from a :meth:`state_dict` of other replicas; here nothing."""
@@ -379,19 +379,19 @@ class Averager(ABC):
     def complete(self, context: StepContext) -> None:  # noqa: B027 - most exchanges end with their step
         """Complete what is under way from one step to another (collective)."""
 
-    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
-        """What :meth:`state_dict` has returned, for :meth:`load_state_dict` in another layout.
+    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
+        """The state of :meth:`state_dict` in another layout, for :meth:`load_state_dict`.
 
         Args:
             state: in the present layout.
-            growth: brings vectors into the new one.
+            layout_change: brings vectors into the new one.
         """
-        return {**state, "reference": growth.carry(state["reference"])}
+        return {**state, "reference": layout_change.carry(state["reference"])}
 
     # -- replicas that are lost --------------------------------------------------------------------
 
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
-        """What this replica holds of its own after others were lost in the midst of the fit, for :meth:`go_on`.
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
+        """This replica's own state after others were lost in the midst of the fit, for :meth:`continue_after_loss`.
 
         Local: it waits for nobody. What is under way is dropped, its connections are broken.
 
@@ -400,11 +400,11 @@ class Averager(ABC):
         """
         return self.state_dict()
 
-    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
         """Go on among the replicas that remain, after :meth:`setup` (collective over them).
 
         Args:
-            state: what :meth:`remains` has returned.
+            state: what :meth:`state_after_loss` has returned.
             context: of the latest step.
         """
         self.load_state_dict(state)
@@ -418,8 +418,8 @@ class Averager(ABC):
 
 
 @dataclass
-class RestingAverager(Averager):
-    """The mean of what still changes, such as BatchNorm's statistics, where it is looked at and at the end.
+class BufferAverager(Averager):
+    """Averages what still changes after training, such as BatchNorm's statistics, where it is evaluated and at the end.
 
     Between these replicas do not meet.
 
@@ -427,7 +427,7 @@ class RestingAverager(Averager):
         pairings: of the averager that has served the replicas before.
     """
 
-    facts = Facts(regrows=True)
+    traits = Traits(supports_unfreezing=True)
 
     pairings: list[list[int]] | None = None
 
@@ -436,7 +436,7 @@ class RestingAverager(Averager):
         return False
 
 
-def regrow(averager: Averager, context: StepContext, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+def change_layout(averager: Averager, context: StepContext, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
     """Let an averager go on with the parameters that are trainable now, between two steps (collective).
 
     What is under way is completed first. What the averager holds of old values it keeps; added ones begin from the
@@ -448,13 +448,13 @@ def regrow(averager: Averager, context: StepContext, optimizers: Callable[[], Se
         optimizers: gives the optimizers.
     """
     averager.complete(context)
-    growth = Regrowth(averager.replica, averager.replica.anew())
-    if growth.left:
-        growth.settle(averager.consensus(context))
-    state = averager.regrown(averager.state_dict(), growth)
+    layout_change = LayoutChange(averager.replica, averager.replica.with_current_trainable())
+    if layout_change.left:
+        layout_change.write_dropped(averager.consensus(context))
+    state = averager.remap_state(averager.state_dict(), layout_change)
     averager.links.gather(None)  # all have what they need of the others
     averager.close()
-    averager.setup(growth.new, averager.links, optimizers, averager.run)
+    averager.setup(layout_change.new, averager.links, optimizers, averager.run)
     averager.load_state_dict(state)
 
 
@@ -462,7 +462,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class LowBitAverager(Averager):
-    """Keeps what low-bit messages have left out, for the next message.
+    """Base of averagers with low-bit wires: keeps the error feedback, for the next message.
 
     A subclass makes :attr:`feedback` with :meth:`residuals` when it is prepared, and gives it to each exchange on its
     wire. Buffers travel as they are: rounded, a variance could become negative.
@@ -494,26 +494,28 @@ class LowBitAverager(Averager):
         super().load_state_dict(state)
         saved = state.get("feedback")
         if saved is not None and (self.feedback is None or not self.feedback.load_state_dict(saved)):
-            self._say_dropped("the checkpoint was saved with another wire, another model or other replicas")
+            self._warn_of_dropped_residuals(
+                "the checkpoint was saved with another wire, another model or other replicas"
+            )
 
     @override
-    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
         if self.feedback is not None:
-            self._say_dropped("other parameters are trainable now")
-        return _without(super().regrown(state, growth))
+            self._warn_of_dropped_residuals("other parameters are trainable now")
+        return _without(super().remap_state(state, layout_change))
 
     @override
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
-        return _without(super().remains(kept))
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
+        return _without(super().state_after_loss(kept))
 
     @override
-    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
-        super().go_on(state, context)
+    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
+        super().continue_after_loss(state, context)
         if self.feedback is not None:
-            self._say_dropped("replicas were lost")
+            self._warn_of_dropped_residuals("replicas were lost")
 
-    def _say_dropped(self, why: str) -> None:
-        if self.links.index == 0 and self.links.leads:
+    def _warn_of_dropped_residuals(self, why: str) -> None:
+        if self.links.index == 0 and self.links.is_leader:
             log.warning(
                 f"wire={self.wire!r}: {why}, so what earlier messages have left out is dropped. Error feedback begins "
                 "anew, from 0."

@@ -1,4 +1,4 @@
-"""What algorithms with a center have in common; and one kernel for those in which all replicas meet it at once."""
+"""Base of algorithms with a center, and of those in which all replicas exchange with it at the same step."""
 
 import math
 from abc import abstractmethod
@@ -11,15 +11,22 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, Facts, LowBitAverager, Outcome, StepContext, clear_broken
+from lightning_hetero.algorithms.base import (
+    Averager,
+    LowBitAverager,
+    Outcome,
+    StepContext,
+    Traits,
+    zero_nonfinite_state,
+)
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.replicas.vectors import Regrowth, Replica
+from lightning_hetero.replicas.vectors import LayoutChange, Replica
 
 
 @dataclass
 class CenteredAverager(Averager):
-    """What is validated, saved and left at the end is a center; values that take no part have their mean beside it.
+    """Base of algorithms whose result is a center; values that take no part have their mean beside it.
 
     As long as no replica has met the center, which then is only the model that all began with, it is the mean of all.
 
@@ -38,9 +45,9 @@ class CenteredAverager(Averager):
     tau: int
     exclude: Sequence[str] = field(default=(), kw_only=True)
 
-    facts = Facts(
+    traits = Traits(
         needs_others=False,
-        regrows=True,
+        supports_unfreezing=True,
         fresh_start="the center",
         between=(
             "the mean of all replicas before the first exchange, and then the same center as at the latest exchange, "
@@ -78,34 +85,34 @@ class CenteredAverager(Averager):
         return None
 
     @property
-    def known(self) -> list[Tensor]:
-        """The center as it was when all last looked, as vectors on the CPU, in fp32 or wider."""
+    def last_center(self) -> list[Tensor]:
+        """The center as all ranks last read it, as vectors on the CPU, in fp32 or wider."""
         return self.reference[: self.replica.included]
 
-    def begin_again(self, center: Sequence[Tensor]) -> None:
+    def restart_from(self, center: Sequence[Tensor]) -> None:
         """Let this replica, which is not finite, go on from the center."""
         self.replica.unpack(center)
-        self.replica.mend(self.reference)  # what takes no part
-        clear_broken(self.optimizers)
+        self.replica.replace_nonfinite(self.reference)  # what takes no part
+        zero_nonfinite_state(self.optimizers)
 
     @property
-    def leads(self) -> bool:
+    def uses_center(self) -> bool:
         """Whether the center is what to validate and to save; the same on all ranks."""
         return self._moved
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
-        if not self.leads:
+        if not self.uses_center:
             return super().consensus(context)
         first = self.replica.included
         if first == len(self.reference):  # nothing stays excluded
-            return self.known
+            return self.last_center
         excluded = self.replica.pack()[first:]
         mean = self.links.average(excluded, context.samples_per_replica, self.reference[first:]).mean
-        return [*self.known, *mean]
+        return [*self.last_center, *mean]
 
     @override
-    def common_start(self, context: StepContext) -> list[Tensor]:
+    def join_values(self, context: StepContext) -> list[Tensor]:
         # The center is some exchanges behind the replicas: what they have learned since would be lost.
         return super().consensus(context)
 
@@ -114,7 +121,7 @@ class CenteredAverager(Averager):
         self.replica.unpack(self.consensus(context))
         if not math.isnan(self._distance):
             return None
-        left = "the center as it was" if self.leads else "the mean of all replicas"
+        left = "the center as it was" if self.uses_center else "the mean of all replicas"
         return Outcome(
             warning=f"No replica has met the center in this fit: tau={self.tau} steps are more than there were, or "
             f"alpha is 0. What is left is {left}. Lower tau, or train for longer."
@@ -136,11 +143,11 @@ class CenteredAverager(Averager):
             own.copy_(saved)
 
     @override
-    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
-        return {**super().regrown(state, growth), "distance": self._distance}
+    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
+        return {**super().remap_state(state, layout_change), "distance": self._distance}
 
 
-class CenterAverager(LowBitAverager, CenteredAverager):
+class SyncCenterAverager(LowBitAverager, CenteredAverager):
     """Every tau steps replicas and their center move towards each other.
 
     With ``D_i = x_i - c`` and weights that sum to 1::
@@ -171,7 +178,7 @@ class CenterAverager(LowBitAverager, CenteredAverager):
     @property
     def center(self) -> list[Tensor]:
         """``c``, which every rank keeps up to date."""
-        return self.known
+        return self.last_center
 
     @override
     def due(self, context: StepContext) -> bool:
@@ -193,7 +200,7 @@ class CenterAverager(LowBitAverager, CenteredAverager):
         own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
         warning = self.move(own, average)
         if not average.healthy[self.links.index]:
-            self.begin_again(self.center)
+            self.restart_from(self.center)
         return Outcome(exchanged=True, warning=warning)
 
     def _begin(self, context: StepContext) -> None:

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Facts, LowBitAverager, Outcome, StepContext
-from lightning_hetero.algorithms.schedules import Pace, RateSchedule, phase, steps_of
-from lightning_hetero.checks import at_least_one, one_of
-from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange, Want
+from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext, Traits
+from lightning_hetero.algorithms.schedules import ExchangeTimer, RateSchedule, phase, steps_of
+from lightning_hetero.comm.all_reduce import Average, AveragePart, Contribution, Exchange
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.replicas.vectors import Regrowth, Replica
+from lightning_hetero.option_checks import at_least_one, one_of
+from lightning_hetero.replicas.vectors import LayoutChange, Replica
 
 Mixing = Literal["daso", "delta"]
-WANT: dict[Mixing, Want] = {"daso": "mean", "delta": "away"}  # of an exchange
+AVERAGE_PART: dict[Mixing, AveragePart] = {"daso": "mean", "delta": "away"}  # of an exchange
 
 
-class Pending(NamedTuple):
-    """An exchange that has not been mixed in yet.
+class PendingExchange(NamedTuple):
+    """Exchange that has not been mixed in yet.
 
     Attributes:
         step: optimizer step after which it began.
@@ -75,7 +75,7 @@ class DASOAverager(LowBitAverager):
         schedule: gives B and W.
     """
 
-    facts = Facts(blocking=False, regrows=True)
+    traits = Traits(blocking=False, supports_unfreezing=True)
     common = ("schedule",)
 
     warmup: float | int | str = 0.1
@@ -105,11 +105,11 @@ class DASOAverager(LowBitAverager):
         self.links.prepare()
         self.feedback = self.residuals(self.reference)
         self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
-        self._pending: Pending | None = None
+        self._pending: PendingExchange | None = None
         self._done = 0  # the latest step of which all that follows it is done
         self._broken = False  # within what follows a step
         self._member = self._since = 0  # steps of the cycling phase since the last exchange began
-        self._pace = Pace()
+        self._timer = ExchangeTimer()
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
         self._mean: list[Tensor] = []  # memory for the next exchange
         self._epoch_ended = False  # with the latest step
@@ -150,11 +150,11 @@ class DASOAverager(LowBitAverager):
         if self._epoch_ended:  # only now is all known that the epoch has logged
             self._epoch_ended = False
             if self.monitor is not None and self.schedule_every_n_steps is None:
-                self._look(context)
+                self._update_rate(context)
 
     @override
     def after_step(self, context: StepContext) -> None:
-        self._pace.pause()
+        self._timer.step_ended()
         self._broken = True
         cycling = self.phase(context.step) == "cycling"
         if self._pending is not None and (not cycling or context.step - self._pending.step >= self._pending.wait):
@@ -166,14 +166,14 @@ class DASOAverager(LowBitAverager):
             # When B has just been halved, an exchange may still be under way for longer than the new B.
             if self._since >= self.schedule.every and self._pending is None:
                 self._begin(context)
-        self._pace.resume()
+        self._timer.step_begins()
         self._done, self._broken = context.step, False
         self._epoch_ended, steps = context.epoch_ends, self.schedule_every_n_steps
         by_epoch = context.epoch_ends and self.monitor is None
         if by_epoch if steps is None else context.step % steps == 0:
-            self._look(context)
+            self._update_rate(context)
 
-    def _look(self, context: StepContext) -> None:
+    def _update_rate(self, context: StepContext) -> None:
         """Show the schedule the loss, or the metric to monitor, of all ranks (collective)."""
         cycling = self.phase(context.step) == "cycling"
         if self.monitor is None:
@@ -181,37 +181,37 @@ class DASOAverager(LowBitAverager):
         else:
             loss = context.metric(self.monitor) if cycling else None
         if cycling and loss is not None:
-            self.schedule.tick(loss)
+            self.schedule.observe_loss(loss)
 
     def _begin(self, context: StepContext) -> None:
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
         samples, member = context.samples_per_replica, self._member
-        own = Contribution(self._snapshot, samples, self.reference, self.wire, self._pace.lasted, self.feedback)
-        exchange = self.links.begin(own, self._mean, member, WANT[self.mixing])
-        self._pending = Pending(context.step, self.schedule.wait, exchange)
+        own = Contribution(self._snapshot, samples, self.reference, self.wire, self._timer.lasted, self.feedback)
+        exchange = self.links.begin(own, self._mean, member, AVERAGE_PART[self.mixing])
+        self._pending = PendingExchange(context.step, self.schedule.wait, exchange)
         self._since, self._member = 0, (member + 1) % self.links.members
         if self._pending.wait == 0:
             self._mix(context.step)
 
     def _mix(self, step: int) -> None:
-        average = self._arrived()
+        average = self._await_wire()
         assert self._pending is not None
         stale, self._pending = step - self._pending.step, None
         self.schedule.measured(average.payloads)
         if average.healthy[self.links.index]:
             mix(self.mixing, self.replica, average, stale, self.links.count)
         else:
-            self.take_over(average)
-        self._mean = self.refer_to(average)
+            self.apply_mean(average)
+        self._mean = self.set_reference(average)
 
-    def _arrived(self) -> Average:
+    def _await_wire(self) -> Average:
         """Wait for the wire, but do not mix."""
         assert self._pending is not None
         exchange = self._pending.average
         if isinstance(exchange, Exchange):
             average = exchange.result()
-            self._pace.exchanged(exchange.seconds)
+            self._timer.exchanged(exchange.seconds)
             self._pending = self._pending._replace(average=average)
             return average
         return exchange
@@ -234,7 +234,7 @@ class DASOAverager(LowBitAverager):
     def state_dict(self) -> dict[str, Any]:
         pending = None
         if self._pending is not None:
-            average = self._arrived()._asdict()
+            average = self._await_wire()._asdict()
             pending = {**self._pending._asdict(), "average": average}
         counts = {"turn": self._member, "since": self._since}
         return {**super().state_dict(), "schedule": self.schedule.state_dict(), **counts, "pending": pending}
@@ -246,16 +246,18 @@ class DASOAverager(LowBitAverager):
         self._member, self._since = state["turn"], state["since"]
         self._epoch_ended = state.get("epoch_ended", False)
         pending = state["pending"]
-        self._pending = None if pending is None else Pending(**{**pending, "average": Average(**pending["average"])})
+        self._pending = (
+            None if pending is None else PendingExchange(**{**pending, "average": Average(**pending["average"])})
+        )
 
     @override
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
         self._pending, self._before = None, (self._done, self._broken)
-        return {**super().remains(kept), "epoch_ended": self._epoch_ended}
+        return {**super().state_after_loss(kept), "epoch_ended": self._epoch_ended}
 
     @override
-    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
-        super().go_on(state, context)
+    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
+        super().continue_after_loss(state, context)
         # Replicas may be steps apart: all begin their next exchange at the step at which the furthest one does.
         own, _ = self._before
         done, since, member = max(self.links.gather((own, self._since, self._member)))
@@ -274,8 +276,8 @@ class DASOAverager(LowBitAverager):
         self.schedule.load_state_dict(state["schedule"])  # an exchange under way is dropped
 
     @override
-    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
-        return {**super().regrown(state, growth), "epoch_ended": self._epoch_ended}
+    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
+        return {**super().remap_state(state, layout_change), "epoch_ended": self._epoch_ended}
 
 
 def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int) -> None:

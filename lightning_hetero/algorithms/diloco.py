@@ -1,4 +1,4 @@
-"""An outer optimizer on the average of what replicas have done: local SGD, DiLoCo, BMUF."""
+"""Outer optimizer on the mean of the replicas' local steps: local SGD, DiLoCo, BMUF."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +14,10 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.fragments import Fragments, StreamingAverager
-from lightning_hetero.checks import is_number
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import CheckpointError, ConfigurationError
-from lightning_hetero.replicas.vectors import Regrowth, Replica
+from lightning_hetero.option_checks import is_number
+from lightning_hetero.replicas.vectors import LayoutChange, Replica
 
 
 @dataclass
@@ -56,8 +56,8 @@ class OuterAverager(StreamingAverager):
         ConfigurationError: a value that cannot work; when training starts: more fragments than modules.
     """
 
-    facts = replace(
-        CenteredAverager.facts, between="the mean of all replicas, and each such look costs as much as an exchange"
+    traits = replace(
+        CenteredAverager.traits, between="the mean of all replicas, and each such look costs as much as an exchange"
     )
     common = ("outer",)
     tau: int | Literal["auto"] = 50
@@ -74,7 +74,7 @@ class OuterAverager(StreamingAverager):
         super().__post_init__()
         check_wire(self.wire)
         self._make = self._outer_optimizer()
-        self._described = described(self._make, self.outer)
+        self._described = outer_optimizer_options(self._make, self.outer)
 
     def _outer_optimizer(self) -> Callable[[Iterable], Optimizer]:
         if self.outer is not None:
@@ -134,9 +134,9 @@ class OuterAverager(StreamingAverager):
             outer.optimizer.load_state_dict(saved)  # the same on all replicas
 
     @override
-    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
         momenta = {name: optimizer.state.get(p, {}) for name, (optimizer, p) in self._by_name().items()}
-        return {**super().regrown(state, growth), "outer": None, "momenta": momenta}
+        return {**super().remap_state(state, layout_change), "outer": None, "momenta": momenta}
 
     def _by_name(self) -> dict[str, tuple[Optimizer, nn.Parameter]]:
         """The outer optimizer of each parameter, and the parameter as that knows it."""
@@ -192,8 +192,8 @@ class OuterStep:
             buffer.sub_(step)
 
 
-def described(make: Callable[[Iterable], Optimizer], given: object) -> tuple[str, dict[str, Any]]:
-    """What an outer optimizer is, in builtins: its class and its defaults.
+def outer_optimizer_options(make: Callable[[Iterable], Optimizer], given: object) -> tuple[str, dict[str, Any]]:
+    """An outer optimizer in builtins: its class and its defaults.
 
     Args:
         make: makes it, of parameters.

@@ -1,4 +1,4 @@
-"""DiLoCo without waiting: each replica brings its outer gradient to a center when it is done with its local steps."""
+"""Asynchronous DiLoCo: each replica sends its outer gradient to a center when its local steps are done."""
 
 import math
 import time
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager
 from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.visiting import VisitingAverager
-from lightning_hetero.checks import is_number, one_of
-from lightning_hetero.comm.centers.base import Rule
+from lightning_hetero.comm.centers.base import CenterRule
 from lightning_hetero.comm.centers.client import CenterOptions
-from lightning_hetero.comm.objects import finite
+from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
-from lightning_hetero.replicas.vectors import Regrowth
+from lightning_hetero.option_checks import is_number, one_of
+from lightning_hetero.replicas.vectors import LayoutChange
 
 #: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
 Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
-class DelayedNesterov(Rule):
-    """Each arrival's gradient moves the center at once; the momentum does once in N arrivals.
+class DelayedNesterov(CenterRule):
+    """Delayed Nesterov momentum: each arrival's gradient moves the center at once, the momentum once in N arrivals.
 
     With ``g`` the outer gradient of an arrival, weighted, so that those of N arrivals make one mean::
 
@@ -88,7 +88,7 @@ class DelayedNesterov(Rule):
 
 
 @dataclass
-class OuterAsyncAverager(VisitingAverager):
+class OuterAsyncAverager(AsyncCenterAverager):
     """A replica brings what its local steps have done to a center, alone, and goes on from what the center is then.
 
     With weights ``w_i`` by samples, ``c_i`` the center that replica ``i`` began from, and N replicas, for each arrival
@@ -121,12 +121,12 @@ class OuterAsyncAverager(VisitingAverager):
         UnsupportedError: when the ranks have met: the center cannot live there.
     """
 
-    facts = replace(
-        VisitingAverager.facts,
+    traits = replace(
+        AsyncCenterAverager.traits,
         between="the center moved by what replicas have done since, and each such look costs as much as an exchange",
     )
     common = ("outer",)
-    of_center = (*VisitingAverager.of_center, "outer", "came", "speeds")
+    of_center = (*AsyncCenterAverager.of_center, "outer", "came", "speeds")
 
     tau: int = 50
     outer_lr: float = 0.7
@@ -152,11 +152,13 @@ class OuterAsyncAverager(VisitingAverager):
 
     @override
     def prepare(self) -> Outcome | None:
-        self._start = [value.clone() for value in self.known]  # the center that this replica began from
+        self._start = [value.clone() for value in self.last_center]  # the center that this replica began from
         self._speeds = torch.zeros(self.links.count, dtype=torch.float64)  # of all replicas, in steps per second
-        self._outer = [torch.zeros_like(value) for value in (*self.known, *self.known)]  # the momentum, and the sum
+        self._outer = [
+            torch.zeros_like(value) for value in (*self.last_center, *self.last_center)
+        ]  # the momentum, and the sum
         self._came = torch.zeros(1, dtype=torch.float64)
-        self._given = [torch.empty_like(value) for value in (*self.known, self._speeds)]
+        self._given = [torch.empty_like(value) for value in (*self.last_center, self._speeds)]
         self._last, self._steps = -1, self.tau  # the step of the latest exchange, and steps from there to the next
         self._seconds: deque[float] = deque(maxlen=64)  # of the latest steps
         self._resumed = math.nan
@@ -164,25 +166,25 @@ class OuterAsyncAverager(VisitingAverager):
 
     @property
     @override
-    def kept(self) -> list[Tensor]:
-        return [*self.known, self._speeds, *self._outer, self._came]
+    def center_vectors(self) -> list[Tensor]:
+        return [*self.last_center, self._speeds, *self._outer, self._came]
 
     @property
     @override
-    def leads(self) -> bool:
+    def uses_center(self) -> bool:
         return False  # replicas have learned something since they came to the center
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
-        self._client.read(self.kept)
+        self._client.read(self.center_vectors)
         values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
-        own, begun, now = (self.replica.views(flats)[0] for flats in (values, self._start, self.known))
+        own, begun, now = (self.replica.views(flats)[0] for flats in (values, self._start, self.last_center))
         for value, start, center in zip(own, begun, now, strict=False):  # the last ones may be excluded
             value.add_(center - start)
         return self.links.average(values, context.samples_per_replica, self.reference).mean
 
     @override
-    def common_start(self, context: StepContext) -> list[Tensor]:
+    def join_values(self, context: StepContext) -> list[Tensor]:
         return self.consensus(context)  # it has both: the center, and what replicas have learned since
 
     @override
@@ -220,14 +222,14 @@ class OuterAsyncAverager(VisitingAverager):
         speeds.zero_()
         speeds[self.links.index] = 1 / median(self._seconds) if self._seconds else 0.0
         seen = self._client.push_pull(self._given, push)()
-        self._rates.saw(seen.counts)
+        self._rates.observe(seen.counts)
         self._distance, self._moved = math.sqrt(seen.square), True
         for start, value in zip(self._start, moved, strict=True):
             start.copy_(value)
         if healthy:
             self.replica.unpack(self._start)
         else:
-            self.begin_again(self._start)
+            self.restart_from(self._start)
             self.links.traffic.skipped.append(self.links.index)
         self._last, self._steps = context.step, self._local_steps(speeds)
 
@@ -261,24 +263,24 @@ class OuterAsyncAverager(VisitingAverager):
 
     @override
     def load_common(self, state: dict[str, Any]) -> None:
-        count = len(self.known)
+        count = len(self.last_center)
         for own, value in zip(self._outer[:count], state["outer"][:count], strict=True):
             own.copy_(value)
-        self._client.write(self.kept, [0] * self.links.count)
+        self._client.write(self.center_vectors, [0] * self.links.count)
 
     @override
-    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
+    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
         count = len(state["outer"]) // 2
-        outer = [growth.carry(part, 0.0) for part in (state["outer"][:count], state["outer"][count:])]
+        outer = [layout_change.carry(part, 0.0) for part in (state["outer"][:count], state["outer"][count:])]
         return {
-            **super().regrown(state, growth),
-            "start": growth.carry(state["start"]),
+            **super().remap_state(state, layout_change),
+            "start": layout_change.carry(state["start"]),
             "outer": [*outer[0], *outer[1]],
         }
 
     @override
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
-        state = {**super().remains(kept), **self._own()}
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
+        state = {**super().state_after_loss(kept), **self._own()}
         return {**state, "speeds": self._speeds[list(kept)]}
 
     @override

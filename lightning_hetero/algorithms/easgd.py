@@ -1,4 +1,4 @@
-"""Elastic averaging: replicas and a center pull at each other."""
+"""Elastic averaging SGD (EASGD): replicas and a center pull at each other."""
 
 import math
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.center import CenterAverager, CenteredAverager
-from lightning_hetero.checks import is_number
+from lightning_hetero.algorithms.center import CenteredAverager, SyncCenterAverager
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
+from lightning_hetero.option_checks import is_number
 
 
 @dataclass(frozen=True)
-class Pull:
-    """How strongly replicas and their center pull at each other. Give one of the first two at most.
+class ElasticForce:
+    """Strength of the pull between replicas and their center. Give one of the first two at most.
 
     Attributes:
         moving_rate: alpha; ``"auto"``: beta / p, with p replicas and, if it is not given, beta = 0.9, as in the paper.
@@ -72,14 +72,14 @@ class Pull:
         return replicas * alpha if self.beta is None else self.beta
 
     @property
-    def nothing(self) -> bool:
+    def is_zero(self) -> bool:
         """Whether nothing ever moves, whatever the learning rate."""
         return not (self.moving_rate or self.rho or self.beta)
 
 
 @dataclass
-class Elastic(CenteredAverager):
-    """What all forms of EASGD have in common: replicas are tied to a center by an elastic force.
+class ElasticBase(CenteredAverager):
+    """Base of all forms of EASGD: replicas are tied to a center by an elastic force.
 
     With ``D_i = x_i - c`` from before the replica's own step, weights ``w_i`` (the part of the samples that replica
     ``i`` takes) and p replicas::
@@ -109,18 +109,18 @@ class Elastic(CenteredAverager):
     rho: float | None = None
     beta: float | None = None
     wire: str = "fp32"
-    pull: Pull = field(init=False, repr=False)
+    pull: ElasticForce = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.pull = Pull(self.moving_rate, self.rho, self.beta)
+        self.pull = ElasticForce(self.moving_rate, self.rho, self.beta)
         self.moving_rate = self.pull.moving_rate
         check_wire(self.wire)
 
     @override
     def prepare(self) -> Outcome | None:
         super().prepare()
-        self._moved = self.pull.nothing  # the center never will: nothing is sent, for the mean neither
+        self._moved = self.pull.is_zero  # the center never will: nothing is sent, for the mean neither
         return Outcome(warning=stability(*self.strength()))
 
     def strength(self) -> tuple[float, float]:
@@ -130,7 +130,7 @@ class Elastic(CenteredAverager):
 
 
 @dataclass
-class ElasticAverager(Elastic, CenterAverager):
+class ElasticAverager(ElasticBase, SyncCenterAverager):
     """EASGD: ``x_i -= alpha D_i;  c += beta sum_i w_i D_i``, both from the old values, all replicas at once.
 
     Alpha is that of the first replica, for all. Without gradients ``alpha c + beta sum_i w_i x_i`` is conserved.
@@ -142,7 +142,7 @@ class ElasticAverager(Elastic, CenterAverager):
 
     @override
     def due(self, context: StepContext) -> bool:
-        return not self.pull.nothing and super().due(context)
+        return not self.pull.is_zero and super().due(context)
 
     @override
     def payload(self) -> float:
@@ -208,7 +208,7 @@ class EAMSGDAverager(ElasticAverager):
 
 
 def stability(alpha: float, beta: float) -> str | None:
-    """What to say of settings that are stable, but outside the region where every pull shortens its distance.
+    """A warning for settings that are stable, but outside the region where every pull shortens its distance.
 
     As the learning rate goes to 0, the replicas' mean distance from the center is multiplied by 1 - alpha - beta, and
     that of one replica from their mean by 1 - alpha.

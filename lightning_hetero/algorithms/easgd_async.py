@@ -1,4 +1,4 @@
-"""Replicas that exchange with a center one by one, each whenever it is ready."""
+"""Asynchronous EASGD: replicas exchange with the center one by one, each whenever it is ready."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.algorithms.async_center import AsyncCenterAverager
 from lightning_hetero.algorithms.base import Outcome, StepContext
-from lightning_hetero.algorithms.easgd import Elastic, check_momentum, stability
-from lightning_hetero.algorithms.visiting import VisitingAverager
-from lightning_hetero.checks import one_of
+from lightning_hetero.algorithms.easgd import ElasticBase, check_momentum, stability
 from lightning_hetero.comm.centers.base import PushPull
 from lightning_hetero.comm.centers.client import CenterOptions, Home
-from lightning_hetero.comm.compression import only_wide_wires
-from lightning_hetero.comm.objects import finite
+from lightning_hetero.comm.compression import refuse_low_bit
+from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
+from lightning_hetero.option_checks import one_of
 
 
-class PushPullAverager(VisitingAverager, Elastic):
+class PushPullAverager(AsyncCenterAverager, ElasticBase):
     """Asynchronous EASGD: every tau steps of its own, a replica exchanges with the center.
 
     Of p replicas, each with a share ``w_i`` of the samples::
@@ -51,7 +51,7 @@ class PushPullAverager(VisitingAverager, Elastic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        only_wide_wires(self.wire, "where replicas meet the center one by one, no low-bit wire can be used")
+        refuse_low_bit(self.wire, "where replicas meet the center one by one, no low-bit wire can be used")
         one_of("center", self.center, ("auto", "shared_memory", "thread", "mpi"))
         one_of("debias", self.debias, (True, False))
         if self.wire != "fp32" and self.center not in ("auto", "thread"):
@@ -65,12 +65,12 @@ class PushPullAverager(VisitingAverager, Elastic):
     @override
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
-        self._difference = [torch.empty_like(c) for c in self.known]
+        self._difference = [torch.empty_like(c) for c in self.last_center]
         self._snapshot = self._packed[: self.replica.included]
         return outcome
 
     def _exchanges(self, step: int) -> bool:
-        return not self.pull.nothing and step % self.tau == 0
+        return not self.pull.is_zero and step % self.tau == 0
 
     @override
     def before_step(self, context: StepContext) -> None:
@@ -85,7 +85,7 @@ class PushPullAverager(VisitingAverager, Elastic):
             self._go(context.samples_per_replica)
         assert self._exchange is not None
         seen, self._exchange = self._exchange(), None
-        self._rates.saw(seen.counts)
+        self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
         if not self._healthy:
             self._take_center()
@@ -119,19 +119,19 @@ class PushPullAverager(VisitingAverager, Elastic):
     def _take_center(self) -> None:
         for difference in self._difference:
             difference.neg_()
-        self.begin_again(self._difference)
+        self.restart_from(self._difference)
         self.links.traffic.skipped.append(self.links.index)
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
-        counts = self._client.read(self.known)
+        counts = self._client.read(self.last_center)
         self._moved |= any(counts)
         return super().consensus(context)
 
     @override
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
         self._exchange = None
-        return super().remains(kept)
+        return super().state_after_loss(kept)
 
 
 @dataclass
@@ -145,7 +145,7 @@ class RoundRobinAverager(PushPullAverager):
 
 
 @dataclass
-class AsyncAverager(PushPullAverager):
+class AsyncElasticAverager(PushPullAverager):
     """Asynchronous EASGD: whoever comes first is served first.
 
     Source: Asynchronous EASGD, Zhang et al. 2015, algorithm 1; You, Buluc and Demmel 2017.
@@ -165,7 +165,7 @@ class AsyncAverager(PushPullAverager):
 
 
 @dataclass
-class AsyncMomentumAverager(AsyncAverager):
+class AsyncMomentumElasticAverager(AsyncElasticAverager):
     """Asynchronous EASGD with heavy-ball momentum: ``v <- mu v - eta g;  x <- x + v - alpha (x - c)``.
 
     Source: Momentum EASGD, You, Buluc and Demmel 2017, eq. 5 and 6.

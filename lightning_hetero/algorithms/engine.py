@@ -1,7 +1,7 @@
-"""What happens between replicas: before and after every optimizer step, and wherever their consensus is looked at."""
+"""Engine between replicas: calls the algorithm around each step, and finds the consensus to evaluate and save."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -9,25 +9,24 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.algorithms.base import Averager, Outcome, Run, StepContext, regrow
-from lightning_hetero.batching.accounting import Losses, Workshare
-from lightning_hetero.checkpoint.format import of_layout
+from lightning_hetero.algorithms.base import Averager, FitInfo, Outcome, StepContext, change_layout
+from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
 from lightning_hetero.comm.agreement import check_equal, of_rank
 from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
 from lightning_hetero.comm.view import View
-from lightning_hetero.errors import NotFiniteError, UnsupportedError
+from lightning_hetero.errors import CheckpointError, NotFiniteError, UnsupportedError
 from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.replicas.vectors import Replica
 
 
-def about(
+def nonfinite_message(
     broken: Sequence[int],
     replicas: Sequence[Sequence[int]],
     step: int,
     seen: Sequence[tuple[str | None, int | None]],
     fresh_start: str,
 ) -> str:
-    """What to say of replicas that are not finite.
+    """The error message for replicas that are not finite.
 
     Args:
         broken: their numbers.
@@ -65,8 +64,8 @@ def about(
 
 
 @contextmanager
-def explained(engine: "ReplicaEngine") -> Iterator[None]:
-    """In a block in which replicas meet, say more about those that are not finite than they tell each other.
+def explain_nonfinite(engine: "ReplicaEngine") -> Iterator[None]:
+    """In a block in which replicas meet, add to errors about those that are not finite what the engine knows.
 
     All ranks alike do where all exchange after the same steps (collective then, if a replica is not finite).
 
@@ -74,16 +73,16 @@ def explained(engine: "ReplicaEngine") -> Iterator[None]:
         NotFiniteError: a replica is not finite, and may not be left out.
     """
     assert engine.averager is not None
-    skipped, facts = len(engine.traffic.skipped), engine.averager.facts
+    skipped, facts = len(engine.traffic.skipped), engine.averager.traits
     try:
         yield
     except NotFiniteError as error:
-        mine = engine.averager.replica.broken(), engine.losses.broken_at
+        mine = engine.averager.replica.first_nonfinite(), engine.losses.nonfinite_step
         if facts.lockstep:
             seen = engine.links.gather(mine)
         else:  # nobody else knows
             seen = [mine if rank == engine.view.rank else (None, None) for rank in range(engine.view.world)]
-        message = about(error.replicas, engine.view.ranks, engine.windows, seen, facts.fresh_start)
+        message = nonfinite_message(error.replicas, engine.view.ranks, engine.windows, seen, facts.fresh_start)
         told = NotFiniteError(error.replicas, message)
         raise (told.of_all() if facts.lockstep else told) from None
     for index in engine.traffic.skipped[skipped:]:
@@ -94,10 +93,10 @@ def explained(engine: "ReplicaEngine") -> Iterator[None]:
         )
 
 
-def beside_values(
+def replica_state_dict(
     engine: "ReplicaEngine", optimizers: Sequence[Optimizer], precision: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a replica goes on with, but for its values; the tensors are those in use (collective).
+    """The state of a replica beside its values; the tensors are those in use (collective).
 
     Args:
         engine: of the replica.
@@ -105,10 +104,10 @@ def beside_values(
         precision: state of the precision plugin.
     """
     assert engine.averager is not None
-    with explained(engine):
+    with explain_nonfinite(engine):
         algorithm = engine.averager.state_dict()
     return {
-        "kept": dict(engine.averager.replica.kept()),
+        "kept": dict(engine.averager.replica.unexchanged_buffers()),
         "precision": precision,
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "windows": engine.windows,
@@ -120,8 +119,8 @@ def beside_values(
 CHANGED = "the parameters that have become trainable or frozen"
 
 
-def in_mid_epoch(names: Iterable[str]) -> str:
-    """That it may not happen there.
+def unfrozen_within_epoch(names: Iterable[str]) -> str:
+    """The error message for parameters that are unfrozen, or frozen, within an epoch.
 
     Args:
         names: of the parameters.
@@ -132,8 +131,8 @@ def in_mid_epoch(names: Iterable[str]) -> str:
     )
 
 
-def cannot_regrow(averager: str, names: Iterable[str]) -> str:
-    """That an averager does not know how.
+def layout_is_fixed(averager: str, names: Iterable[str]) -> str:
+    """The error message for an averager that cannot go on with other parameters.
 
     Args:
         averager: name of its class.
@@ -141,7 +140,8 @@ def cannot_regrow(averager: str, names: Iterable[str]) -> str:
     """
     return (
         f"{_listed(names)} became trainable, or frozen, during the fit; {averager} does not say that it can go on with "
-        "other parameters. Let it say so (facts = Facts(regrows=True)), unfreeze all before the fit, or use hetero_ddp."
+        "other parameters. Let it say so (traits = Traits(supports_unfreezing=True)), unfreeze all before the fit, or "
+        "use hetero_ddp."
     )
 
 
@@ -150,8 +150,8 @@ def _listed(names: Iterable[str]) -> str:
     return f"{first} and {len(more)} more" if more else first
 
 
-class Looks:
-    """Warns, once in a fit, if validation or checkpoints come more often than exchanges.
+class EvaluationCadence:
+    """Warning, once in a fit, if validation or checkpoints come more often than exchanges.
 
     Attributes:
         exchanges: that this replica has completed in this fit.
@@ -163,7 +163,7 @@ class Looks:
         self.before: tuple[int, int] | None = None
         self._warned = False
 
-    def look(self, step: int, between: str) -> None:
+    def note(self, step: int, between: str) -> None:
         """Note a look.
 
         Args:
@@ -186,7 +186,7 @@ class Looks:
 
 
 class ReplicaEngine:
-    """Lets replicas train apart, and an averager bring them together.
+    """Engine of several replicas: they train apart, and an averager brings them together.
 
     Args:
         view: who takes part.
@@ -200,16 +200,16 @@ class ReplicaEngine:
         windows: optimizer steps since the start of the fit.
     """
 
-    def __init__(self, view: View, links: ReplicaLinks, share: Workshare, report_every: int) -> None:
+    def __init__(self, view: View, links: ReplicaLinks, share: BatchAccounting, report_every: int) -> None:
         self.view, self.links, self._share = view, links, share
         self._report_every = report_every
         self.averager: Averager | None = None
-        self.losses = Losses()
+        self.losses = LossTracker()
         self.windows = self.meetings = 0
         self._open = False  # whether a window has begun
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
-        self._looks = Looks()
+        self._cadence = EvaluationCadence()
 
     # -- a fit -------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class ReplicaEngine:
         averager: Averager,
         replica: Replica,
         optimizers: Callable[[], Sequence[Optimizer]],
-        run: Run,
+        run: FitInfo,
         metric: Callable[[str], float | None],
     ) -> Outcome | None:
         """Begin a fit, with the same values on all ranks (collective).
@@ -231,18 +231,18 @@ class ReplicaEngine:
             metric: gives the mean over all ranks of a logged metric; see :class:`StepContext`.
         """
         self._open = False  # an earlier fit may have ended in a window
-        self._looks = Looks()
+        self._cadence = EvaluationCadence()
         self.averager, self._metric, self._optimizers = averager, metric, optimizers
         return averager.setup(replica, self.links, optimizers, run)
 
     def resume(self, windows: int) -> None:
         """Go on after so many optimizer steps."""
-        self.windows, self._looks.before = windows, None
+        self.windows, self._cadence.before = windows, None
 
     def finish(self) -> Outcome | None:
         """Make all replicas equal, at the end of a fit (collective)."""
         assert self.averager is not None
-        with explained(self):
+        with explain_nonfinite(self):
             return self.averager.finish(self.context(epoch_ends=False))
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class ReplicaEngine:
             self.averager.close()
             self.averager = self._own = None
 
-    def take_over(self, former: "ReplicaEngine") -> None:
+    def continue_from(self, former: "ReplicaEngine") -> None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
         self.windows, self.meetings, self.losses = former.windows, former.meetings, former.losses
         self.links.traffic = former.traffic
@@ -259,16 +259,16 @@ class ReplicaEngine:
     @property
     def lockstep(self) -> bool:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
-        return self.averager is not None and self.averager.facts.lockstep
+        return self.averager is not None and self.averager.traits.lockstep
 
     def abandon(self) -> None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
         self.links.abandon()
 
-    def go_on(self, former: "ReplicaEngine", kept: Sequence[int], missed: bool, run: Run) -> None:
+    def continue_after_loss(self, former: "ReplicaEngine", kept: Sequence[int], missed: bool, run: FitInfo) -> None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
         self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
-        self._own, self._looks = former._own, former._looks
+        self._own, self._cadence = former._own, former._cadence
         if former.averager is None:
             return
         averager = self.averager = former.averager
@@ -276,22 +276,22 @@ class ReplicaEngine:
         if not former.averages:
             averager.links, averager.run = self.links, run
             return
-        state = averager.remains(kept)
+        state = averager.state_after_loss(kept)
         averager.close()
-        everyone = self.links.gather((missed, self.view.leads))
+        everyone = self.links.gather((missed, self.view.is_leader))
         if any(one for one, _ in everyone):  # who has completed it says where it has led
             source = next(rank for rank, (one, _) in enumerate(everyone) if not one)
             theirs = of_rank(state, source)
             state = theirs if missed else state
         averager.setup(averager.replica, self.links, self._optimizers, run)
-        averager.go_on(state, self.context(epoch_ends=False))
+        averager.continue_after_loss(state, self.context(epoch_ends=False))
         if missed:
             averager.missed_exchange(self.context(epoch_ends=False))
 
     @property
     def averages(self) -> bool:
         """Whether an averager is at work."""
-        return self.averager is not None and (self.view.count > 1 or not self.averager.facts.needs_others)
+        return self.averager is not None and (self.view.count > 1 or not self.averager.traits.needs_others)
 
     @property
     def meets(self) -> bool:
@@ -300,20 +300,20 @@ class ReplicaEngine:
 
     @property
     def traffic(self) -> Traffic:
-        """What exchanges between replicas have cost since the ranks have met."""
+        """Cost of the exchanges between replicas since the ranks have met."""
         return self.links.traffic
 
     def samples_per_replica(self) -> list[int]:
-        """What each replica takes of a full batch; where all meet at once, 0 for those that have no more data."""
+        """Samples of each replica in a full batch; where all meet at once, 0 for those that have no more data."""
         assert self.averager is not None
         samples = self.view.per_replica(self._share.samples_per_rank())
-        if not self.averager.facts.lockstep:
+        if not self.averager.traits.lockstep:
             return samples
         left = [0 if self._share.ended[ranks[0]] else n for ranks, n in zip(self.view.ranks, samples, strict=True)]
         return left if any(left) else samples
 
     def context(self, epoch_ends: bool) -> StepContext:
-        """What all ranks know alike about the latest optimizer step."""
+        """Facts of the latest optimizer step, the same on all ranks."""
         samples = self.samples_per_replica()
         return StepContext(self.windows, epoch_ends, samples, self.losses.mean_over_ranks, self._metric)
 
@@ -331,11 +331,11 @@ class ReplicaEngine:
         if not self.averages:
             return
         if changed := self.averager.replica.changed():
-            raise UnsupportedError(in_mid_epoch(changed))
-        with self._share.timer.waiting(exchange=True), explained(self):
+            raise UnsupportedError(unfrozen_within_epoch(changed))
+        with self._share.timer.waiting(exchange=True), explain_nonfinite(self):
             self.averager.before_step(self.context(epoch_ends=False))
 
-    def regrow(self) -> bool:
+    def change_layout(self) -> bool:
         """Between two windows, go on with the parameters that are trainable now; whether these have changed.
 
         Collective.
@@ -350,11 +350,11 @@ class ReplicaEngine:
             check_equal(CHANGED, {name: "trainable" if on else "frozen" for name, on in changed.items()})
             if not changed:
                 return False
-            if self.averages and not self.averager.facts.regrows:
-                raise UnsupportedError(cannot_regrow(type(self.averager).__name__, changed))
+            if self.averages and not self.averager.traits.supports_unfreezing:
+                raise UnsupportedError(layout_is_fixed(type(self.averager).__name__, changed))
             self.averager.replica.share([name for name, trainable in changed.items() if trainable])
-            with explained(self):
-                regrow(self.averager, self.context(epoch_ends=False), self._optimizers)
+            with explain_nonfinite(self):
+                change_layout(self.averager, self.context(epoch_ends=False), self._optimizers)
         return True
 
     def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
@@ -381,40 +381,40 @@ class ReplicaEngine:
         assert self.averager is not None
         if not self.averages:
             return None
-        with self._share.timer.waiting(exchange=True), explained(self):
+        with self._share.timer.waiting(exchange=True), explain_nonfinite(self):
             outcome = self.averager.after_step(self.context(self._epoch_ends))
         self.meetings += self._due
-        self._looks.exchanges += outcome is not None and outcome.exchanged
+        self._cadence.exchanges += outcome is not None and outcome.exchanged
         return outcome
 
-    def met(self) -> None:
+    def exchange_completed(self) -> None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
-        if self.averages and self._due and self.averager is not None and self.averager.facts.blocking:
-            self._share.listen()  # all are here now
+        if self.averages and self._due and self.averager is not None and self.averager.traits.blocking:
+            self._share.apply_reports()  # all are here now
 
     # -- the consensus -----------------------------------------------------------------------------
 
     def consensus(self, sanity_check: bool = False) -> list[Tensor]:
         """The values to evaluate and to save (collective). In a ``sanity_check`` training has not begun."""
         assert self.averager is not None
-        with explained(self):
+        with explain_nonfinite(self):
             values = self.averager.consensus(self.context(epoch_ends=False))
         if not sanity_check:
-            self.looked()
+            self.note_evaluation()
         return values
 
-    def common_start(self) -> list[Tensor]:
+    def join_values(self) -> list[Tensor]:
         """The values from which all replicas go on together when others join (collective)."""
         assert self.averager is not None
-        with explained(self):
-            return self.averager.common_start(self.context(epoch_ends=False))
+        with explain_nonfinite(self):
+            return self.averager.join_values(self.context(epoch_ends=False))
 
-    def looked(self) -> None:
+    def note_evaluation(self) -> None:
         """Somebody looks at the mean of the replicas without :meth:`consensus`."""
         assert self.averager is not None
-        self._looks.look(self.windows, self.averager.facts.between)
+        self._cadence.note(self.windows, self.averager.traits.between)
 
-    def look(self, sanity_check: bool) -> list[Tensor] | None:
+    def evaluation_values(self, sanity_check: bool) -> list[Tensor] | None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
         return self.consensus(sanity_check) if self.averages and self._own is None else None
 
@@ -447,22 +447,22 @@ class ReplicaEngine:
         self, optimizers: Sequence[Optimizer], precision: dict[str, Any], flat: Callable[..., Tensor] | None = None
     ) -> dict[str, Any] | None:
         """This replica's own state, on its leader; elsewhere ``None`` (collective). Tensors and builtins only."""
-        rest = beside_values(self, optimizers, precision)
+        rest = replica_state_dict(self, optimizers, precision)
         values = self.own_values(flat)  # on all ranks: those of a replica make their buffers alike first
-        return {"values": [value.cpu() for value in values], **rest} if self.view.leads else None
+        return {"values": [value.cpu() for value in values], **rest} if self.view.is_leader else None
 
     def common_state(self) -> dict[str, Any]:
-        """What is alike on all replicas, for :meth:`Averager.load_common` (collective)."""
+        """The state that is the same on all replicas, for :meth:`Averager.load_common` (collective)."""
         assert self.averager is not None
-        with explained(self):
+        with explain_nonfinite(self):
             state = self.averager.state_dict()
         return {name: state[name] for name in self.averager.common}
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Continue from :meth:`state_dict`, and this rank's losses by that name."""
         assert self.averager is not None
-        self.averager.replica.unpack(of_layout(state["values"], self.averager.replica.layout))
-        self.averager.replica.keep(state["kept"])
+        self.averager.replica.unpack(_checked_layout(state["values"], self.averager.replica.layout))
+        self.averager.replica.set_unexchanged_buffers(state["kept"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer_states.restore(optimizer, saved)
         self.averager.load_state_dict(state["algorithm"])
@@ -471,7 +471,7 @@ class ReplicaEngine:
 
 
 class Engine(Protocol):
-    """What a strategy asks about replicas. A window is an optimizer step with all the batches that it takes in."""
+    """Interface between a strategy and its replicas. A window is an optimizer step with all of its batches."""
 
     def before_window(self) -> None:
         """A window is about to begin: before its first forward pass. Asked again within a window it does nothing."""
@@ -495,12 +495,12 @@ class Engine(Protocol):
         """The optimizer has stepped; after :meth:`due`."""
 
     def exchange(self) -> Outcome | None:
-        """What follows between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
+        """Exchange between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
 
-    def met(self) -> None:
+    def exchange_completed(self) -> None:
         """The exchange is complete: where all replicas are here now, act on their reports."""
 
-    def look(self, sanity_check: bool) -> list[Tensor] | None:
+    def evaluation_values(self, sanity_check: bool) -> list[Tensor] | None:
         """The values to validate; ``None``: those of the model (collective).
 
         Args:
@@ -508,7 +508,7 @@ class Engine(Protocol):
         """
 
     def hold(self, values: list[Tensor] | None) -> None:
-        """Let the model hold what :meth:`look` has returned, until :meth:`release`."""
+        """Let the model hold what :meth:`evaluation_values` has returned, until :meth:`release`."""
 
     def release(self) -> None:
         """Let the model hold this replica's own values again."""
@@ -520,7 +520,7 @@ class Engine(Protocol):
     def lockstep(self) -> bool:
         """Whether all replicas exchange after the same steps."""
 
-    def go_on(self, former: Any, kept: Sequence[int], missed: bool, run: Run) -> None:
+    def continue_after_loss(self, former: Any, kept: Sequence[int], missed: bool, run: FitInfo) -> None:
         """Go on in the midst of a fit, among the replicas that remain (collective over them).
 
         Args:
@@ -533,12 +533,12 @@ class Engine(Protocol):
     def abandon(self) -> None:
         """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
 
-    def take_over(self, former: Any) -> None:
+    def continue_from(self, former: Any) -> None:
         """Go on where another one of this kind has stopped, which was made from an earlier view, between two fits."""
 
 
 class SingleReplica:
-    """The engine of strategies with one replica, in which there is nothing to do between replicas.
+    """Engine of strategies with one replica: there is nothing to do between replicas.
 
     Args:
         report_every: batches from one exchange of reports to the next.
@@ -566,10 +566,10 @@ class SingleReplica:
         """See :class:`Engine`."""
         return None
 
-    def met(self) -> None:
+    def exchange_completed(self) -> None:
         """See :class:`Engine`."""
 
-    def look(self, sanity_check: bool) -> list[Tensor] | None:
+    def evaluation_values(self, sanity_check: bool) -> list[Tensor] | None:
         """See :class:`Engine`."""
         return None
 
@@ -584,12 +584,28 @@ class SingleReplica:
 
     lockstep = True
 
-    def go_on(self, former: "SingleReplica", kept: Sequence[int], missed: bool, run: Run) -> None:
+    def continue_after_loss(self, former: "SingleReplica", kept: Sequence[int], missed: bool, run: FitInfo) -> None:
         """See :class:`Engine`."""
 
     def abandon(self) -> None:
         """See :class:`Engine`."""
 
-    def take_over(self, former: "SingleReplica") -> None:
+    def continue_from(self, former: "SingleReplica") -> None:
         """See :class:`Engine`."""
         self.windows = former.windows
+
+
+def _checked_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:
+    """See that the values of a replica in a checkpoint are in the layout of this fit, and return them.
+
+    Raises:
+        CheckpointError: on every rank: they are not.
+    """
+    saved = [value.numel() for value in values]
+    here = [sum(value.numel() for value in group.values()) for group in layout]
+    if saved == here:
+        return values
+    raise CheckpointError(
+        f"The replicas of the checkpoint hold vectors of {saved} values; in this fit they are of {here}. Resume with "
+        "the fragments and exclude of the run that was saved."
+    )

@@ -16,20 +16,20 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager, check_patterns
-from lightning_hetero.algorithms.schedules import Pace, Rhythm
-from lightning_hetero.checks import at_least_one, is_number
+from lightning_hetero.algorithms.schedules import ExchangeTimer, TauSchedule
 from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.option_checks import at_least_one, is_number
 from lightning_hetero.replicas.vectors import Replica
 
 Fragments = int | Literal["blocks"]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Cuts a model into fragments along its modules, in their order.
+class Partitioner:
+    """Partition of a model into fragments along its modules, in their order.
 
     Args:
         fragments: how many, of sizes as equal as modules allow; or ``"blocks"``: one for each of the model's repeated
@@ -64,26 +64,26 @@ class Cut:
         order = {name: i for i, (name, _) in enumerate(module.named_modules())}
         starts = self._blocks(module, sizes) if self.fragments == "blocks" else self._equal(self.fragments, sizes)
         firsts = sorted(order[name] for name in starts)[1:]
-        return lambda name: bisect_right(firsts, order[owner(name)])
+        return lambda name: bisect_right(firsts, order[owning_module(name)])
 
     @staticmethod
     def _equal(count: int, sizes: Mapping[str, int]) -> list[str]:
         modules: dict[str, int] = defaultdict(int)
         for name, size in sizes.items():
-            modules[owner(name)] += size
+            modules[owning_module(name)] += size
         if len(modules) < count:
             raise ConfigurationError(
                 f"fragments={count}: the model has {len(modules)} modules with parameters that replicas exchange, and "
                 f"a fragment is at least one of these. Use fragments={max(len(modules), 1)} or less."
             )
-        return [list(modules)[i] for i in equal_runs(list(modules.values()), count)]
+        return [list(modules)[i] for i in balanced_runs(list(modules.values()), count)]
 
     @staticmethod
     def _blocks(module: nn.Module, sizes: Mapping[str, int]) -> list[str]:
         within: dict[str, int] = defaultdict(int)  # parameters in a module and its children
         for name, size in sizes.items():
             while name:
-                name = owner(name)
+                name = owning_module(name)
                 within[name] += size
         best: list[str] = []
         for path, parent in module.named_modules():
@@ -102,13 +102,13 @@ class Cut:
         return best
 
 
-def owner(name: str) -> str:
+def owning_module(name: str) -> str:
     """The name of the module that has a parameter, buffer or module."""
     return name.rpartition(".")[0]
 
 
-def equal_runs(sizes: Sequence[int], count: int) -> list[int]:
-    """Where contiguous runs begin whose largest sum is as small as it can be.
+def balanced_runs(sizes: Sequence[int], count: int) -> list[int]:
+    """Starts of contiguous runs whose largest sum is as small as it can be.
 
     Args:
         sizes: of the items, at least as many as runs.
@@ -138,7 +138,7 @@ def _filled(sizes: Sequence[int], count: int, limit: int) -> list[int]:
 
 @dataclass
 class Fragment:
-    """A part of the model in the midst of a fit.
+    """Part of a model during a fit: its values, its center, and its exchange.
 
     Attributes:
         replica: this rank's values of it.
@@ -146,7 +146,7 @@ class Fragment:
         snapshot: memory for what is sent.
         mean: memory for what arrives.
         feedback: what low-bit messages of it have left out, if there are any.
-        lasted: how long its latest exchange lasted, in steps of this replica; NaN before.
+        seconds: how long its latest exchange lasted, in steps of this replica; NaN before.
         distance: of the replicas from the center, at its latest exchange; NaN before.
     """
 
@@ -155,12 +155,12 @@ class Fragment:
     snapshot: list[Tensor]
     mean: list[Tensor]
     feedback: Feedback | None
-    lasted: float = math.nan
+    seconds: float = math.nan
     distance: float = math.nan
 
 
-class Pending(NamedTuple):
-    """An exchange that has begun, and has not been mixed in yet.
+class PendingFragment(NamedTuple):
+    """Exchange of a fragment that has begun, and has not been mixed in yet.
 
     Attributes:
         step: optimizer step after which it began.
@@ -195,7 +195,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._cut = Cut(self.fragments)
+        self._cut = Partitioner(self.fragments)
         name, longest = ("tau_max", self.tau_max) if self.tau == "auto" else ("tau", self.tau)
         if type(self.delay) is not int or not 0 <= self.delay < longest:
             raise ConfigurationError(
@@ -208,7 +208,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
                 "center when an exchange has arrived."
             )
         if self.delay:
-            self.facts = replace(type(self).facts, blocking=False)  # type: ignore[misc]
+            self.traits = replace(type(self).traits, blocking=False)  # type: ignore[misc]
 
     @override
     def check_tau(self) -> None:
@@ -228,12 +228,12 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         super().prepare()
         self._since = 0  # steps since a fragment has last moved
         self._quiet = 0  # step up to which no exchange begins, since a replica was lost
-        self._sent: dict[int, Pending] = {}  # by fragment, in the order of their beginning
+        self._sent: dict[int, PendingFragment] = {}  # by fragment, in the order of their beginning
         self.feedback = self.residuals(self.center)
         self._parts = [self._part(vectors) for vectors in self.replica.fragments]
         self._moves = [0] * len(self._parts)  # of each fragment, how often it has moved
-        self._rhythm = Rhythm(self.tau, self.delay, self.tau_max, len(self._parts))
-        self._pace = Pace()
+        self._tau_schedule = TauSchedule(self.tau, self.delay, self.tau_max, len(self._parts))
+        self._timer = ExchangeTimer()
         if self.delay:
             self.links.prepare()
         return None
@@ -248,18 +248,18 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     @property
     def center(self) -> list[Tensor]:
         """``c``, which every rank keeps up to date."""
-        return self.known
+        return self.last_center
 
     @property
     @override
-    def leads(self) -> bool:
+    def uses_center(self) -> bool:
         return self._since == 0 and self.blend == 1 and len(self._parts) == 1  # all replicas are where the center is
 
     # -- steps -------------------------------------------------------------------------------------
 
     def beginning(self, step: int) -> list[int]:
         """The fragments with an exchange that begins after a step."""
-        return self._rhythm.beginning(step) if step > self._quiet else []
+        return self._tau_schedule.beginning(step) if step > self._quiet else []
 
     def _arriving(self, step: int) -> list[int]:
         return [p for p, pending in self._sent.items() if step - pending.step >= self.delay]
@@ -267,39 +267,39 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     @override
     def due(self, context: StepContext) -> bool:
         # By the step alone: what is under way differs between replicas that are steps apart when another one is lost.
-        return context.step > self.delay and bool(self._rhythm.beginning(context.step - self.delay))
+        return context.step > self.delay and bool(self._tau_schedule.beginning(context.step - self.delay))
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
-        self._pace.pause()
+        self._timer.step_ended()
         self._since += 1
         arriving = self._arriving(context.step)
         self._arrive(arriving)
-        told = self._rhythm.settle(context.step)
+        told = self._tau_schedule.settle(context.step)
         beginning = self.beginning(context.step)
         self._arrive([p for p in beginning if p in self._sent])  # tau has become shorter
         for p in beginning:
             self._begin(p, context)
         if not self.delay:
             self._arrive(arriving := beginning)
-        self._pace.resume()
+        self._timer.step_begins()
         return Outcome(exchanged=bool(arriving), info=told) if arriving or told else None
 
     def _begin(self, p: int, context: StepContext) -> None:
         part = self._parts[p]
         part.snapshot = part.replica.pack(part.snapshot)
         weights, feedback = context.samples_per_replica, part.feedback
-        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.lasted)
+        own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.seconds)
         if self.delay:
-            self._sent[p] = Pending(context.step, self.links.begin(own, part.mean, want="difference"))
+            self._sent[p] = PendingFragment(context.step, self.links.begin(own, part.mean, want="difference"))
             return
         began = time.perf_counter()
-        self._sent[p] = Pending(context.step, self.links.exchange(own, part.mean, want="difference"))
+        self._sent[p] = PendingFragment(context.step, self.links.exchange(own, part.mean, want="difference"))
         self._measured(part, time.perf_counter() - began)
 
     def _measured(self, part: Fragment, seconds: float) -> None:
-        self._pace.exchanged(seconds)
-        part.lasted = self._pace.lasted
+        self._timer.exchanged(seconds)
+        part.seconds = self._timer.lasted
 
     def _result(self, p: int) -> Average:
         """Wait for an exchange, but do not mix it in."""
@@ -321,13 +321,13 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         """Let a fragment's center move, and its values follow."""
         average, part = self._result(p), self._parts[p]
         del self._sent[p]
-        self._rhythm.measured(p, average.payloads)
+        self._tau_schedule.measured(p, average.payloads)
         part.distance = average.displacement  # RMS over the replicas
         self._distance = math.hypot(*(each.distance for each in self._parts if not math.isnan(each.distance)))
         self.move(p, average.difference)
         self._follow(part)
         if not average.healthy[self.links.index]:
-            self.begin_again(self.center)
+            self.restart_from(self.center)
         self._moves[p] += 1
         self._moved, self._since = True, 0
 
@@ -359,7 +359,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
-        return {**super().status(step), **({"tau": self._rhythm.tau} if self._rhythm.auto else {})}
+        return {**super().status(step), **({"tau": self._tau_schedule.tau} if self._tau_schedule.auto else {})}
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -367,31 +367,33 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         for p in list(self._sent):
             average = self._result(p)._asdict()
             pending.append({"fragment": p, "step": self._sent[p].step, "average": average})
-        rhythm = self._rhythm.state_dict()
+        rhythm = self._tau_schedule.state_dict()
         return {**super().state_dict(), "since": self._since, "pending": pending, "rhythm": rhythm}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._since = state["since"]
-        self._rhythm.load_state_dict(state["rhythm"])
-        self._sent = {each["fragment"]: Pending(each["step"], Average(**each["average"])) for each in state["pending"]}
+        self._tau_schedule.load_state_dict(state["rhythm"])
+        self._sent = {
+            each["fragment"]: PendingFragment(each["step"], Average(**each["average"])) for each in state["pending"]
+        }
 
     # -- replicas that are lost --------------------------------------------------------------------
 
     @override
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
         self._before, dropped = self._moves, list(self._sent)
         self._sent = {}
-        return {**super().remains(kept), "moves": self._moves, "dropped": dropped}
+        return {**super().state_after_loss(kept), "moves": self._moves, "dropped": dropped}
 
     @override
-    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
-        super().go_on(state, context)
+    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
+        super().continue_after_loss(state, context)
         self._catch_up(state["moves"])
         everyone = self.links.gather((sum(self._moves), context.step, state["dropped"]))
         ahead = everyone.index(max(everyone, key=lambda one: one[:2]))
-        if len({moves for moves, *_ in everyone}) > 1 or self._rhythm.auto:
+        if len({moves for moves, *_ in everyone}) > 1 or self._tau_schedule.auto:
             state = of_rank(state, ahead)
             self.load_state_dict(state)
             self._catch_up(state["moves"])
@@ -399,7 +401,7 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
             self._quiet = max(step for _, step, _ in everyone)
         dropped = sorted({p for *_, theirs in everyone for p in theirs})
-        if dropped and self.links.index == 0 and self.links.leads:
+        if dropped and self.links.index == 0 and self.links.is_leader:
             log.warning(
                 f"Replicas were lost while exchanges of fragments {dropped} were under way. These are dropped; their "
                 "next exchanges take in what replicas have done since."
@@ -414,4 +416,4 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def missed_exchange(self, context: StepContext) -> None:
-        """Nothing: :meth:`go_on` lets replicas follow what has moved without them."""
+        """Nothing: :meth:`continue_after_loss` lets replicas follow what has moved without them."""

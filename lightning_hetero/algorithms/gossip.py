@@ -13,22 +13,30 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, Facts, Outcome, StepContext, clear_broken
+from lightning_hetero.algorithms.base import Averager, Outcome, StepContext, Traits, zero_nonfinite_state
 from lightning_hetero.algorithms.topologies import DIRECTED, MATCHINGS, Rule, rule_of, sends
-from lightning_hetero.checks import at_least_one, is_number, one_of
-from lightning_hetero.comm.compression import DTYPES, Wire, only_wide_wires
-from lightning_hetero.comm.gossip import ANY, Endpoint, Pairing, Push, Pushing, Swap, introduce
-from lightning_hetero.comm.gossip_peers import EXCHANGE, Peers
-from lightning_hetero.comm.objects import finite
+from lightning_hetero.comm.compression import DTYPES, Wire, refuse_low_bit
+from lightning_hetero.comm.gossip import (
+    ANY,
+    Endpoint,
+    PairResult,
+    PairTransport,
+    PushTransport,
+    ReceivedPush,
+    connect_peers,
+)
+from lightning_hetero.comm.gossip_peers import EXCHANGE, PeerConnections
+from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
+from lightning_hetero.option_checks import at_least_one, is_number, one_of
 
-T = TypeVar("T", Pairing, Pushing)
+T = TypeVar("T", PairTransport, PushTransport)
 log = logging.getLogger("lightning_hetero")
 
 
 @dataclass
 class GossipAverager(Averager, Generic[T]):
-    """What all forms of gossip have in common: replicas wait for each other at the ends of epochs only.
+    """Base of all forms of gossip: replicas wait for each other at the ends of epochs only.
 
     An exact average precedes validation and checkpoints, and ends the run.
 
@@ -48,7 +56,7 @@ class GossipAverager(Averager, Generic[T]):
         missed: those that were not, by peer: late, frozen, dead, unreachable.
     """
 
-    facts = Facts(lockstep=False, regrows=True, fresh_start="the values with which all have begun")
+    traits = Traits(lockstep=False, supports_unfreezing=True, fresh_start="the values with which all have begun")
     kind: ClassVar[Any]
 
     wire: Wire = field(default="fp32", kw_only=True)
@@ -64,7 +72,7 @@ class GossipAverager(Averager, Generic[T]):
             raise ConfigurationError(f"deadline={self.deadline!r} must be a number of seconds above 0.")
         if type(self.seed) is not int:
             raise ConfigurationError(f"seed={self.seed!r} must be a whole number.")
-        only_wide_wires(self.wire, "gossip rounds values, or weights, of which nothing may be left out")
+        refuse_low_bit(self.wire, "gossip rounds values, or weights, of which nothing may be left out")
         self.deadline = float(self.deadline)
 
     @override
@@ -76,7 +84,7 @@ class GossipAverager(Averager, Generic[T]):
         self._endpoint = Endpoint(self.run.interface, topology.places[topology.rank].host, min(self.deadline, limit))
         narrow = DTYPES[self.wire]
         like = [old if narrow is None else torch.empty(old.numel(), dtype=narrow) for old in self.reference]
-        self._transport = introduce(self.kind, self._endpoint, self.links, like)
+        self._transport = connect_peers(self.kind, self._endpoint, self.links, like)
         # What this replica lays out to be sent; its leader, who sends it, does so straight into the outbox.
         own = None if self._transport is None else self._transport.outbox.vectors
         self._outgoing = own or [torch.empty_like(value) for value in like]
@@ -85,12 +93,12 @@ class GossipAverager(Averager, Generic[T]):
         return None
 
     @property
-    def fresh_values(self) -> list[Tensor]:
+    def restart_values(self) -> list[Tensor]:
         """The values with which a replica that is not finite begins again."""
         return self.reference
 
     @property
-    def peers(self) -> Peers | None:
+    def peers(self) -> PeerConnections | None:
         """The transport's connections, on leaders."""
         return None if self._transport is None else self._transport.peers
 
@@ -128,8 +136,8 @@ class GossipAverager(Averager, Generic[T]):
         if not finite(self._packed):
             if not self.run.skip:
                 raise NotFiniteError([self.links.index])
-            self.replica.unpack(self.fresh_values)
-            clear_broken(self.optimizers)
+            self.replica.unpack(self.restart_values)
+            zero_nonfinite_state(self.optimizers)
             self.links.traffic.skipped.append(self.links.index)
             self._packed = self.replica.pack(self._packed)
         return self._packed
@@ -145,8 +153,8 @@ class GossipAverager(Averager, Generic[T]):
             place.copy_(own if self.wire == "fp32" else own - origin)
         self.check_wire(out)
 
-    def apart(self, theirs: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-        """How far what a peer has laid out is from what this replica has."""
+    def distance_to_peer(self, theirs: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+        """Distance between a peer's values and this replica's."""
         return [
             their.to(origin.dtype) - mine.to(origin.dtype)
             for their, mine, origin in zip(theirs, own, self.reference, strict=True)
@@ -169,7 +177,7 @@ class GossipAverager(Averager, Generic[T]):
 
     def report(self) -> None:
         """Let all know which replicas have met, and how often (collective)."""
-        mine = [self.met[peer] for peer in range(self.links.count)] if self.links.leads else None
+        mine = [self.met[peer] for peer in range(self.links.count)] if self.links.is_leader else None
         self.pairings = [row for row in self.links.gather(mine) if row is not None]
 
     @override
@@ -179,10 +187,10 @@ class GossipAverager(Averager, Generic[T]):
 
 
 @dataclass
-class PushAverager(GossipAverager[Pushing]):
-    """Sends to some peers in each round, and takes what has come from others."""
+class PushAverager(GossipAverager[PushTransport]):
+    """Base of one-way gossip: sends to some peers in each round, and takes what has come from others."""
 
-    kind = Pushing
+    kind = PushTransport
 
     def send(self, peer: int, round_number: int, weight: float) -> bool:
         """Send what is laid out; whether it has gone (collective over the replica)."""
@@ -200,17 +208,17 @@ class PushAverager(GossipAverager[Pushing]):
         return True
 
     @contextmanager
-    def receiving(self, round_number: int, sources: Sequence[int]) -> Iterator[list[Push]]:
-        """What has come by a round, waiting for some peers (collective over the replica); valid within the block."""
+    def receiving(self, round_number: int, sources: Sequence[int]) -> Iterator[list[ReceivedPush]]:
+        """Pushes of a round, waiting for some peers (collective over the replica); valid within the block."""
         began = time.perf_counter()
         pushes = (
             [] if self._transport is None else self._transport.collect(round_number, sources, self._endpoint.deadline)
         )
         taken = []
         for i in range(int(self.broadcast([len(pushes)], ())[0])):
-            push = pushes[i] if pushes else Push(0, 0, 0.0, [torch.empty_like(sent) for sent in self._outgoing])
+            push = pushes[i] if pushes else ReceivedPush(0, 0, 0.0, [torch.empty_like(sent) for sent in self._outgoing])
             weight, peer, then = self.broadcast([push.weight, push.peer, push.round_number], push.vectors)
-            taken.append(Push(int(peer), int(then), weight, push.vectors if weight else []))
+            taken.append(ReceivedPush(int(peer), int(then), weight, push.vectors if weight else []))
         self._waited(began)
         for peer in set(sources) - {push.peer for push in taken if push.round_number == round_number}:
             self.miss(peer)
@@ -225,14 +233,14 @@ class PushAverager(GossipAverager[Pushing]):
 
 
 @dataclass
-class PairAverager(GossipAverager[Pairing]):
+class PairAverager(GossipAverager[PairTransport]):
     """A pair meets halfway, by weight: ``x_i += s_j / (s_i + s_j) (x_j' - x_i')``.
 
     ``x'`` are the values when each offered them. As both move by the same difference the weighted sum is kept exactly,
     though they may have taken steps since.
     """
 
-    kind = Pairing
+    kind = PairTransport
     _offered: bool = field(default=False, init=False, repr=False)  # and not exchanged, as far as the replica knows
 
     @override
@@ -249,8 +257,8 @@ class PairAverager(GossipAverager[Pairing]):
         if self._transport is not None:
             self._transport.offer(self._weight, whom, round_number)
 
-    def found(self, wait: float, withdraw: bool) -> Swap | None:
-        """What the offer has brought within so many seconds, on all ranks of the replica (collective over it).
+    def poll_offer(self, wait: float, withdraw: bool) -> PairResult | None:
+        """The offer's result within so many seconds, on all ranks of the replica (collective over it).
 
         Args:
             wait: seconds.
@@ -262,24 +270,24 @@ class PairAverager(GossipAverager[Pairing]):
         vectors = self._theirs if swap is None else swap.vectors
         numbers = (0.0, 0.0, 0.0, 0.0) if swap is None else (1.0, swap.peer, swap.weight, swap.sent)
         well, peer, weight, sent = self.broadcast(numbers, vectors)
-        return Swap(int(peer), weight, vectors, int(sent)) if well else None
+        return PairResult(int(peer), weight, vectors, int(sent)) if well else None
 
     def take(self, wait: float, withdraw: bool = True) -> bool:
         """Move by what the offer has brought; returns whether it has brought anything."""
-        if (brought := self.brought(wait, withdraw)) is None:
+        if (brought := self.offer_result(wait, withdraw)) is None:
             return False
         self.replica.add(*brought)
         return True
 
-    def brought(self, wait: float, withdraw: bool = True) -> tuple[list[Tensor], float] | None:
-        """What the offer has brought, as :meth:`difference` returns it, or ``None`` (collective over the replica).
+    def offer_result(self, wait: float, withdraw: bool = True) -> tuple[list[Tensor], float] | None:
+        """The offer's result, as :meth:`difference` returns it, or ``None`` (collective over the replica).
 
         Args:
             wait: seconds.
             withdraw: the offer, if it has brought nothing.
         """
         began = time.perf_counter()
-        swap = self.found(wait, withdraw)
+        swap = self.poll_offer(wait, withdraw)
         now = time.perf_counter()
         exposed = now - began if wait else 0.0
         if swap is None:
@@ -289,16 +297,16 @@ class PairAverager(GossipAverager[Pairing]):
         self.links.traffic.add(swap.sent, now - self._began, exposed)
         return self.difference(swap)
 
-    def difference(self, swap: Swap) -> tuple[list[Tensor], float]:
-        """How far the peer's offer is from this one's, and the part of the way to go."""
-        found = self.apart(swap.vectors, self._outgoing)
+    def difference(self, swap: PairResult) -> tuple[list[Tensor], float]:
+        """Difference of the peer's offer from this one's, and the part of the way to go."""
+        found = self.distance_to_peer(swap.vectors, self._outgoing)
         self._distance = math.sqrt(sum(float(vector.dot(vector)) for vector in found))
         return found, swap.weight / (swap.weight + self._weight) if swap.weight else 0.0
 
 
 @dataclass
-class Rounds(GossipAverager):
-    """The options of gossip in rounds.
+class RoundGossipAverager(GossipAverager):
+    """Options of gossip in rounds.
 
     Args:
         every_n_steps: optimizer steps from one round to the next.
@@ -328,7 +336,7 @@ class Rounds(GossipAverager):
 
 
 @dataclass
-class MatchedAverager(Rounds, PairAverager):
+class MatchedAverager(RoundGossipAverager, PairAverager):
     """In each round replicas meet in pairs, and both move to their mean. All compute the pairs from the same list.
 
     Source: GoSGD, Blot et al. 2016; GossipGraD, Daily et al. 2018.
@@ -356,7 +364,7 @@ class MatchedAverager(Rounds, PairAverager):
 
 
 @dataclass
-class DirectedAverager(Rounds, PushAverager):
+class DirectedAverager(RoundGossipAverager, PushAverager):
     """One way: ``x_i += sum_j (x_j - x_i) / (d + 1)`` over the ``d`` peers from which something has come in a round.
 
     With ``exchange="pull"`` messages go the other way: those that would receive send. If no message is lost, the sum
@@ -381,7 +389,7 @@ class DirectedAverager(Rounds, PushAverager):
         with self.receiving(round_number, sources) as pushes:
             fresh = [push for push in pushes if push.round_number >= round_number]  # others' values have long moved on
             for push in fresh:
-                self.replica.add(self.apart(push.vectors, self._outgoing), 1 / (len(fresh) + 1))
+                self.replica.add(self.distance_to_peer(push.vectors, self._outgoing), 1 / (len(fresh) + 1))
 
 
 @dataclass
@@ -418,7 +426,7 @@ class FirstComeAverager(PairAverager):
                     self.miss(peer)
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def _pause_exchanges(self) -> Iterator[None]:
         """Exchange nothing meanwhile, so that all that one of a pair has counted the other has, too (collective)."""
         if self._transport is not None:
             self._transport.pause()
@@ -429,18 +437,18 @@ class FirstComeAverager(PairAverager):
             if self._transport is not None:
                 self._transport.resume()
 
-    def _brought(self) -> tuple[list[Tensor], float] | None:
-        """What has been exchanged, but not added yet (collective over the replica)."""
+    def _collect_result(self) -> tuple[list[Tensor], float] | None:
+        """Result of an exchange that has not been added yet (collective over the replica)."""
         if self._late is not None or not self._offered:
             return self._late
-        swap = self.found(0.0, withdraw=False)
+        swap = self.poll_offer(0.0, withdraw=False)
         return None if swap is None else self.difference(swap)
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
-        with self._quiet():
+        with self._pause_exchanges():
             self._packed = self.replica.pack(self._packed)
-            if (late := self._brought()) is not None:
+            if (late := self._collect_result()) is not None:
                 for value, difference in zip(self._packed, late[0], strict=True):
                     value.add_(difference.to(value.device, value.dtype), alpha=late[1])
             return self.links.average(self._packed, context.samples_per_replica, self.reference).mean
@@ -465,17 +473,17 @@ class FirstComeAverager(PairAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        with self._quiet():
-            late = self._brought()
+        with self._pause_exchanges():
+            late = self._collect_result()
             state = {**super().state_dict(), "late": None if late is None else [v.clone() for v in late[0]]}
             return {**state, "part": 0.0 if late is None else late[1]}
 
     @override
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
         if self.peers is not None:
             for peer in set(range(self.links.count)).difference(kept):
                 self.peers.lose(peer)
-        return super().remains(kept)
+        return super().state_after_loss(kept)
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

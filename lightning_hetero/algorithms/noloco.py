@@ -11,9 +11,9 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.gossip import PairAverager
 from lightning_hetero.algorithms.topologies import random_matching, sends
-from lightning_hetero.checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.replicas.vectors import Regrowth
+from lightning_hetero.option_checks import at_least_one, is_number
+from lightning_hetero.replicas.vectors import LayoutChange
 
 
 class _Rates(NamedTuple):
@@ -60,7 +60,7 @@ class NoLoCoAverager(PairAverager):
         velocity: ``delta``, of the latest outer step.
     """
 
-    facts = replace(PairAverager.facts, needs_others=False, fresh_start="its slow weights")
+    traits = replace(PairAverager.traits, needs_others=False, fresh_start="its slow weights")
     state = ("slow", "velocity")
 
     tau: int = 50
@@ -94,7 +94,7 @@ class NoLoCoAverager(PairAverager):
 
     @property
     @override
-    def fresh_values(self) -> list[Tensor]:
+    def restart_values(self) -> list[Tensor]:
         return self.slow
 
     @override
@@ -105,7 +105,7 @@ class NoLoCoAverager(PairAverager):
         whom = sends(random_matching, range(self.links.count), round_number, self.seed)[self.links.index]
         if whom:
             self.offer(context, whom, round_number)
-            met = self.brought(self._endpoint.deadline)
+            met = self.offer_result(self._endpoint.deadline)
             if met is None:
                 self.miss(whom[0])
         else:
@@ -150,6 +150,6 @@ class NoLoCoAverager(PairAverager):
                 yield rates, part, its
 
     @override
-    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
-        carried = {"slow": growth.carry(state["slow"]), "velocity": growth.carry(state["velocity"], 0.0)}
-        return {**super().regrown(state, growth), **carried}
+    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
+        carried = {"slow": layout_change.carry(state["slow"]), "velocity": layout_change.carry(state["velocity"], 0.0)}
+        return {**super().remap_state(state, layout_change), **carried}

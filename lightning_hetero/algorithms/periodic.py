@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Facts, LowBitAverager, Moments, Outcome, StepContext
-from lightning_hetero.checks import at_least_one
+from lightning_hetero.algorithms.base import LowBitAverager, OptimizerMoments, Outcome, StepContext, Traits
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.compression import check_wire
+from lightning_hetero.option_checks import at_least_one
 from lightning_hetero.replicas.vectors import wide
 
 
@@ -29,12 +29,12 @@ class PeriodicAverager(LowBitAverager):
         ConfigurationError: ``every_n_steps`` below 1, or an unknown wire.
     """
 
-    facts = Facts(regrows=True)
+    traits = Traits(supports_unfreezing=True)
 
     every_n_steps: int | None = None
     average_optimizer_state: bool = False
     wire: str = "fp32"
-    _moments: Moments | None = field(default=None, init=False, repr=False)
+    _moments: OptimizerMoments | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.every_n_steps is not None:
@@ -72,8 +72,8 @@ class PeriodicAverager(LowBitAverager):
         self._take(self.average(context), context)  # exact: nothing comes after it
         return None
 
-    def _moments_of_all(self) -> Moments:
+    def _moments_of_all(self) -> OptimizerMoments:
         if self._moments is None:  # at the first meeting all replicas have taken a step, and so have their state
-            names = {name for found in self.links.gather(Moments.names(self.optimizers)) for name in found}
-            self._moments = Moments(self.optimizers, sorted(names))
+            names = {name for found in self.links.gather(OptimizerMoments.names(self.optimizers)) for name in found}
+            self._moments = OptimizerMoments(self.optimizers, sorted(names))
         return self._moments

@@ -1,4 +1,4 @@
-"""Push-sum gossip: each gives parts of what it has away, with as large a part of its weight."""
+"""Push-sum gossip: each replica gives a part of its values away, with the same part of its weight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import Averager, Outcome, StepContext
 from lightning_hetero.algorithms.gossip import PushAverager
 from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of, sends
-from lightning_hetero.checks import at_least_one
-from lightning_hetero.comm.gossip import Push
-from lightning_hetero.replicas.vectors import Regrowth
+from lightning_hetero.comm.gossip import ReceivedPush
+from lightning_hetero.option_checks import at_least_one
+from lightning_hetero.replicas.vectors import LayoutChange
 
 _LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
 _MOST = 4.0  # times max(s, 1) that a step counts, for one with a low weight that hears from others
@@ -124,7 +124,7 @@ class PushSumAverager(PushAverager):
         self._learn(self._packed, context.samples_per_replica)
         for push in [] if self._transport is None else self._transport.waiting():
             self._add(push.vectors, push.weight, 1)
-        weights = [weight for weight, leads in self.links.gather((self._weight, self.links.leads)) if leads]
+        weights = [weight for weight, is_leader in self.links.gather((self._weight, self.links.is_leader)) if is_leader]
         mean = self.links.average(self._unbiased(), weights, self.reference).mean
         self._x, self._weight = kept
         return mean
@@ -145,11 +145,15 @@ class PushSumAverager(PushAverager):
         self.replica.unpack(self._unbiased())
 
     @override
-    def regrown(self, state: dict[str, Any], growth: Regrowth) -> dict[str, Any]:
-        return {**super().regrown(state, growth), "x": growth.carry(state["x"], self._weight), "arrived": []}
+    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
+        return {
+            **super().remap_state(state, layout_change),
+            "x": layout_change.carry(state["x"], self._weight),
+            "arrived": [],
+        }
 
     @override
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
         arrived = [] if self._transport is None else self._transport.waiting()
         for push in arrived:  # weight that was lost with a replica is lost, but not what has come
             self._add(push.vectors, push.weight, 1)
@@ -174,4 +178,4 @@ class PushSumAverager(PushAverager):
             x.copy_(saved)
         self._weight, self._alone = state["weight"], state["alone"]
         if self._transport is not None:
-            self._transport.put([Push(*push) for push in state["arrived"]])
+            self._transport.put([ReceivedPush(*push) for push in state["arrived"]])

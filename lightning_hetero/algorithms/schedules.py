@@ -1,4 +1,4 @@
-"""DASO's schedule: phases of a run, and how often replicas exchange, by the course of the loss."""
+"""Schedules of exchanges: DASO's phases and rate, and the automatic number of local steps."""
 
 import math
 import time
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal
 
-from lightning_hetero.checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.option_checks import at_least_one, is_number
 
 #: Part of the steps' time for which replicas may wait.
-PRICE = 0.05
+MAX_WAITING = 0.05
 
 
 def smallest_wait(exchange: float, every: int) -> int:
@@ -49,13 +49,13 @@ def smallest_tau(exchanges: Sequence[float], delay: int, longest: int | None = N
     """
     waited = sum(max(0.0, each - delay) for each in exchanges)
     carried = sum(exchanges) if delay else 0.0  # one exchange after another: the links carry them all within tau
-    least = max(math.ceil(waited / PRICE - 1e-9), math.ceil(carried - 1e-9), delay + 1)
+    least = max(math.ceil(waited / MAX_WAITING - 1e-9), math.ceil(carried - 1e-9), delay + 1)
     return least if longest is None else min(least, longest)
 
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
 #: Optimizer steps for a part of a run of which nobody knows the length. Its end comes unannounced.
-OF_UNKNOWN = {"warmup": 100, "cooldown": 0}
+DEFAULT_STEPS = {"warmup": 100, "cooldown": 0}
 
 
 class RateSchedule:
@@ -98,7 +98,7 @@ class RateSchedule:
         self.patience, self.threshold = patience, threshold
         self.best, self.stalled = math.inf, 0
 
-    def tick(self, loss: float) -> None:
+    def observe_loss(self, loss: float) -> None:
         """Take in the loss of an interval; the same number on every rank."""
         if math.isfinite(loss) and (self.best == math.inf or loss < self.best - self.threshold * abs(self.best)):
             self.best, self.stalled = loss, 0
@@ -168,15 +168,15 @@ def steps_of(name: str, length: float | int | str, total: float, per_epoch: floa
         return length
     elif isinstance(length, float) and 0 <= length < 1:
         if math.isinf(total):
-            return OF_UNKNOWN[name] if length else 0
+            return DEFAULT_STEPS[name] if length else 0
         return round(length * total)
     raise ConfigurationError(f"{name}={length!r}: give a part of the run (0.1), optimizer steps (500) or '4 epochs'.")
 
 
-FIRST = 8  # steps, before anything has been measured
+FIRST_TAU = 8  # steps, before anything has been measured
 
 
-class Rhythm:
+class TauSchedule:
     """Tau in the midst of a fit, the same on all ranks.
 
     Args:
@@ -192,7 +192,7 @@ class Rhythm:
 
     def __init__(self, tau: int | Literal["auto"], delay: int, longest: int, fragments: int) -> None:
         self.auto, self._delay, self._longest = tau == "auto", delay, longest
-        self.tau: int = min(max(FIRST, delay + 1), longest) if tau == "auto" else tau
+        self.tau: int = min(max(FIRST_TAU, delay + 1), longest) if tau == "auto" else tau
         self.origin = 0
         self._lasted: list[list[float]] = [[] for _ in range(fragments)]  # the latest exchanges of each, in steps
 
@@ -247,7 +247,7 @@ class Rhythm:
                 self._lasted = [list(lasted) for lasted in state["lasted"]]
 
 
-class Pace:
+class ExchangeTimer:
     """Times the steps between exchanges, and the exchanges.
 
     Attributes:
@@ -259,13 +259,13 @@ class Pace:
         self._steps: deque[float] = deque(maxlen=16)  # seconds; the median leaves out validation and the like
         self._resumed = math.nan
 
-    def pause(self) -> None:
+    def step_ended(self) -> None:
         """A step has been taken."""
         seconds = time.perf_counter() - self._resumed
         if math.isfinite(seconds):
             self._steps.append(seconds)
 
-    def resume(self) -> None:
+    def step_begins(self) -> None:
         """The next step may begin."""
         self._resumed = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""Which members exchange in a round of gossip: pure functions of (members, round, seed), the same on every member."""
+"""Gossip topologies: who exchanges in a round, as pure functions of (members, round, seed), alike on every member."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

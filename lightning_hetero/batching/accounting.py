@@ -1,4 +1,4 @@
-"""This rank's part of the work: what it draws, how much it weighs, how long it takes, and what the others are told."""
+"""Sample accounting: the samples, weight and time of this rank's batches, and the reports that ranks exchange."""
 
 import hashlib
 import json
@@ -24,36 +24,36 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
-from lightning_hetero.batching.agreement import (
-    Decision,
-    Leader,
-    Member,
-    Proposal,
-    message_of,
+from lightning_hetero.batching.cost import CostModel, SpeedEstimator
+from lightning_hetero.batching.plan_agreement import (
+    PlanDecision,
+    PlanLeader,
+    PlanMember,
+    PlanProposal,
+    decode_message,
+    encode_message,
     plan_as_row,
-    plan_of_row,
-    text_of,
+    plan_from_row,
 )
-from lightning_hetero.batching.cost import CostModel, Evidence
-from lightning_hetero.batching.planner import Plan, Planner, Regrouping, Report
-from lightning_hetero.batching.preserved import Kept
+from lightning_hetero.batching.planner import Plan, Planner, Repartition, Report
 from lightning_hetero.batching.sampler import Drawn
 from lightning_hetero.batching.shares import Cost, Curve
-from lightning_hetero.batching.streams import Tally
-from lightning_hetero.batching.timer import Lap, StepTimer
+from lightning_hetero.batching.state_backup import StateBackup
+from lightning_hetero.batching.streams import StepTally
+from lightning_hetero.batching.timer import StepTimer, StepTiming
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import AsyncAllGather, gather
 from lightning_hetero.comm.failures import collective, deadline
 from lightning_hetero.comm.job import Job
-from lightning_hetero.comm.progress import Count, Progress
+from lightning_hetero.comm.progress import DataProgress, DataProgressTracker
 from lightning_hetero.comm.threads import THREADS, close_at_exit
 from lightning_hetero.comm.topology import widest
 from lightning_hetero.errors import CommunicationError, DataError, UnsupportedError
-from lightning_hetero.replicas.optimizer_states import check_settings, number_of
-from lightning_hetero.sections import FORMAT, KEY, part_of
+from lightning_hetero.replicas.optimizer_states import check_settings, settings_number
 
 
-class Draws(Protocol):
-    """Where this rank's parts of the batches come from: its dataloaders."""
+class BatchSources(Protocol):
+    """Sources of this rank's parts of the batches: its dataloaders."""
 
     def sources(self) -> Sequence[Any]:
         """One source per loader; none if the loaders have not been set up here."""
@@ -62,17 +62,17 @@ class Draws(Protocol):
         """The first step that this rank has not drawn yet."""
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on."""
+        """The draw of the batch that is about to be trained on."""
 
     def ended(self) -> bool:
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
 
     own_sizes: list[int]  # of each rank's batches, where its own loader sizes them; 0: not known
-    sizes: "GlobalSizes"  # samples in a step of all ranks
+    sizes: "GlobalBatchSizes"  # samples in a step of all ranks
 
 
-class Workshare:
-    """Counts and times every training batch, from the moment it is drawn until its report is sent.
+class BatchAccounting:
+    """Accounting of training batches: counts and times each one, from its draw until its report is sent.
 
     A batch goes through :meth:`begin`, perhaps :meth:`weigh`, then :meth:`weights`, and :meth:`end`.
 
@@ -91,7 +91,7 @@ class Workshare:
         self,
         planner: Planner,
         timer: StepTimer,
-        loaders: Draws,
+        loaders: BatchSources,
         replica: tuple[int, ...],
         group: Callable[[], dist.ProcessGroup | None],
         gathering: AsyncAllGather,
@@ -100,7 +100,7 @@ class Workshare:
         self.planner, self.timer, self.loaders = planner, timer, loaders
         self.replica, self._group, self._gathering = replica, group, gathering
         self._defers, self._owes = defers_reports, False  # a report of the step that has ended
-        self.cost, self.evidence = CostModel(), Evidence()
+        self.cost, self.evidence = CostModel(), SpeedEstimator()
         self.step = self.met = 0  # batches done, the same on every rank; after which all have met last, to report
         self.reports: list[Report] = []  # of all ranks, the latest ones
         self.launched, self._reported_at = 0, 0  # reports that this rank has sent; the step of the latest one
@@ -109,37 +109,40 @@ class Workshare:
         self.ended = [False] * planner.world  # which ranks have come to the end of their data, as far as reports tell
         self._fresh_pass = False  # an epoch's first batch has just been drawn
         self.drawn: Drawn | None = None  # of the running step, None between steps
-        self._laps: list[Lap] = []  # since the last report
-        self.watchers: list[Callable[[Lap], None]] = []  # are shown every lap
+        self._timings: list[StepTiming] = []  # since the last report
+        self.watchers: list[Callable[[StepTiming], None]] = []  # are shown every lap
         self._weighing: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.settings: Callable[[], dict[str, float]] = dict  # the hyperparameters of optimizers
         self._settings: dict[str, float] = {}  # when the latest report was made
         self.agreement: PlanAgreement | None = None  # on new plans; without one they come from the reports of all ranks
 
-    def take_over(self, former: "Workshare", regrouping: Regrouping | None = None) -> None:
+    def continue_from(self, former: "BatchAccounting", repartition: Repartition | None = None) -> None:
         """Go on where another one has stopped, which was made from an earlier view.
 
         Args:
             former: the other one.
-            regrouping: in the midst of a fit: which ranks remain (collective over them then).
+            repartition: in the midst of a fit: which ranks remain (collective over them then).
         """
         self.step, self.cost, self.evidence, self.watchers = former.step, former.cost, former.evidence, former.watchers
         self._told, self._told_too_slow = former._told, former._told_too_slow
         self._owes, self.launched = former._owes, former.launched
-        if regrouping is not None:  # in the midst of a step, perhaps
-            kept = regrouping.kept
+        if repartition is not None:  # in the midst of a step, perhaps
+            kept = repartition.kept
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
-            self.ended, self._laps, self.met = [former.ended[rank] for rank in kept], former._laps, former.met
-            self.drawn, self._fresh_pass = former.drawn and former.drawn.among(kept, self.replica), former._fresh_pass
+            self.ended, self._timings, self.met = [former.ended[rank] for rank in kept], former._timings, former.met
+            self.drawn, self._fresh_pass = (
+                former.drawn and former.drawn.for_survivors(kept, self.replica),
+                former._fresh_pass,
+            )
             if self._defers:  # replicas may be steps apart: the next reports are of a step that none has done
-                self.launched, self._owes, self._quiet = regrouping.reports, False, regrouping.start
-            elif former.launched > regrouping.reports:  # the others will send theirs, or do so now
+                self.launched, self._owes, self._quiet = repartition.reports, False, repartition.start
+            elif former.launched > repartition.reports:  # the others will send theirs, or do so now
                 self._row, self._reported_at = former._row, former._reported_at
                 self._gathering.launch(self._row)
 
     @property
-    def heard(self) -> int:
-        """How many times this rank has acted on the reports of all."""
+    def reports_applied(self) -> int:
+        """Number of times this rank has acted on the reports of all."""
         return self.launched - self._gathering.in_flight
 
     def forget(self) -> None:
@@ -155,7 +158,7 @@ class Workshare:
 
     def begin_pass(self) -> None:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
-        self.listen()  # or the next plan could begin at a step that is drawn now
+        self.apply_reports()  # or the next plan could begin at a step that is drawn now
         self._fresh_pass = True
         self.ended = [False] * self.planner.world
 
@@ -169,7 +172,7 @@ class Workshare:
             self._fresh_pass = False
             self.timer.restart()
         if not self._defers:
-            self.listen()
+            self.apply_reports()
         if not self.loaders.sources():
             raise DataError(
                 "the training dataloader was replaced after the Trainer had set it up, so that the weights of its "
@@ -180,7 +183,7 @@ class Workshare:
         self.drawn = self.loaders.take()
 
     def current(self) -> Drawn:
-        """What was drawn for the running step.
+        """The draw of the running step.
 
         Raises:
             UnsupportedError: there is none.
@@ -201,29 +204,29 @@ class Workshare:
         """
         if self.drawn is None:
             return
-        for lap in self.timer.lap(max(int(self.drawn.samples), 1), padding=not self.drawn.samples):
-            self.cost.observe(lap.samples, lap.work)
+        for timing in self.timer.end_step(max(int(self.drawn.samples), 1), padding=not self.drawn.samples):
+            self.cost.observe(timing.samples, timing.work)
             if self.cost.warm:
-                self.evidence.observe(lap, self.cost.cost)
-                self._laps.append(lap)
+                self.evidence.observe(timing, self.cost.cost)
+                self._timings.append(timing)
             for watcher in self.watchers:
-                watcher(lap)
+                watcher(timing)
         self.drawn, self._weighing = None, None
         self.step += 1
         if self.agreement is not None:
             self.agreement.after_batch()
         self._owes = report and self.step > self._quiet
-        self.tell()
+        self.send_report()
 
-    def tell(self) -> None:
+    def send_report(self) -> None:
         """Send the report of the step that has ended, if it is due and a loss has kept this rank from that."""
         if self._owes:
-            self.listen()
+            self.apply_reports()
             self._row, self._reported_at = self.report(taken=self.agreement is None).row, self.step
             self._gathering.launch(self._row)
             self.launched, self._owes = self.launched + 1, False
 
-    def listen(self) -> None:
+    def apply_reports(self) -> None:
         """Act on the reports that are on their way, if any; on all ranks at the same step."""
         if not self._gathering.in_flight:
             return
@@ -234,21 +237,21 @@ class Workshare:
             check_settings(self._settings, self.met, None if everyone else self._group())
         if not all(ended := [bool(report.ended) for report in self.reports]):
             self.ended = ended
-        self._say_where_times_bend_down()
+        self._warn_of_concave_times()
         if self.agreement is not None:
             return
         # Since the reports were sent every rank has drawn a batch for each step, and one more.
         drawn_since = self.step - self._reported_at + 1
         self.planner.update(self.step, [report._replace(drawn=report.drawn + drawn_since) for report in self.reports])
-        self.say_who_is_too_slow()
+        self.warn_of_slow_ranks()
 
-    def say_who_is_too_slow(self) -> None:
+    def warn_of_slow_ranks(self) -> None:
         """Log once, on rank 0, without which ranks the job would be faster, if the planner has found some."""
         if self.planner.too_slow is not None and not self._told_too_slow:
             self._told_too_slow = True
             rank_zero_info(str(self.planner.too_slow))
 
-    def _say_where_times_bend_down(self) -> None:
+    def _warn_of_concave_times(self) -> None:
         """Say once on every rank that shares go by a curve that is below some rank's times."""
         bumps = [(rank, report) for rank, report in enumerate(self.reports) if report.bump]
         if self._told or not bumps:
@@ -264,7 +267,7 @@ class Workshare:
         )
 
     def samples_per_rank(self) -> Sequence[int]:
-        """What each rank takes of a full batch: by the plan in force, or by its own loader; 1 each where nobody knows.
+        """Samples of each rank in a full batch: by the plan in force, or by its own loader; 1 each where nobody knows.
 
         Nothing is planned before the training data has been looked at, as in the sanity check.
         """
@@ -288,7 +291,7 @@ class Workshare:
 
     @property
     def fitted(self) -> Cost | Curve | None:
-        """How this rank's time depends on its samples; None while too little is known."""
+        """The fitted cost of this rank; None while too little is known."""
         return (self.evidence.shape.curve() or self.cost.cost) if self.cost.ready else None
 
     @property
@@ -297,7 +300,7 @@ class Workshare:
         return self.drawn is None or self.weights()[0] > 0
 
     def weights(self) -> tuple[float, float]:
-        """What this rank's samples weigh, and those of all ranks of the replica.
+        """Weights of this rank's samples, and of those of all ranks of the replica.
 
         Raises:
             DataError: on every rank, if the user's measure of a batch was negative or NaN on any.
@@ -319,27 +322,28 @@ class Workshare:
         return own, total
 
     def report(self, taken: bool) -> Report:
-        """What this rank tells the others.
+        """This rank's report to the others.
 
         Args:
             taken: the next report is about the steps from now on.
         """
-        count = max(len(self._laps), 1)
+        count = max(len(self._timings), 1)
         samples, work, wait = (
-            sum(column) / count for column in zip(*(lap[:3] for lap in self._laps), (0.0, 0.0, 0.0), strict=True)
+            sum(column) / count
+            for column in zip(*(timing[:3] for timing in self._timings), (0.0, 0.0, 0.0), strict=True)
         )
-        laps, self._laps = len(self._laps), [] if taken else self._laps
+        timings, self._timings = len(self._timings), [] if taken else self._timings
         speed = self.evidence.speed(self.cost.cost)
         error = speed.noise if self.cost.ready else math.inf
         drawn, cost, ended = self.loaders.next_step(), speed.cost, float(self.loaders.ended())
         means = samples, work, wait
         self._settings = self.settings()
-        told = speed.since, *speed.bump, ended, number_of(self._settings)
-        return Report(cost.fixed, cost.per_sample, error, drawn, *means, laps, *told, bends=cost.bends)
+        told = speed.since, *speed.bump, ended, settings_number(self._settings)
+        return Report(cost.fixed, cost.per_sample, error, drawn, *means, timings, *told, bends=cost.bends)
 
 
 class PlanAgreement:
-    """A thread that tells rank 0 what this rank reports, and hears which plan all are to follow, and from when on.
+    """Agreement thread of a rank: reports to rank 0, and learns which plan all are to follow, and from when on.
 
     Each rank has a box in the job's store, in which it exchanges messages with rank 0: reports, proposals, answers,
     decisions. A rank writes its report only if nothing new from rank 0 is there, and else reads that instead, so one
@@ -348,7 +352,7 @@ class PlanAgreement:
 
     Args:
         share: this rank's part of the work.
-        store: of the job, with keys of its own; :meth:`open_boxes` has been called on rank 0.
+        store: of the job, with keys of its own; :meth:`open_mailboxes` has been called on rank 0.
         rank: this rank.
         limit: longest wait for a decision, seconds.
         lost: says which rank is lost, if one is; where that is known no decision is waited for.
@@ -357,12 +361,14 @@ class PlanAgreement:
     #: Seconds from one message to the next, and while ranks agree.
     POLL, QUICK = 1.0, 0.1
 
-    def __init__(self, share: Workshare, store: Store, rank: int, limit: float, lost: Callable[[], str | None]) -> None:
+    def __init__(
+        self, share: BatchAccounting, store: Store, rank: int, limit: float, lost: Callable[[], str | None]
+    ) -> None:
         self._share, self._store, self._rank, self._limit, self._lost = share, store, rank, limit, lost
         self._world = share.planner.world
         self._closed, self._changed = threading.Event(), threading.Condition()
         self._broken = ""
-        self._member, self._leader = Member(share.loaders.next_step()), Leader(self._world)
+        self._member, self._leader = PlanMember(share.loaders.next_step()), PlanLeader(self._world)
         self._drawn = time.monotonic(), self._member.next_step  # at the latest message
         # Between the threads: what is handed over is replaced, never changed.
         self._wanted, self._report = True, self._report_text(0, [], 0)
@@ -377,7 +383,7 @@ class PlanAgreement:
         close_at_exit(self)
 
     @staticmethod
-    def open_boxes(store: Store, world: int) -> None:
+    def open_mailboxes(store: Store, world: int) -> None:
         """Prepare the store, on rank 0, before any other rank uses it."""
         for rank in range(1, world):
             store.set(_box(rank), PlanAgreement._report_text(0, [], 0))
@@ -405,7 +411,7 @@ class PlanAgreement:
         everyone = gather((number, None if plan is None else plan_as_row(plan)))
         latest, row = max(everyone, key=lambda one: one[0])
         if latest > number:
-            self._share.planner.adopt(plan_of_row(row))
+            self._share.planner.adopt(plan_from_row(row))
         self._share.agreement, planner = None, self._share.planner
         planner.before_draw, planner.in_force = (lambda step: None), (lambda: planner.plans[-1])
 
@@ -444,7 +450,7 @@ class PlanAgreement:
             return
         self._share.reports = [Report.of_row(told["row"]) for told in gathered]
         plan = planner.propose(min(told["step"] for told in gathered), self._share.reports)
-        self._share.say_who_is_too_slow()
+        self._share.warn_of_slow_ranks()
         with self._changed:
             self._gathered, self._to_propose = None, plan
 
@@ -479,12 +485,12 @@ class PlanAgreement:
         (then, before), self._drawn = self._drawn, (time.monotonic(), self._member.next_step)
         return (self._drawn[1] - before) / max(self._drawn[0] - then, self.QUICK)
 
-    def _answer(self, proposal: Proposal) -> int:
+    def _answer(self, proposal: PlanProposal) -> int:
         rate = self._rate()
         with self._changed:
             return self._member.answer(proposal, rate)
 
-    def _hear(self, decision: Decision) -> None:
+    def _hear(self, decision: PlanDecision) -> None:
         with self._changed:
             if not self._closed.is_set():
                 self._member.decide(decision)
@@ -501,8 +507,8 @@ class PlanAgreement:
                     self._rate()
                 there = mine
                 continue
-            there, message = found, message_of(json.loads(found))
-            if isinstance(message, Proposal):
+            there, message = found, decode_message(json.loads(found))
+            if isinstance(message, PlanProposal):
                 there = json.dumps({"answer": message.number, "bound": self._answer(message)})
                 self._store.set(box, there)
             else:
@@ -535,9 +541,9 @@ class PlanAgreement:
     def _read(self, boxes: list[str]) -> list[dict[str, Any]]:
         return [json.loads(text) for text in self._store.multi_get(boxes)]
 
-    def _tell(self, boxes: list[str], message: Proposal | Decision) -> None:
+    def _tell(self, boxes: list[str], message: PlanProposal | PlanDecision) -> None:
         for box in boxes:
-            self._store.set(box, text_of(message))
+            self._store.set(box, encode_message(message))
 
 
 def _box(rank: int) -> str:
@@ -545,7 +551,7 @@ def _box(rank: int) -> str:
 
 
 class StreamPeers:
-    """The other ranks, for a stream; see :class:`~lightning_hetero.batching.streams.Peers`.
+    """The other ranks, for a stream; see :class:`~lightning_hetero.batching.streams.StreamCollectives`.
 
     Args:
         job: with the view.
@@ -558,10 +564,10 @@ class StreamPeers:
         self._job, self._timer, self._length = job, timer, length
         self._compared = False
         self._ended = False  # this replica, in this pass
-        self._progress: Progress | None = None
-        if job.view.count > 1 and length is None and job.view.leads:
+        self._progress: DataProgressTracker | None = None
+        if job.view.count > 1 and length is None and job.view.is_leader:
             ids = [replica.id for replica in job.view.replicas]
-            self._progress = Progress(
+            self._progress = DataProgressTracker(
                 job.store(f"stream {number}"), ids, job.view.replica.id, job.timeout.total_seconds()
             )
 
@@ -586,7 +592,7 @@ class StreamPeers:
                 "in lightning_hetero.SharedStream."
             )
 
-    def tell_of_unknown(self, problem: str) -> None:
+    def warn_of_unknown_size(self, problem: str) -> None:
         """Say once that a batch counts as many samples as that of every other rank, whatever it holds."""
         rank_zero_warn(
             f"The number of samples in a training batch is unknown: {problem}. Batches of all ranks count the same, as "
@@ -594,22 +600,22 @@ class StreamPeers:
             "LightningModule, or let all tensors have the batch as their first dimension."
         )
 
-    def sum(self, tally: Tally) -> Tally:
+    def sum(self, tally: StepTally) -> StepTally:
         """The tallies of the ranks of this replica together (collective over them)."""
         row = torch.tensor(tally, dtype=torch.float64)
         with self._timer.waiting(), deadline("exchange batch sizes"):
             if (group := self._job.small_group()) is not None:
                 dist.all_reduce(row, group=group)
-        return Tally(*row.tolist())
+        return StepTally(*row.tolist())
 
-    def sum_all(self, tally: Tally) -> Tally:
+    def sum_all(self, tally: StepTally) -> StepTally:
         """The tallies of all ranks together (collective)."""
         row = torch.tensor(tally, dtype=torch.float64)
         with self._timer.waiting(), deadline("learn which ranks have data"):
             dist.all_reduce(row)
-        return Tally(*row.tolist())
+        return StepTally(*row.tolist())
 
-    def goes_on(self, drawn: int, alive: bool) -> bool:
+    def another_batch(self, drawn: int, alive: bool) -> bool:
         """Whether all ranks run another batch in this pass (collective over the replica).
 
         A replica that has no more data runs padding batches, but never more than the replica that has most. So an
@@ -622,12 +628,12 @@ class StreamPeers:
         if alive or not self._ended:
             self._ended = not alive
             if self._progress is not None:
-                self._progress.write(Count(drawn + alive, self._ended))
+                self._progress.write(DataProgress(drawn + alive, self._ended))
         if alive:
             return True
         with self._timer.waiting():
             more = self._progress is not None and self._progress.beyond(drawn)
-        return self.sum(Tally(float(more), 0.0, 0.0)).samples > 0
+        return self.sum(StepTally(float(more), 0.0, 0.0)).samples > 0
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -672,8 +678,8 @@ def _fingerprint(batch: Any) -> str | None:
 _NAME, _GROUPS = "global_batches", 0
 
 
-class GlobalSizes:
-    """The global batch of each loader: ``batch_size`` times the ranks, unless a checkpoint or the user says another.
+class GlobalBatchSizes:
+    """Global batch size of each loader: ``batch_size`` times the ranks, unless a checkpoint or the user says another.
 
     A run that goes on with other ranks keeps its global batches: learning rates were chosen for them, and an epoch of
     which a part is done has no others to go on with. A loader that has another ``batch_size`` than before has been
@@ -717,7 +723,7 @@ class GlobalSizes:
         return self._take(size, size * self._world, "samples") if self._given is None else self._given
 
     def of_groups(self) -> int:
-        """How many batches of the user's batch sampler make a global one."""
+        """Number of batches of the user's batch sampler that make a global one."""
         return self._take(_GROUPS, self._world, "batches of the batch sampler")
 
     def _take(self, key: int, usual: int, what: str) -> int:
@@ -731,8 +737,8 @@ class GlobalSizes:
         return size
 
 
-class Losses:
-    """The training loss since the last look at it, and the first step at which it was not finite.
+class LossTracker:
+    """Training loss since it was last read, and the first step at which it was not finite.
 
     Nothing here waits for the device until somebody asks; a number that was copied to it would.
     """
@@ -759,7 +765,7 @@ class Losses:
         self._broken = torch.where((broken < 0) & ~finite, step + 1, broken)
 
     @property
-    def broken_at(self) -> int | None:
+    def nonfinite_step(self) -> int | None:
         """The optimizer step of the first loss that was not finite."""
         step = int(self._broken)
         return None if step < 0 else step
@@ -790,7 +796,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes: parameters, buffers, h
 
 
 @contextmanager
-def no_gradients(module: nn.Module) -> Iterator[None]:
+def zero_backward(module: nn.Module) -> Iterator[None]:
     """Backward passes in this block give zeros for all parameters.
 
     A loss times 0 is not enough: where the loss of a padding batch is not finite (a mean over no token, a standard
@@ -804,12 +810,12 @@ def no_gradients(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def no_loss(module: nn.Module) -> Tensor:
+def zero_loss(module: nn.Module) -> Tensor:
     """A loss of 0 in which all parameters have a part, with gradients of zero."""
     return sum((p.reshape(-1)[:0].abs().sum() for p in module.parameters() if p.requires_grad), torch.zeros(()))
 
 
-def no_gradient(optimizer: Optimizer) -> None:
+def zero_gradients(optimizer: Optimizer) -> None:
     """Set the gradients that an optimizer would take in to zero."""
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -818,14 +824,14 @@ def no_gradient(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def same_state(module: nn.Module) -> Iterator[None]:
+def preserve_buffers(module: nn.Module) -> Iterator[None]:
     """Forward passes in this block leave the state of a module as it was.
 
     That covers buffers, such as BatchNorm's running statistics, the states of torchmetrics, tensors that are changed
     in place, and lists, dictionaries and sets that attributes hold, such as one of outputs. It does not cover numbers
     that are attributes, or in a dictionary: what counts steps counts this one, as on the other ranks.
     """
-    kept = Kept(
+    kept = StateBackup(
         whole=lambda value: isinstance(value, nn.Module | Optimizer) and not isinstance(value, _METRICS), counters=False
     )
     for part in module.modules():
@@ -839,12 +845,12 @@ def same_state(module: nn.Module) -> Iterator[None]:
     kept.restore()  # past autograd: the backward pass that follows must not take it for a change
 
 
-class _LeftOutError(Exception):
+class _SkippedStepError(Exception):
     """Ends an optimizer's own step after its closure, before it has changed anything."""
 
 
 @contextmanager
-def steps_unless(left_out: Callable[[], bool], optimizer: Optimizer) -> Iterator[None]:
+def skip_step_if(left_out: Callable[[], bool], optimizer: Optimizer) -> Iterator[None]:
     """In this block the optimizer's own step may be left out, but none of the hooks around it.
 
     Parameters, momenta and step counts stay as they are. An optimizer calls its closure first, and Lightning's hooks
@@ -862,14 +868,14 @@ def steps_unless(left_out: Callable[[], bool], optimizer: Optimizer) -> Iterator
         def closed() -> Any:
             output = None if closure is None else closure()
             if left_out():
-                raise _LeftOutError
+                raise _SkippedStepError
             return output
 
         if closure is None and not left_out():
             return original(*args, **kwargs)
         try:
             return original(*args, closure=closed, **kwargs)
-        except _LeftOutError:
+        except _SkippedStepError:
             for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
                 hook(optimizer, args, kwargs)
 

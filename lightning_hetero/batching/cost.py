@@ -1,4 +1,4 @@
-"""What a batch costs on this rank as long as a straight line explains it, learned from its own measured times.
+"""Cost model: seconds of a batch on this rank by its number of samples, learned from measured steps.
 
 A rank's time for the same work varies: other programs take its core, clocks change, batches differ. Such noise comes in
 states that last for a while, so that many measurements in a row agree and yet say little. Statistics that take them for
@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_hetero.batching.shares import Cost, Curve, curve_below
-from lightning_hetero.batching.timer import Lap
+from lightning_hetero.batching.timer import StepTiming
 
 
 class CostModel:
@@ -155,8 +155,8 @@ class CostModel:
         self._p = (p_aa - to_a * to_a / total, p_ak - to_a * to_k / total, p_kk - to_k * to_k / total)
 
 
-class Point(NamedTuple):
-    """What is known of one batch size.
+class SizeTiming(NamedTuple):
+    """Measured time of one batch size.
 
     Attributes:
         samples: the size.
@@ -171,8 +171,8 @@ class Point(NamedTuple):
     stretches: int
 
 
-class Timed(NamedTuple):
-    """Some steps of one size.
+class TimedSteps(NamedTuple):
+    """Steps of one size, and their time.
 
     Attributes:
         number: how many of these came before.
@@ -183,8 +183,8 @@ class Timed(NamedTuple):
     seconds: float
 
 
-class Far(NamedTuple):
-    """Times that are far from the usual ones of their sizes, in a row and on one side.
+class OutlierRun(NamedTuple):
+    """Run of times that are far from the usual ones of their sizes, on one side.
 
     Attributes:
         first: number of the first one.
@@ -197,8 +197,8 @@ class Far(NamedTuple):
     samples: int
 
 
-class Shape:
-    """Remembers the times of each batch size that a rank has had.
+class CurveEstimator:
+    """Estimator of a cost curve, from the times of each batch size that a rank has had.
 
     A straight line with ``a >= 0`` is taken for the truth until the times of the sizes differ from it by more than
     noise can explain. Only then is there a curve: the greatest convex one that is nowhere above the times. What was
@@ -226,10 +226,10 @@ class Shape:
 
     def __init__(self, stretch: float, state: int, change: float, least: float) -> None:
         self._stretch, self._state, self._change, self._least = stretch, state, change, least
-        self._sizes: dict[int, deque[Timed]] = {}  # the size of the latest stretch last
+        self._sizes: dict[int, deque[TimedSteps]] = {}  # the size of the latest stretch last
         self._open: dict[int, tuple[int, float, float]] = {}  # steps, work, seconds: no stretch yet
         self._count = 0
-        self._far: Far | None = None
+        self._far: OutlierRun | None = None
         self._last = (0, 0.0)  # the latest step's size, and how far it was from the usual time: 0.0 if it was not
         self._curve: Curve | None = None
         self._stale = False  # whether the times have changed since the curve was drawn
@@ -259,7 +259,7 @@ class Shape:
             points = self.points()
             if self._assumed is not None and points:
                 points = self._go_on_from(self._assumed, points[0])
-            bent = len(points) > 1 and _off_a_line(points) > self.UNLIKELY
+            bent = len(points) > 1 and _line_residual(points) > self.UNLIKELY
             self._curve = curve_below([(p.samples, p.seconds) for p in points]) if bent else None
             self._stale = False
         return self._curve
@@ -273,11 +273,13 @@ class Shape:
         high, _, point = max((p.seconds / curve.seconds(p.samples) - 1, p.samples, p) for p in sure)
         return (point.samples, point.seconds) if high > max(self.BUMP, 3 * point.error) else (0.0, 0.0)
 
-    def points(self) -> list[Point]:
-        """What is known, in the order of the sizes."""
+    def points(self) -> list[SizeTiming]:
+        """Measured times, in the order of the sizes."""
         noise = self._noise()
         return [
-            Point(size, self._usual(size), max(noise * math.sqrt(self._state / len(times)), self._least), len(times))
+            SizeTiming(
+                size, self._usual(size), max(noise * math.sqrt(self._state / len(times)), self._least), len(times)
+            )
             for size, times in sorted(self._sizes.items())
             if len(times) >= self.ENOUGH
         ]
@@ -288,7 +290,7 @@ class Shape:
         self._sizes[samples] = times
         if len(self._sizes) > self.SIZES:
             del self._sizes[next(iter(self._sizes))]
-        now, drifts = Timed(self._count, seconds), len(times) == self.EACH
+        now, drifts = TimedSteps(self._count, seconds), len(times) == self.EACH
         before = self._usual(samples) if times else seconds
         noise, self._count = self._noise(without=samples), self._count + 1
         first = self._first_far(samples, now, noise) if len(times) >= self.ENOUGH else None
@@ -307,7 +309,7 @@ class Shape:
             return False
         off = math.log(work / self._usual(samples))
         if abs(off) > 2 * self.FAR:
-            own = noise_of([t.seconds for t in self._sizes[samples]])
+            own = relative_noise([t.seconds for t in self._sizes[samples]])
             if abs(off) > self._change * max(own, self._noise(without=samples)):
                 self._last = samples, off
         return before[0] == samples and before[1] * self._last[1] > 0
@@ -318,30 +320,30 @@ class Shape:
     def _noise(self, without: int = 0) -> float:
         counted = {n: times for n, times in self._sizes.items() if len(times) >= self.ENOUGH and n != without}
         known = [[t.seconds for t in times] for times in counted.values()]
-        return noise_of(*known) if known else 0.0
+        return relative_noise(*known) if known else 0.0
 
-    def _first_far(self, samples: int, now: Timed, noise: float) -> int | None:
+    def _first_far(self, samples: int, now: TimedSteps, noise: float) -> int | None:
         """The first of two or more far times in a row, if they are of several sizes."""
         off = math.log(now.seconds / self._usual(samples))
         far, self._far = self._far, None
-        own = noise_of([t.seconds for t in self._sizes[samples]])
+        own = relative_noise([t.seconds for t in self._sizes[samples]])
         if abs(off) <= max(self._change * noise, self._change * own, self.FAR):
             return None
         if far is None or far.longer != (off > 0):
-            self._far = Far(now.number, off > 0, samples)
+            self._far = OutlierRun(now.number, off > 0, samples)
             return None
         self._far = far._replace(samples=samples)
         return far.first if far.samples != samples else None
 
-    def _first_changed(self, times: deque[Timed], noise: float) -> int | None:
+    def _first_changed(self, times: deque[TimedSteps], noise: float) -> int | None:
         """The first time after a lasting change of speed that shows in the times of one size."""
         seconds = [t.seconds for t in times]
-        cut = cut_of(seconds)
+        cut = change_point(seconds)
         before, after = seconds[:cut], seconds[cut:]
         if min(len(before), len(after)) < self.ENOUGH:
             return None
         # A few values may agree by chance, and so may their parts if they are cut where that makes most of it.
-        noise = max(noise_of(before, after) * (1 + 4 / len(seconds)), noise, self._least)
+        noise = max(relative_noise(before, after) * (1 + 4 / len(seconds)), noise, self._least)
         return times[cut].number if abs(math.log(median(after) / median(before))) > self._change * noise else None
 
     def _forget_before(self, first: int) -> None:
@@ -355,20 +357,20 @@ class Shape:
             if size != samples:
                 self._sizes[size] = deque((t._replace(seconds=drift * t.seconds) for t in times), maxlen=self.EACH)
 
-    def _go_on_from(self, curve: Curve, first: Point) -> list[Point]:
+    def _go_on_from(self, curve: Curve, first: SizeTiming) -> list[SizeTiming]:
         """Take what an assumed curve says of other sizes for measured, at the present speed."""
         self._assumed = None
         scaled, number = curve.times(first.seconds / curve.seconds(first.samples)), self._count - 1
         bends = [round(at) for at, _ in curve.bends]
         for size in (max(bends[0] // 2, 1), *bends, 2 * bends[-1]):
             if size not in self._sizes:
-                times = [Timed(number, scaled.seconds(size))] * self.ENOUGH
+                times = [TimedSteps(number, scaled.seconds(size))] * self.ENOUGH
                 self._sizes = {size: deque(times, maxlen=self.EACH), **self._sizes}
         return self.points()
 
 
-def _off_a_line(points: Sequence[Point]) -> float:
-    """How far the points are off the best line with ``a >= 0`` and ``k >= 0``: squared deviations, in errors."""
+def _line_residual(points: Sequence[SizeTiming]) -> float:
+    """Residual of the points off the best line with ``a >= 0`` and ``k >= 0``: squared deviations, in errors."""
     weights = [1 / (p.error * p.seconds) ** 2 for p in points]
 
     def mean(values: Sequence[float]) -> float:
@@ -384,8 +386,8 @@ def _off_a_line(points: Sequence[Point]) -> float:
     return sum(w * (y - a - k * x) ** 2 for w, x, y in zip(weights, n, t, strict=True))
 
 
-def noise_of(*parts: Sequence[float]) -> float:
-    """How far times are off the median of their part, as a fraction: what nine in ten stay below."""
+def relative_noise(*parts: Sequence[float]) -> float:
+    """Deviation of times from the median of their part, as a fraction: nine in ten stay below."""
     off: list[float] = []
     for part in parts:
         middle = median(part) if part else 0.0
@@ -394,8 +396,8 @@ def noise_of(*parts: Sequence[float]) -> float:
     return off[int(0.9 * (len(off) - 1))]
 
 
-def cut_of(times: Sequence[float]) -> int:
-    """Where the latter part begins if times are cut in two that differ most (least squares); 0 if they do not."""
+def change_point(times: Sequence[float]) -> int:
+    """Index at which times are cut in two parts that differ most (least squares); 0 if they do not."""
     mean, left, best, cut = sum(times) / len(times), 0.0, 0.0, 0
     for n, seconds in enumerate(times[:-1], 1):
         left += seconds
@@ -405,8 +407,8 @@ def cut_of(times: Sequence[float]) -> int:
     return cut
 
 
-class Speed(NamedTuple):
-    """A rank's present speed.
+class MeasuredSpeed(NamedTuple):
+    """Present speed of a rank.
 
     Attributes:
         cost: seconds per batch and per sample.
@@ -421,7 +423,7 @@ class Speed(NamedTuple):
     bump: tuple[float, float] = (0.0, 0.0)
 
 
-class Stretch(NamedTuple):
+class StepRun(NamedTuple):
     """Steps in a row, long enough together to be compared with others.
 
     Attributes:
@@ -437,17 +439,17 @@ class Stretch(NamedTuple):
     seconds: float
 
     def seconds_by(self, cost: Cost | Curve) -> float:
-        """What its steps would have taken by ``cost``, had they been alike."""
+        """Seconds that its steps would have taken by ``cost``, had they been alike."""
         return self.steps * cost.seconds(self.samples / self.steps)
 
 
-class Evidence:
-    """What a rank's own steps tell of its speed.
+class SpeedEstimator:
+    """Estimator of a rank's speed, from its own steps.
 
     Steps are gathered into stretches that are long enough to compare. One lasting change of speed within the memory is
     told from noise: the rank's speed is that since the change. All other ups and downs are noise, and so large is the
     doubt about the speed, however many stretches agree at present. How time depends on the samples is a straight line
-    unless the times of different batch sizes show a curve (:class:`~lightning_hetero.batching.cost.Shape`).
+    unless the times of different batch sizes show a curve (:class:`~lightning_hetero.batching.cost.CurveEstimator`).
     """
 
     #: Seconds that a stretch lasts at least: some turns of an operating system's scheduler, a period of CPU quotas.
@@ -463,31 +465,33 @@ class Evidence:
     CHANGE = 2.0
 
     def __init__(self) -> None:
-        self.shape = Shape(self.SECONDS, self.STATE, self.CHANGE, self.LEAST_NOISE)
+        self.shape = CurveEstimator(self.SECONDS, self.STATE, self.CHANGE, self.LEAST_NOISE)
         self._samples = 0.0  # of a step, to which all stretches are converted
-        self._stretches: deque[Stretch] = deque(maxlen=self.MEMORY)
+        self._stretches: deque[StepRun] = deque(maxlen=self.MEMORY)
         self._times: deque[float] = deque(maxlen=self.MEMORY)  # seconds of such a step, as converted at that time
-        self._open = Stretch(0, 0, 0.0, 0.0)
+        self._open = StepRun(0, 0, 0.0, 0.0)
 
-    def observe(self, lap: Lap, cost: Cost) -> None:
+    def observe(self, timing: StepTiming, cost: Cost) -> None:
         """Take in a step.
 
         Args:
-            lap: the step, as the stopwatch has measured it.
+            timing: the step, as the stopwatch has measured it.
             cost: what is known of how the time depends on the samples: only the ratio ``a : k`` counts.
         """
-        if lap.work > 0:
-            self.shape.observe(lap.samples, lap.work, lap.wait)
+        if timing.work > 0:
+            self.shape.observe(timing.samples, timing.work, timing.wait)
         steps, samples, work, seconds = self._open
-        self._open = Stretch(steps + 1, samples + lap.samples, work + lap.work, seconds + lap.work + lap.wait)
+        self._open = StepRun(
+            steps + 1, samples + timing.samples, work + timing.work, seconds + timing.work + timing.wait
+        )
         if self._open.seconds < self.SECONDS or self._open.work <= 0:
             return
-        self._samples = self._samples or float(lap.samples)
+        self._samples = self._samples or float(timing.samples)
         self._stretches.append(self._open)
         self._times.append(self._converted(self._open, cost))
-        self._open = Stretch(0, 0, 0.0, 0.0)
+        self._open = StepRun(0, 0, 0.0, 0.0)
 
-    def speed(self, cost: Cost | Curve) -> Speed:
+    def speed(self, cost: Cost | Curve) -> MeasuredSpeed:
         """The present speed.
 
         Args:
@@ -497,25 +501,25 @@ class Evidence:
             A cost of the given ratio ``a : k``, or a curve if the times show one.
         """
         if len(self._times) < 2:
-            return Speed(cost, math.inf, math.inf)
+            return MeasuredSpeed(cost, math.inf, math.inf)
         times, curve, bump = list(self._times), self.shape.curve(), (0.0, 0.0)
         if curve is not None:
             bump = self.shape.bump()
             cost, times = curve, [self._converted(stretch, curve) for stretch in self._stretches]
-        cut = cut_of(times)
+        cut = change_point(times)
         if cut == len(times) - 1:  # a single stretch: a stall is no change
-            cut = cut_of(times[:-1])
+            cut = change_point(times[:-1])
         before, after = times[:cut], times[cut:]
-        if cut and abs(math.log(median(after) / median(before))) <= self.CHANGE * noise_of(before, after):
+        if cut and abs(math.log(median(after) / median(before))) <= self.CHANGE * relative_noise(before, after):
             cut = 0
         since = list(self._stretches)[cut:]
         # What is known of the ratio now is of the present speed: what was before the change keeps its own.
         now = [self._converted(stretch, cost) for stretch in since]
-        noise = max(noise_of(times[:cut], now) * (self.STATE / len(now)) ** 0.5, self.LEAST_NOISE)
+        noise = max(relative_noise(times[:cut], now) * (self.STATE / len(now)) ** 0.5, self.LEAST_NOISE)
         scale = median(now) / cost.seconds(self._samples)
         seconds = sum(stretch.seconds for stretch in since) if cut else math.inf
-        return Speed(cost.times(scale), noise, seconds, bump)
+        return MeasuredSpeed(cost.times(scale), noise, seconds, bump)
 
-    def _converted(self, stretch: Stretch, cost: Cost | Curve) -> float:
+    def _converted(self, stretch: StepRun, cost: Cost | Curve) -> float:
         """Seconds of a step of the size by which stretches are compared."""
         return cost.seconds(self._samples) * stretch.work / stretch.seconds_by(cost)

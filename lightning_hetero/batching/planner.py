@@ -1,4 +1,4 @@
-"""The agreed plan: which rank takes how many samples of which step.
+"""Planner: how many samples of which step each rank takes, the same on all ranks.
 
 Every rank derives the same plans, from the same reports. A new one starts at a step that no sampler has drawn yet.
 
@@ -54,7 +54,7 @@ def exact_shares(units: int, costs: Sequence[Cost | Curve], low: Sequence[int], 
     return [min(h, max(lo, cost.samples(deadline))) for cost, lo, h in zip(costs, low, high, strict=True)]
 
 
-def in_turn(exact: Sequence[float], turn: int) -> list[int]:
+def rotating_shares(exact: Sequence[float], turn: int) -> list[int]:
     """Whole shares of a batch, which are the exact ones in the mean over turns.
 
     Each rank gets its share rounded down. What is left goes to ranks by systematic sampling (Madow 1949): their
@@ -70,8 +70,8 @@ def in_turn(exact: Sequence[float], turn: int) -> list[int]:
 
     Example: one unit for three ranks that are equally fast::
 
-        >>> from lightning_hetero.batching.planner import in_turn
-        >>> [in_turn([1 / 3] * 3, turn).index(1) for turn in range(6)]
+        >>> from lightning_hetero.batching.planner import rotating_shares
+        >>> [rotating_shares([1 / 3] * 3, turn).index(1) for turn in range(6)]
         [1, 2, 0, 1, 2, 0]
     """
     shares = [math.floor(share + _TINY) for share in exact]
@@ -90,7 +90,7 @@ _split, _exact = _remembered(split), _remembered(exact_shares)
 
 @dataclass(frozen=True)
 class Plan:
-    """How batches are split from step ``start`` on.
+    """Split of the batches from step ``start`` on.
 
     Attributes:
         start: first step (batches since the start of the fit) of this plan.
@@ -129,7 +129,7 @@ class Plan:
         if units == 0:
             return [[0] * len(self.costs) for _ in sizes]
         task = _task(self, units, sum(sizes) // units)
-        shares = _split(*task) if turn is None else in_turn(_exact(*task), turn)
+        shares = _split(*task) if turn is None else rotating_shares(_exact(*task), turn)
         return [[share * (size // units) for share in shares] for size in sizes]
 
 
@@ -138,7 +138,7 @@ Task = tuple[int, tuple[Cost | Curve, ...], tuple[int, ...], tuple[int, ...]]  #
 
 @_remembered
 def _task(plan: Plan, units: int, width: int) -> Task:
-    """What is to be split into ``units`` units, each of ``width`` samples, and within which limits."""
+    """The task of a split: ``units`` units, each of ``width`` samples, and the limits."""
     low = [-(-n // width) for n in plan.low]
     high = [n // width for n in plan.high]
     if plan.reach:
@@ -157,7 +157,7 @@ def _task(plan: Plan, units: int, width: int) -> Task:
 
 
 class Report(NamedTuple):
-    """What a rank reports to the others. It fits in a row of floats of a fixed size, so one small tensor carries it.
+    """Report of a rank to the others. It fits in a row of floats of a fixed size, so one small tensor carries it.
 
     Attributes:
         fixed: ``a`` of its cost, seconds.
@@ -167,7 +167,7 @@ class Report(NamedTuple):
         samples: samples per step that it processed since its last report, mean.
         compute: seconds per step of its own work since its last report, mean.
         wait: seconds per step that it waited for others since its last report, mean.
-        laps: steps that these means are over.
+        steps: steps that these means are over.
         since: seconds of steps since the rank's speed has changed; infinite if it is not known to have.
         bump: samples of a batch that takes longer than the curve says, because the times bend down; 0 if none does.
         bump_seconds: how long it takes.
@@ -183,7 +183,7 @@ class Report(NamedTuple):
     samples: float
     compute: float
     wait: float
-    laps: float = 0.0
+    steps: float = 0.0
     since: float = math.inf
     bump: float = 0.0
     bump_seconds: float = 0.0
@@ -209,8 +209,8 @@ class Report(NamedTuple):
         return cls._make([*row[:numbers], bends_of(row[numbers:])])
 
 
-class Look(NamedTuple):
-    """Steps in a row, of each rank.
+class StepTimes(NamedTuple):
+    """Times of steps in a row, of each rank.
 
     Attributes:
         steps: how many, by rank: the same number, unless ranks go at their own pace.
@@ -220,15 +220,15 @@ class Look(NamedTuple):
     steps: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
 
-    def after(self, reports: Sequence[Report]) -> "Look":
+    def after(self, reports: Sequence[Report]) -> "StepTimes":
         """With the steps that the ranks report; those of ranks that report at different steps are not the same ones."""
         none = (0.0,) * len(reports)
-        steps = [before + report.laps for before, report in zip(self.steps or none, reports, strict=True)]
+        steps = [before + report.steps for before, report in zip(self.steps or none, reports, strict=True)]
         seconds = [
-            before + report.laps * (report.compute + report.wait)
+            before + report.steps * (report.compute + report.wait)
             for before, report in zip(self.seconds or none, reports, strict=True)
         ]
-        return Look(tuple(steps), tuple(seconds))
+        return StepTimes(tuple(steps), tuple(seconds))
 
     @property
     def shortest(self) -> float:
@@ -236,13 +236,13 @@ class Look(NamedTuple):
         return min(self.seconds, default=0.0)
 
     @property
-    def apart(self) -> bool:
+    def at_own_pace(self) -> bool:
         """Whether ranks go at their own pace."""
         return len(set(self.steps)) > 1
 
 
-class Trial(NamedTuple):
-    """A re-split that has to prove itself.
+class SplitTrial(NamedTuple):
+    """Trial of a new split, which has to prove itself.
 
     Attributes:
         before: the plan to return to.
@@ -253,7 +253,7 @@ class Trial(NamedTuple):
     bar: float
 
 
-def seconds_of(looks: Sequence[Look]) -> float:
+def step_seconds(looks: Sequence[StepTimes]) -> float:
     """Seconds that a step takes, on the rank on which it takes longest.
 
     Each rank counts by itself first. Where ranks go at their own pace, the longest of each look would be that of a rank
@@ -337,11 +337,15 @@ class Planner:
         self.plans = [Plan(0, costs, self._low, barred)]
         self.most = [0.0] * world
         self._updated = 0  # the step of the latest update
-        self._look = Look()  # since the latest one
-        self._looks: list[Look] = []  # under the plan in force
+        self._look = StepTimes()  # since the latest one
+        self._looks: list[StepTimes] = []  # under the plan in force
         self._doubt, self._patience = self.DOUBT, self.PATIENCE
-        self._trial: Trial | None = None
-        self._before: tuple[Trial | None, float, int] = self._trial, self._doubt, self._patience  # the latest proposal
+        self._trial: SplitTrial | None = None
+        self._before: tuple[SplitTrial | None, float, int] = (
+            self._trial,
+            self._doubt,
+            self._patience,
+        )  # the latest proposal
         self.before_draw: Callable[[int], None] = lambda step: None
         self.in_force: Callable[[], Plan] = lambda: self.plans[-1]
 
@@ -422,7 +426,7 @@ class Planner:
         return self.at(step).split([self.total])[0]  # zeros where streams decide the sizes of batches
 
     def turn(self, step: int) -> int | None:
-        """Whose turn it is at a step, as a number; ``None``: what is left over always goes to the same ranks."""
+        """Number of the turn at a step; ``None``: what is left over always goes to the same ranks."""
         return step + self.origin if self.turns else None
 
     def update(self, step: int, reports: Sequence[Report]) -> Plan | None:
@@ -463,7 +467,7 @@ class Planner:
         return self._judged() or self._better(latest, reports)
 
     def _too_slow(self, reports: Sequence[Report]) -> TooSlow | None:
-        """Who makes the job slower, if that was measured: at the least share, not by its times for larger ones."""
+        """Ranks that make the job slower, if that was measured: at the least share, not by times for larger ones."""
         costs, noise = [r.cost for r in reports], [r.error for r in reports]
         found = too_slow(self.total, costs, self._low, self.high, noise)
         measured = found and all(reports[rank].samples < max(self._low[rank], 1) + 1 for rank in found.ranks)
@@ -475,7 +479,7 @@ class Planner:
 
     def adopt(self, plan: Plan) -> None:
         """Follow a plan from its start on. All ranks have agreed on it; it starts at a step that none has drawn."""
-        self._look, self._looks = Look(), []
+        self._look, self._looks = StepTimes(), []
         self._note(plan.split([self.total])[0])
         self.plans = [*self.plans, plan][-self.KEPT :]
 
@@ -486,16 +490,16 @@ class Planner:
         self._look = self._look.after(reports)
         if self._look.shortest >= self.LOOK:
             self._looks.append(self._look)
-            self._look = Look()
+            self._look = StepTimes()
             self._doubt *= 1 - 1 / self._patience
 
     def _judged(self) -> Plan | None:
         """The plan to return to if the latest re-split did not make steps shorter."""
         if self._trial is None or not self._looks:
             return None
-        if seconds_of(self._looks) < self._trial.bar:
+        if step_seconds(self._looks) < self._trial.bar:
             self._trial, self._doubt, self._patience = None, 0.0, self.PATIENCE
-        elif len(self._looks) >= self.TRIAL * (self.APART if any(look.apart for look in self._looks) else 1):
+        elif len(self._looks) >= self.TRIAL * (self.APART if any(look.at_own_pace for look in self._looks) else 1):
             plan, self._trial = self._trial.before, None
             self._doubt, self._patience = max(self.DOUBT, 2 * self._doubt), 2 * self._patience
             return plan
@@ -519,7 +523,7 @@ class Planner:
             del looks[0]  # it began before the latest change of a rank's speed
         if looks:
             gain = makespan(present, costs) - makespan(wanted, costs)
-            self._trial = Trial(latest, seconds_of(looks) - gain / 2)
+            self._trial = SplitTrial(latest, step_seconds(looks) - gain / 2)
         elif self._looks:
             self._trial = None  # nobody knows how long steps would take now without the re-split
         return best
@@ -532,7 +536,7 @@ class Planner:
         likely = [c.times(f) for f, c in zip(factors, costs, strict=True)]
         return makespan(new, likely) < (1 - self.min_gain) * makespan(old, likely)
 
-    def trust_as(self, former: "Planner") -> None:
+    def copy_trust(self, former: "Planner") -> None:
         """Doubt measurements no more than another planner of such ranks, which has seen how far they are noise."""
         self._doubt, self._patience = former._doubt, former._patience
 
@@ -555,7 +559,7 @@ class Planner:
 _MOST = 8  # changes of who takes part that are remembered; steps of all ranks lie closer together
 
 
-class _Stretch(NamedTuple):
+class _SharedSpan(NamedTuple):
     """From a step on, these ranks shared the batches.
 
     Attributes:
@@ -581,11 +585,11 @@ class _Stretch(NamedTuple):
         return plan.split([self.total], turn)[0][self.ids.index(id)]
 
 
-class PastShares:
-    """Remembers by which plans batches were shared before ranks were lost. Ranks are known by their ids."""
+class ShareHistory:
+    """Plans by which batches were shared before ranks were lost. Ranks are known by their ids."""
 
     def __init__(self) -> None:
-        self._stretches: list[_Stretch] = []
+        self._stretches: list[_SharedSpan] = []
         self._start = 0  # the first step that those who remain share
 
     def end(self, ids: Sequence[int], planner: Planner, start: int) -> None:
@@ -596,11 +600,11 @@ class PastShares:
             planner: of these ranks.
             start: the first step that others share.
         """
-        ended = _Stretch(self._start, tuple(ids), tuple(planner.plans), planner.total, planner.turn(0))
+        ended = _SharedSpan(self._start, tuple(ids), tuple(planner.plans), planner.total, planner.turn(0))
         self._stretches, self._start = [*self._stretches, ended][-_MOST:], start
 
     def samples(self, id: int, step: int) -> int:
-        """What a rank that is lost was to take from a step on, until others took its share.
+        """Samples that a lost rank was to take from a step on, until others took its share.
 
         A batch that is smaller than others, at the end of an epoch, counts as a full one. Where plans are so old that
         they are not remembered, the oldest one counts.
@@ -611,12 +615,12 @@ class PastShares:
         """
         return sum(self._at(each).share(id, each) for each in range(step, self._start))
 
-    def _at(self, step: int) -> _Stretch:
+    def _at(self, step: int) -> _SharedSpan:
         return next((one for one in reversed(self._stretches) if one.start <= step), self._stretches[0])
 
 
-class Regrouping(NamedTuple):
-    """From a step on other ranks share the batches: some were lost.
+class Repartition(NamedTuple):
+    """Change of the ranks that share the batches, from a step on: some were lost.
 
     Attributes:
         kept: of each rank, its number before.
@@ -629,8 +633,8 @@ class Regrouping(NamedTuple):
     reports: int
 
 
-class Knowledge(NamedTuple):
-    """What a rank knows of the plans; ranks that have acted on the same reports know the same.
+class PlanningState(NamedTuple):
+    """Plans and measurements of a planner; the same on ranks that have acted on the same reports.
 
     Attributes:
         plans: in force, and to come.
@@ -641,16 +645,16 @@ class Knowledge(NamedTuple):
     most: list[float]
 
     @classmethod
-    def of(cls, planner: Planner) -> "Knowledge":
-        """What a planner knows."""
+    def of(cls, planner: Planner) -> "PlanningState":
+        """The state of a planner."""
         return cls(list(planner.plans), list(planner.most))
 
-    def teach(self, planner: Planner) -> None:
+    def apply_to(self, planner: Planner) -> None:
         """Let another planner of the same ranks know it, which may have missed the latest reports."""
         planner.plans, planner.most = list(self.plans), list(self.most)
 
 
-def plan_among(former: Planner, kept: Sequence[int], planner: Planner) -> Planner:
+def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -> Planner:
     """Let a planner go on for the ranks that remain, with what an earlier one knows of them.
 
     Args:
@@ -668,7 +672,7 @@ def plan_among(former: Planner, kept: Sequence[int], planner: Planner) -> Planne
     planner.turns, planner.origin = former.turns, former.origin
     if former.found:
         planner.limit([former.high[rank] for rank in kept])
-    planner.trust_as(former)
+    planner.copy_trust(former)
     state = {name: [rows[rank] for rank in kept] if rows else [] for name, rows in former.state_dict().items()}
     planner.load_state_dict(state)
     if former.total:

@@ -1,4 +1,4 @@
-"""The global order of samples, cut into global batches; the same on every rank."""
+"""Samplers: the global order of samples, cut into global batches and shares; the same on every rank."""
 
 import random
 import warnings
@@ -278,7 +278,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Drawn(NamedTuple):
-    """What was drawn for one step: this rank's part of a global batch.
+    """Draw of one step: this rank's part of a global batch.
 
     Attributes:
         samples: this rank's samples; 0 if its batch is a padding batch.
@@ -290,8 +290,8 @@ class Drawn(NamedTuple):
     total: float
     parts: Mapping[int, float] = {}
 
-    def among(self, kept: Sequence[int], replica: Sequence[int]) -> "Drawn":
-        """What counts once only some ranks are left, and other ranks make a replica, perhaps.
+    def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "Drawn":
+        """The draw as it counts once only some ranks are left, and perhaps other ranks make a replica.
 
         Args:
             kept: of each rank that remains, its number before.
@@ -304,7 +304,7 @@ class Drawn(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where training stands when an epoch's iterator is made.
+    """Position of training when an epoch's iterator is made.
 
     Attributes:
         epoch: epochs done.
@@ -317,8 +317,8 @@ class Position(NamedTuple):
     step: int
 
 
-class Seat(NamedTuple):
-    """A rank's place among those that share batches.
+class RankSlot(NamedTuple):
+    """Place of a rank among those that share batches.
 
     Attributes:
         rank: its number when batches are cut.
@@ -341,9 +341,9 @@ class Seat(NamedTuple):
         shares = self.shares(sampler, sampler.next_step, in_epoch, len(batch))
         own = batch_slice(batch, shares, self.rank)
         drawn = Drawn(len(own), sum(shares[rank] for rank in self.replica), {r: shares[r] for r in self.replica})
-        return drawn if self.kept is None else drawn.among(self.kept, self.now), own
+        return drawn if self.kept is None else drawn.for_survivors(self.kept, self.now), own
 
-    def among(self, kept: Sequence[int], replica: Sequence[int]) -> "Seat":
+    def for_survivors(self, kept: Sequence[int], replica: Sequence[int]) -> "RankSlot":
         """The same seat when only these ranks of the latest numbering are left; ``replica``: by their new numbers."""
         before = tuple(kept) if self.kept is None else tuple(self.kept[rank] for rank in kept)
         return self._replace(kept=before, now=tuple(replica))
@@ -375,7 +375,7 @@ class ShareSampler:
         position: Callable[[], Position],
         shares: Callable[["ShareSampler", int, int, int], Sequence[int]],
     ) -> None:
-        self.batches, self.seats = batches, [Seat(rank, tuple(replica), shares)]
+        self.batches, self.seats = batches, [RankSlot(rank, tuple(replica), shares)]
         self._position = position
         self.sampler = batches.sampler  # where Lightning looks for `set_epoch`
         self.drawn: deque[Drawn] = deque()  # drawn but not yet trained on, in order
@@ -420,12 +420,12 @@ class ShareSampler:
         """The ranks that average gradients with this one, itself among them."""
         return self.seats[-1].replica
 
-    def _seat(self) -> "Seat":
+    def _seat(self) -> "RankSlot":
         while len(self.seats) > 1 and self.seats[1].start <= self.next_step:
             del self.seats[0]
         return self.seats[0]
 
-    def regroup(self, seat: "Seat", kept: Sequence[int], position: Callable[[], Position]) -> None:
+    def repartition(self, seat: "RankSlot", kept: Sequence[int], position: Callable[[], Position]) -> None:
         """Other ranks share the batches from a step on; what was drawn stays as it is.
 
         Args:
@@ -434,11 +434,11 @@ class ShareSampler:
             position: where training stands.
         """
         self._position = position
-        self.drawn = deque(drawn.among(kept, seat.replica) for drawn in self.drawn)
-        self.seats = [one.among(kept, seat.replica) for one in self.seats if one.start < seat.start] + [seat]
+        self.drawn = deque(drawn.for_survivors(kept, seat.replica) for drawn in self.drawn)
+        self.seats = [one.for_survivors(kept, seat.replica) for one in self.seats if one.start < seat.start] + [seat]
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on."""
+        """The draw of the batch that is about to be trained on."""
         return self.drawn.popleft()
 
 
@@ -467,9 +467,9 @@ class EvaluationSampler:
         grows: Callable[[], bool] = lambda: False,
     ) -> None:
         self.batches, self.sampler = batches, batches.sampler
-        self.regroup(rank, world, plan, grows)
+        self.repartition(rank, world, plan, grows)
 
-    def regroup(self, rank: int, world: int, plan: Callable[[], Plan], grows: Callable[[], bool]) -> None:
+    def repartition(self, rank: int, world: int, plan: Callable[[], Plan], grows: Callable[[], bool]) -> None:
         """Other ranks share the batches from the next pass on; arguments like the constructor's."""
         self.rank, self._world, self._plan, self._grows = rank, world, plan, grows
 
@@ -493,7 +493,7 @@ class EvaluationSampler:
                 yield own
 
     def _shares(self, world: int, plan: Plan, samples: int) -> Sequence[int]:
-        """How many samples of a batch each rank gets."""
+        """Number of samples of a batch for each rank."""
         if samples <= world:
             return [int(rank < samples) for rank in range(world)]
         high = tuple(max(high, 1) for high in plan.high)

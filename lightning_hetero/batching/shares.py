@@ -1,4 +1,4 @@
-"""A convex cost of a batch: a device that is flat until it is full, or that gets slower as its memory fills up.
+"""Cost curves of a batch, affine or convex, and the split by which all ranks finish together.
 
 The time ``t_i(n)`` of rank ``i`` on ``n`` samples is modelled as ``a_i + k_i * n``, or as a convex curve where the
 measured times show one. A global batch takes as long as its slowest rank, so the best shares minimise
@@ -41,7 +41,7 @@ class Curve(NamedTuple):
         return self.fixed + self.per_sample * samples + extra
 
     def samples(self, deadline: float) -> float:
-        """How many samples are done by a deadline in seconds, with fractions; below 0 if it is before ``a``."""
+        """Number of samples done by a deadline in seconds, with fractions; below 0 if it is before ``a``."""
         fixed, per_sample = self.fixed, self.per_sample
         for at, more in self.bends:
             if deadline <= fixed + per_sample * at:
@@ -104,7 +104,7 @@ def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
 
 
 def _above(three: Sequence[tuple[float, float]]) -> float:
-    """How much higher the curve would be at the middle one of three points without it, as a fraction."""
+    """Height of the curve at the middle one of three points without it, as a fraction above it."""
     left, middle, right = three
     return (left[1] + _slope(left, right) * (middle[0] - left[0])) / middle[1] - 1
 
@@ -130,7 +130,7 @@ class Cost(NamedTuple):
         return ()
 
     def samples(self, deadline: float) -> float:
-        """How many samples are done by a deadline in seconds, with fractions; below 0 if it is before ``a``."""
+        """Number of samples done by a deadline in seconds, with fractions; below 0 if it is before ``a``."""
         return (deadline - self.fixed) / self.per_sample
 
     def times(self, factor: float) -> "Cost":
@@ -239,7 +239,7 @@ def makespan(shares: Sequence[int], costs: Sequence[Cost | Curve]) -> float:
 
 
 class TooSlow(NamedTuple):
-    """Ranks without which the job is faster, though the batch is split by speed.
+    """Advice to leave out ranks without which the job is faster, though the batch is split by speed.
 
     Attributes:
         ranks: which.

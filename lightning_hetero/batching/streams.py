@@ -1,4 +1,4 @@
-"""Batches of sizes that only their own rank knows: iterable datasets, and loaders that the user has sharded."""
+"""Streams: batches of sizes that only their own rank knows, of iterable datasets and loaders that the user shards."""
 
 import copy
 import math
@@ -16,8 +16,8 @@ from lightning_hetero.batching.sampler import Drawn, Position, batch_slice
 from lightning_hetero.errors import DataError
 
 
-class Tally(NamedTuple):
-    """What all ranks have together at one step of a stream.
+class StepTally(NamedTuple):
+    """Sums over all ranks at one step of a stream.
 
     Attributes:
         samples: samples in the batches of all ranks; NaN if a rank could not tell.
@@ -30,8 +30,8 @@ class Tally(NamedTuple):
     empty: float
 
 
-class Place(NamedTuple):
-    """Where a stream stands.
+class StreamPosition(NamedTuple):
+    """Position of a stream.
 
     Attributes:
         epoch: epochs done before the running one.
@@ -47,8 +47,8 @@ class Place(NamedTuple):
     ended: bool
 
 
-class Peers(Protocol):
-    """The ranks that iterate over a stream at the same time, each over its own part."""
+class StreamCollectives(Protocol):
+    """Collectives of the ranks that iterate over a stream at the same time, each over its own part."""
 
     def begin(self) -> None:
         """A pass over the data is about to begin, on all ranks."""
@@ -56,16 +56,16 @@ class Peers(Protocol):
     def compare(self, batch: Any) -> None:
         """Look whether ranks were given the same first batch; ``None``: this one has none (collective)."""
 
-    def tell_of_unknown(self, problem: str) -> None:
+    def warn_of_unknown_size(self, problem: str) -> None:
         """Say that the sizes of batches are unknown, so that all count the same."""
 
-    def sum(self, tally: Tally) -> Tally:
+    def sum(self, tally: StepTally) -> StepTally:
         """The tallies of the ranks of this replica together (collective over them)."""
 
-    def sum_all(self, tally: Tally) -> Tally:
+    def sum_all(self, tally: StepTally) -> StepTally:
         """The tallies of all ranks together (collective)."""
 
-    def goes_on(self, drawn: int, alive: bool) -> bool:
+    def another_batch(self, drawn: int, alive: bool) -> bool:
         """Whether all ranks run another batch in this pass, maybe a padding batch (collective over the replica).
 
         Args:
@@ -74,8 +74,8 @@ class Peers(Protocol):
         """
 
 
-class AroundLoader:
-    """Stands in for a loader: attributes that are not found here are looked up on it.
+class LoaderProxy:
+    """Proxy of a loader: attributes that are not found here are looked up on it.
 
     Args:
         loader: any iterable of batches.
@@ -99,7 +99,7 @@ class AroundLoader:
             self.loader._iterator = iterator
 
 
-class Stream(AroundLoader):
+class Stream(LoaderProxy):
     """Iterates over a loader in step with the other ranks, which learn its batch sizes as they come.
 
     A rank that has no more data repeats its last batch with weight 0 until all have ended: every sample counts
@@ -119,7 +119,7 @@ class Stream(AroundLoader):
         loader: Iterable[Any],
         size_of: Callable[[Any], float],
         begin: Callable[[], Position],
-        peers: Peers,
+        peers: StreamCollectives,
         usual: float | None = None,
     ) -> None:
         super().__init__(loader)
@@ -128,10 +128,10 @@ class Stream(AroundLoader):
         self.drawn: deque[Drawn] = deque()
         self._count = 0  # batches of this pass so far
         self._over = False  # whether the pass is
-        self._states: deque[Place] = deque()  # after each batch drawn but not yet trained on
-        self._place: Place | None = None  # after the batch that is trained on, of a loader that can tell
-        self._resumed: Place | None = None  # where to go on, until a batch has been trained on
-        self.goes_on = False  # whether that is within the running epoch
+        self._states: deque[StreamPosition] = deque()  # after each batch drawn but not yet trained on
+        self._place: StreamPosition | None = None  # after the batch that is trained on, of a loader that can tell
+        self._resumed: StreamPosition | None = None  # where to go on, until a batch has been trained on
+        self.another_batch = False  # whether that is within the running epoch
 
     @property
     def padding_follows(self) -> bool:
@@ -140,7 +140,7 @@ class Stream(AroundLoader):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict") and self.stateful:
-            return _keep_nothing  # Lightning saves rank 0's state only; this tells it that the loader resumes
+            return _keep_no_state  # Lightning saves rank 0's state only; this tells it that the loader resumes
         return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -158,7 +158,7 @@ class Stream(AroundLoader):
             current = end if ended else next(batches, end)
             ended = current is end
             samples, problem = self._measure(current) if not ended else (0.0, None)
-            mine = Tally(samples, float(not ended), float(ended and batch is end))
+            mine = StepTally(samples, float(not ended), float(ended and batch is end))
             if self._count == first:
                 self._peers.compare(None if ended else current)
                 if not self._somebody_has_data(self._peers.sum_all(mine), problem):
@@ -167,18 +167,18 @@ class Stream(AroundLoader):
             self._check_size(tally, problem)
             if self._unknown and self._usual is not None:
                 samples, tally = self._usual * mine.alive, tally._replace(samples=self._usual * tally.alive)
-            if not self._peers.goes_on(self._count, tally.alive > 0):
+            if not self._peers.another_batch(self._count, tally.alive > 0):
                 break
             batch, self._count = batch if ended else current, self._count + 1
             self.drawn.append(Drawn(samples, tally.samples))
             if self.stateful and not ended:
                 before, after = after, copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
-            self._states.append(Place(epoch, self._count, before if ended else after, ended))
+            self._states.append(StreamPosition(epoch, self._count, before if ended else after, ended))
             yield batch
         self._over = True
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on."""
+        """The draw of the batch that is about to be trained on."""
         self._place, self._resumed = self._states.popleft(), None
         return self.drawn.popleft()
 
@@ -188,12 +188,12 @@ class Stream(AroundLoader):
         return all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def position(self) -> dict[str, Any] | None:
-        """Where the data stand after the batch that is trained on; builtins, and what the loader tells."""
+        """Position of the data after the batch that is trained on; builtins, and what the loader tells."""
         return self._place._asdict() if self.stateful and self._place is not None else None
 
     def go_on_from(self, position: dict[str, Any]) -> None:
         """Let the next iteration begin at what :meth:`position` has told."""
-        self._resumed = Place(**position)
+        self._resumed = StreamPosition(**position)
 
     def _go_on(self, epoch: int) -> int:
         """Bring the loader where the checkpoint says; the batches of this epoch that come before."""
@@ -201,14 +201,14 @@ class Stream(AroundLoader):
             return 0
         if place.state is not None:
             self.loader.load_state_dict(place.state)  # type: ignore[attr-defined]
-        self.goes_on = place.epoch == epoch
-        if self.goes_on:
+        self.another_batch = place.epoch == epoch
+        if self.another_batch:
             return place.batches
         for _, _ in zip(range(1 + place.ended), self.loader, strict=False):
             pass  # ends the epoch that the checkpoint knows; the next iteration begins another
         return 0
 
-    def _somebody_has_data(self, everyone: Tally, problem: str | None) -> bool:
+    def _somebody_has_data(self, everyone: StepTally, problem: str | None) -> bool:
         """Look at the first batches of all ranks; an error is raised on every rank at once."""
         self._check_size(everyone, problem)
         if everyone.alive and everyone.empty:
@@ -218,7 +218,7 @@ class Stream(AroundLoader):
             )
         return everyone.alive > 0
 
-    def _check_size(self, tally: Tally, problem: str | None) -> None:
+    def _check_size(self, tally: StepTally, problem: str | None) -> None:
         """Look whether all sizes are known; where one is not, none counts from then on."""
         if not math.isnan(tally.samples) or self._unknown:  # on every rank of the replica at once
             return
@@ -230,7 +230,7 @@ class Stream(AroundLoader):
                 "the batch as their first dimension, or define `batch_weight(batch)` on the LightningModule."
             )
         self._unknown = True
-        self._peers.tell_of_unknown(problem.rstrip(".") if problem else "another rank cannot tell")
+        self._peers.warn_of_unknown_size(problem.rstrip(".") if problem else "another rank cannot tell")
 
     def _measure(self, batch: Any) -> tuple[float, str | None]:
         try:
@@ -257,7 +257,7 @@ class SizedStream(Stream):
         loader: Iterable[Any],
         size_of: Callable[[Any], float],
         begin: Callable[[], Position],
-        peers: Peers,
+        peers: StreamCollectives,
         length: int,
         replica_length: int,
         usual: float | None = None,
@@ -274,11 +274,11 @@ class SizedStream(Stream):
         return self._length
 
 
-def _keep_nothing(*_: Any) -> dict[str, Any]:
+def _keep_no_state(*_: Any) -> dict[str, Any]:
     return {}
 
 
-class EvaluatedStream(AroundLoader):
+class EvaluatedStream(LoaderProxy):
     """Iterates over this rank's own part of the data, in evaluation.
 
     Ranks may run different numbers of steps, and need not wait for each other, unless a step calls a collective: all
@@ -434,8 +434,8 @@ class SharedStream(IterableDataset):
         return islice(self.dataset, rank * workers + worker, None, world * workers)
 
 
-class Request(NamedTuple):
-    """A global batch that a rank, or a worker of it, is to read.
+class BatchRequest(NamedTuple):
+    """Request for a global batch, of a rank or a worker of it.
 
     Attributes:
         epoch: epochs done before it.
@@ -450,7 +450,7 @@ class Request(NamedTuple):
     plan: Plan
 
 
-class Requests:
+class BatchRequests:
     """Batch sampler of global batches, without an end: where the stream ends is known when it has been read.
 
     Args:
@@ -464,17 +464,17 @@ class Requests:
         self.begun: Position | None = None  # where the running epoch began, or was resumed
         self.next_step = 0  # first step not drawn yet
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         self.begun = position = self._begin()
         self.next_step = position.step
         while True:
             done = position.batch + self.next_step - position.step
             self.next_step += 1
-            yield Request(position.epoch, done * self.batch_size, self.batch_size, self._plan(self.next_step - 1))
+            yield BatchRequest(position.epoch, done * self.batch_size, self.batch_size, self._plan(self.next_step - 1))
 
 
-class Slice(NamedTuple):
-    """A rank's part of a global batch.
+class BatchPart(NamedTuple):
+    """Part of a global batch that a rank takes.
 
     Attributes:
         batch: collated; ``None``: the stream has ended.
@@ -485,7 +485,7 @@ class Slice(NamedTuple):
     drawn: Drawn
 
 
-class Reader(Dataset):
+class StreamReader(Dataset):
     """Reads global batches from a stream, and keeps one rank's part of each. Looks like a map-style dataset.
 
     Args:
@@ -500,7 +500,7 @@ class Reader(Dataset):
         self._epoch, self._next = -1, 0  # the sample that comes next
         self._samples: Iterator[Any] = iter(())
 
-    def __getitems__(self, request: Request) -> tuple[list[Any], Drawn]:
+    def __getitems__(self, request: BatchRequest) -> tuple[list[Any], Drawn]:
         """This rank's samples of a global batch; padding if it has none, nothing where the stream has ended."""
         self._seek(request.epoch, request.first)
         batch = list(islice(self._samples, request.size))
@@ -524,10 +524,10 @@ class Reader(Dataset):
         self._next += sum(1 for _ in islice(self._samples, first - self._next))
 
 
-def collate_part(collate: Callable[[list[Any]], Any], read: tuple[list[Any], Drawn]) -> Slice:
+def collate_part(collate: Callable[[list[Any]], Any], read: tuple[list[Any], Drawn]) -> BatchPart:
     """Collate a rank's samples as the user's loader does."""
     samples, drawn = read
-    return Slice(collate(samples) if samples else None, drawn)
+    return BatchPart(collate(samples) if samples else None, drawn)
 
 
 class SharedStreamLoader:
@@ -545,14 +545,16 @@ class SharedStreamLoader:
         loader: what reads the parts.
     """
 
-    def __init__(self, loader: DataLoader, requests: Requests, rank: int, replica: Sequence[int], padding: int) -> None:
+    def __init__(
+        self, loader: DataLoader, requests: BatchRequests, rank: int, replica: Sequence[int], padding: int
+    ) -> None:
         self.stream, self.batch_sampler, self.like = loader.dataset, requests, loader
         self.drawn: deque[Drawn] = deque()
         self._length = -(-n // requests.batch_size) if (n := _length_of(self.stream)) is not None else None
         same = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator", "prefetch_factor")
         more = ("multiprocessing_context", "persistent_workers")
         self.loader = DataLoader(
-            Reader(self.stream.dataset, rank, replica, padding),  # type: ignore[attr-defined]
+            StreamReader(self.stream.dataset, rank, replica, padding),  # type: ignore[attr-defined]
             batch_sampler=requests,  # type: ignore[arg-type]
             collate_fn=partial(collate_part, loader.collate_fn),
             **{name: getattr(loader, name) for name in (*same, *more)},
@@ -565,7 +567,7 @@ class SharedStreamLoader:
 
     @property
     def begun(self) -> Position | None:
-        """Where the running epoch began, or was resumed."""
+        """Position at which the running epoch began, or was resumed."""
         return self.batch_sampler.begun
 
     def __len__(self) -> int:
@@ -586,7 +588,7 @@ class SharedStreamLoader:
             raise DataError("the training stream is empty: it must yield at least one sample.")
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on."""
+        """The draw of the batch that is about to be trained on."""
         return self.drawn.popleft()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A stopwatch for a rank's own work, which stands still while the rank waits for others."""
+"""Step timer: the seconds of a rank's own work, without those in which it waits for others."""
 
 import time
 from collections import deque
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-class Points(Protocol):
-    """Takes points in time, and tells the seconds between two of them."""
+class Timestamps(Protocol):
+    """Source of timestamps, and of the seconds between two of them."""
 
     def take(self) -> Any:
         """The point that is reached here: now, or when all work that has been given to the device is done."""
@@ -25,8 +25,8 @@ class Points(Protocol):
         """Seconds between two points that have been passed."""
 
 
-class HostPoints:
-    """By the host's clock.
+class HostTimestamps:
+    """Timestamps of the host's clock.
 
     Args:
         clock: returns seconds.
@@ -44,8 +44,8 @@ class HostPoints:
         return later - earlier
 
 
-class StreamPoints:
-    """By events in a device's current stream.
+class DeviceTimestamps:
+    """Timestamps of a device's current stream: its events.
 
     The host runs ahead of a device, until something waits for it: ``loss.item()``, or a progress bar. What the host
     then spends may be the wait for another rank, which a collective in the stream contains. Only the device knows.
@@ -75,7 +75,7 @@ class StreamPoints:
         return earlier.elapsed_time(later) / 1e3
 
 
-def points_of(device: torch.device, clock: Callable[[], float]) -> Points:
+def timestamps_of(device: torch.device, clock: Callable[[], float]) -> Timestamps:
     """The points in time of work on a device: those of its stream, or the host's where it has none that can be timed.
 
     Args:
@@ -83,19 +83,19 @@ def points_of(device: torch.device, clock: Callable[[], float]) -> Points:
         clock: the host's; returns seconds.
     """
     if device.type == "cpu":
-        return HostPoints(clock)
-    stream = StreamPoints(device)
+        return HostTimestamps(clock)
+    stream = DeviceTimestamps(device)
     try:
         first, second = stream.take(), stream.take()
         second.synchronize()
         stream.between(first, second)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError):  # each kind of device has its own error
-        return HostPoints(clock)
+        return HostTimestamps(clock)
     return stream
 
 
-class Lap(NamedTuple):
-    """One step of this rank.
+class StepTiming(NamedTuple):
+    """Timing of one step of this rank.
 
     Attributes:
         samples: samples that it processed, a padding batch included.
@@ -116,14 +116,14 @@ class Lap(NamedTuple):
     padding: bool = False
 
 
-class Doing(Enum):
-    """What a rank does at a time."""
+class Activity(Enum):
+    """Activity of a rank at a time."""
 
     WORK, WAIT, EXCHANGE = range(3)
 
 
 class StepTimer:
-    """Tells a rank's own work from waiting.
+    """Timer of steps, which tells a rank's own work from waiting.
 
     At the end of a data-parallel backward pass every rank reads the same time, because all wait for the slowest. The
     work ends earlier: when the rank's last own gradient is ready.
@@ -143,15 +143,15 @@ class StepTimer:
 
     def move_to(self, device: torch.device) -> None:
         """Measure what runs on this device from here on, and forget all else."""
-        self._points = points_of(device, self._clock)
-        self._pending: deque[tuple[Lap, list[tuple[Doing, Any]]]] = deque()
+        self._points = timestamps_of(device, self._clock)
+        self._pending: deque[tuple[StepTiming, list[tuple[Activity, Any]]]] = deque()
         self.restart()
 
     def restart(self) -> None:
         """Begin a step here: forget what has been measured of the running one."""
-        self._begin((Doing.WORK, self._points.take()))
+        self._begin((Activity.WORK, self._points.take()))
 
-    def _begin(self, first: tuple[Doing, Any]) -> None:
+    def _begin(self, first: tuple[Activity, Any]) -> None:
         self._spans = [first]  # what the rank does from which point on
         self._data = self._waited = 0.0
         self._after_backward = False  # whether the running backward pass only waits any more
@@ -163,7 +163,7 @@ class StepTimer:
         """Time in this block is waiting for others, or goes to an ``exchange`` between replicas."""
         before = self._doing
         if self._depth == 0:
-            self._turn_to(Doing.EXCHANGE if exchange else Doing.WAIT)
+            self._turn_to(Activity.EXCHANGE if exchange else Activity.WAIT)
         self._depth += 1
         try:
             yield
@@ -184,7 +184,7 @@ class StepTimer:
 
     def works(self) -> bool:
         """Whether this rank does work of its own right now; may be asked on another thread."""
-        return self._doing is Doing.WORK
+        return self._doing is Activity.WORK
 
     def fetching(self) -> None:
         """The next batch is being fetched from here on: this rank's own work, except for what it waits meanwhile."""
@@ -206,9 +206,9 @@ class StepTimer:
         """The backward pass has returned: all since the own work was done was waiting."""
         if self._after_backward:
             self._after_backward = False
-            self._turn_to(Doing.WORK)
+            self._turn_to(Activity.WORK)
 
-    def lap(self, samples: int, padding: bool = False) -> list[Lap]:
+    def end_step(self, samples: int, padding: bool = False) -> list[StepTiming]:
         """End a step of ``samples`` samples here and begin the next.
 
         Args:
@@ -218,35 +218,37 @@ class StepTimer:
         Returns:
             The laps known by now, oldest first.
         """
-        self._turn_to(Doing.WORK)
-        self._pending.append((Lap(samples, 0.0, 0.0, self._data, 0.0, self._began, padding), self._spans))
+        self._turn_to(Activity.WORK)
+        self._pending.append((StepTiming(samples, 0.0, 0.0, self._data, 0.0, self._began, padding), self._spans))
         self._begin(self._spans[-1])
         known = []
         while self._pending and self._points.passed(self._pending[0][1][-1][1]):
             known.append(self._timed(*self._pending.popleft()))
         return known
 
-    def _timed(self, lap: Lap, spans: list[tuple[Doing, Any]]) -> Lap:
-        seconds = dict.fromkeys(Doing, 0.0)
+    def _timed(self, timing: StepTiming, spans: list[tuple[Activity, Any]]) -> StepTiming:
+        seconds = dict.fromkeys(Activity, 0.0)
         for (doing, start), (_, end) in pairwise(spans):
             seconds[doing] += self._points.between(start, end)
-        work, exchange = seconds[Doing.WORK], seconds[Doing.EXCHANGE]
-        return lap._replace(work=work, wait=seconds[Doing.WAIT] + exchange, exchange=exchange, data=min(lap.data, work))
+        work, exchange = seconds[Activity.WORK], seconds[Activity.EXCHANGE]
+        return timing._replace(
+            work=work, wait=seconds[Activity.WAIT] + exchange, exchange=exchange, data=min(timing.data, work)
+        )
 
     @property
-    def _doing(self) -> Doing:
+    def _doing(self) -> Activity:
         return self._spans[-1][0]
 
-    def _turn_to(self, doing: Doing) -> None:
+    def _turn_to(self, doing: Activity) -> None:
         now = self._clock()
-        if self._doing is not Doing.WORK:
+        if self._doing is not Activity.WORK:
             self._waited += now - self._since
         self._since = now
         self._spans.append((doing, self._points.take()))
 
     def _own_work_done(self) -> None:
-        if self._doing is Doing.WORK:
-            self._turn_to(Doing.WAIT)
+        if self._doing is Activity.WORK:
+            self._turn_to(Activity.WAIT)
             self._after_backward = True
 
 

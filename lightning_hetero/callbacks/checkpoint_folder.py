@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: the newest one that is whole, and those that go when a newer one is complete."""
+"""Folder of a run's checkpoints: its newest complete one, and the removal of those that are not kept."""
 
 import os
 import re
@@ -14,11 +14,11 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero.checkpoint import shards
-from lightning_hetero.checkpoint.format import readable
+from lightning_hetero.checkpoint.format import explain_unreadable
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
+from lightning_hetero.checkpoint_sections import part_of
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.sections import part_of
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.base import HeteroStrategy
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"step=\d+(-stopped|-complete)?\.ckpt")
 
 
-class Look(NamedTuple):
-    """What one rank sees of a checkpoint.
+class FoundCheckpoint(NamedTuple):
+    """Checkpoint as one rank finds it.
 
     Attributes:
         problem: why it is not whole, in words.
@@ -42,8 +42,8 @@ class Look(NamedTuple):
     found: tuple[int, ...] = ()
 
 
-def path_of(folder: str, step: int, moment: Literal["", "-stopped", "-complete"] = "") -> str:
-    """Where the checkpoint of a step is kept.
+def checkpoint_path(folder: str, step: int, moment: Literal["", "-stopped", "-complete"] = "") -> str:
+    """Path of the checkpoint of a step.
 
     Args:
         folder: of the checkpoints.
@@ -54,7 +54,7 @@ def path_of(folder: str, step: int, moment: Literal["", "-stopped", "-complete"]
 
 
 def newest_first(folder: str, more: str | None = None) -> list[str]:
-    """The checkpoints of :func:`path_of` in a folder, by the time at which they were written.
+    """The checkpoints of :func:`checkpoint_path` in a folder, by the time at which they were written.
 
     Args:
         folder: need not exist.
@@ -66,7 +66,7 @@ def newest_first(folder: str, more: str | None = None) -> list[str]:
     return sorted(paths + ([more] if more else []), key=_written, reverse=True)
 
 
-def newest_whole(strategy: "HeteroStrategy", paths: Sequence[str]) -> str | None:
+def newest_complete(strategy: "HeteroStrategy", paths: Sequence[str]) -> str | None:
     """The first checkpoint that is whole; those that are passed over are named in a warning (collective).
 
     Args:
@@ -77,9 +77,9 @@ def newest_whole(strategy: "HeteroStrategy", paths: Sequence[str]) -> str | None
         CheckpointError: on every rank, if a file cannot be read for a reason that has nothing to do with its content.
     """
     for path in paths:
-        look, error = Look(None), None
+        look, error = FoundCheckpoint(None), None
         try:
-            look = _look(strategy.checkpoint_io, path)
+            look = _inspect(strategy.checkpoint_io, path)
         except Exception as broken:
             error = broken
         shards.agree(None, error)
@@ -90,7 +90,7 @@ def newest_whole(strategy: "HeteroStrategy", paths: Sequence[str]) -> str | None
     return None
 
 
-def clean(folder: str, paths: Sequence[str]) -> None:
+def remove_partial(folder: str, paths: Sequence[str]) -> None:
     """Remove what a job that was killed has left half written, in a local folder, where nobody writes now.
 
     Args:
@@ -115,18 +115,20 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
     return []
 
 
-def _look(io: Any, path: str) -> Look:
+def _inspect(io: Any, path: str) -> FoundCheckpoint:
     try:
         checkpoint = _read(io, path)
     except FileNotFoundError:
-        return Look("it is not there.")
+        return FoundCheckpoint("it is not there.")
     except CheckpointError as error:
-        return Look(f"it was cut off while it was written or copied, or is something else ({error.__cause__}).")
+        return FoundCheckpoint(
+            f"it was cut off while it was written or copied, or is something else ({error.__cause__})."
+        )
     saved = part_of(checkpoint).get("replicas", {})
     save, ids = saved.get("save"), saved.get("ids", ())
     wanted = tuple(ids) if save is not None else ()
     found = tuple(id for id in wanted if _readable(io, shards.shard_of(path, id, save)))
-    return Look(None, (checkpoint.get("global_step"), save), wanted, found)
+    return FoundCheckpoint(None, (checkpoint.get("global_step"), save), wanted, found)
 
 
 def _readable(io: Any, path: str) -> bool:
@@ -139,7 +141,7 @@ def _readable(io: Any, path: str) -> bool:
 
 def _read(io: Any, path: str) -> dict[str, Any]:
     """A checkpoint. What this package writes to a local disk is not read as a whole, but its end is looked for."""
-    with readable(path):
+    with explain_unreadable(path):
         if type(io) is AtomicCheckpointIO and isinstance(url_to_fs(path)[0], LocalFileSystem):
             if not os.path.getsize(path):
                 raise EOFError("it is empty")
@@ -147,7 +149,7 @@ def _read(io: Any, path: str) -> dict[str, Any]:
         return io.load_checkpoint(path)
 
 
-def _problem(looks: Sequence[Look], path: str) -> str | None:
+def _problem(looks: Sequence[FoundCheckpoint], path: str) -> str | None:
     for rank, look in enumerate(looks):
         if look.problem is not None:
             return look.problem if rank == 0 else f"on rank {rank}, {look.problem}"

@@ -1,4 +1,4 @@
-"""The callback that logs who computes how much, how fast, who waits, and what exchanges cost, and writes the report."""
+"""Monitor callback: logs each rank's samples, speed and waiting and the cost of exchanges, and writes the report."""
 
 import math
 import time
@@ -11,14 +11,21 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_hetero.callbacks.record import Attendance, Exchanged, Record, StepRecord, View, thin
-from lightning_hetero.callbacks.report import Summary, fit_of, folder_of, notebook_html, write
+from lightning_hetero.callbacks.monitor_data import (
+    ExchangeRecord,
+    MembershipHistory,
+    RankRecord,
+    Record,
+    StepHistory,
+    thin,
+)
+from lightning_hetero.callbacks.report import Summary, fit_record, notebook_html, report_folder, write
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.errors import ConfigurationError, MembershipLostError, UnsupportedError
 from lightning_hetero.lightning_compat import logged_step
 from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.recovery_policy import Loss
+from lightning_hetero.strategies.recovery_policy import MembershipChange
 from lightning_hetero.strategies.replica import ReplicaStrategy
 
 if TYPE_CHECKING:
@@ -68,14 +75,14 @@ class HeteroMonitor(Callback):
         if not (report is None or isinstance(report, str | Path)):
             raise ConfigurationError(f"report={report!r}: give a folder, or None for no report.")
         self.history: list[Record] = []
-        self.exchanges: list[Exchanged] = []
-        self.losses: list[Loss] = []
+        self.exchanges: list[ExchangeRecord] = []
+        self.losses: list[MembershipChange] = []
         self.pairings: list[list[int]] | None = None
         self.summary: Summary | None = None
         self.report = report
         self._folder: str | None = None  # for the report of the running fit
-        self._steps: StepRecord | None = None  # of the running fit, if it is to be reported
-        self._attendance: Attendance | None = None  # in the running fit
+        self._steps: StepHistory | None = None  # of the running fit, if it is to be reported
+        self._attendance: MembershipHistory | None = None  # in the running fit
         self._seen: list[Any] = []
         self._before = Traffic()  # what exchanges had cost at the latest one that was seen
         self._at = math.nan  # when that was
@@ -111,11 +118,11 @@ class HeteroMonitor(Callback):
         everyone = gather((wanted, told), "the ranks to set their clocks for HeteroMonitor")
         assert strategy.job is not None
         self.summary, start = None, time.perf_counter()  # it is of an earlier fit
-        self._attendance = Attendance(strategy.job.view, start, [told for _, told in everyone])
+        self._attendance = MembershipHistory(strategy.job.view, start, [told for _, told in everyone])
         self.losses = [] if entry is None else list(losses)
         if (report := everyone[0][0]) is not None:
-            self._folder = folder_of(report, folder)
-            self._steps = StepRecord(start, strategy.share.step)
+            self._folder = report_folder(report, folder)
+            self._steps = StepHistory(start, strategy.share.step)
             strategy.share.watchers.append(self._steps.add)
 
     @override
@@ -167,7 +174,7 @@ class HeteroMonitor(Callback):
         """Show the latest fit in a notebook."""
         return notebook_html(self.history, self.summary)
 
-    def _stop_watching(self, strategy: HeteroStrategy) -> View | None:
+    def _stop_watching(self, strategy: HeteroStrategy) -> RankRecord | None:
         """All that has been seen; nothing if there was no step."""
         steps, self._steps = self._steps, None
         assert steps is not None
@@ -178,15 +185,17 @@ class HeteroMonitor(Callback):
         assert self._attendance is not None
         members, losses = strategy.job.view, self._attendance.since(strategy.survival.losses)
         found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
-        return View(members.ids[members.rank], *found, strategy.share.fitted, tuple(losses))
+        return RankRecord(members.ids[members.rank], *found, strategy.share.fitted, tuple(losses))
 
     def _write(
-        self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[View], ended: str | None = None
+        self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[RankRecord], ended: str | None = None
     ) -> None:
         assert self._folder is not None
         assert self._attendance is not None
         try:
-            self.summary = write(self._folder, fit_of(strategy, type(module).__name__, views, ended, self._attendance))
+            self.summary = write(
+                self._folder, fit_record(strategy, type(module).__name__, views, ended, self._attendance)
+            )
         except Exception as error:  # whatever it is, the training is worth more than its report
             rank_zero_warn(f"HeteroMonitor could not write its report to {self._folder}: {error!r}")
         else:
@@ -206,7 +215,7 @@ class HeteroMonitor(Callback):
         hidden, hidden_before = (max(at.seconds - at.exposed, 0.0) for at in (traffic, before))
         costs = traffic.exchanges, traffic.bytes, hidden, traffic.exposed, traffic.distance
         status = strategy.status()
-        self.exchanges.append(Exchanged(strategy.share.step, *costs, status))
+        self.exchanges.append(ExchangeRecord(strategy.share.step, *costs, status))
         thin(self.exchanges)
         now, spent = time.perf_counter(), (hidden - hidden_before, traffic.exposed - before.exposed)
         if self._steps is not None and spent[0] > 0:

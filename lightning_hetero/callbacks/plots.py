@@ -1,4 +1,4 @@
-"""The report's pictures, drawn by matplotlib without a display."""
+"""Plots of the report, drawn by matplotlib without a display."""
 
 import io
 import math
@@ -15,8 +15,15 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from lightning_hetero.callbacks.record import Change, Exchanged, Fit, Stretch, View, coarser
-from lightning_hetero.callbacks.verdict import Totals, even_scales, totals
+from lightning_hetero.callbacks.monitor_data import (
+    ExchangeRecord,
+    FitRecord,
+    RankRecord,
+    ReportedChange,
+    StepSpan,
+    coarsen,
+)
+from lightning_hetero.callbacks.verdict import RankTotals, even_scales, totals
 
 FloatArray = NDArray[np.float64]
 
@@ -58,7 +65,7 @@ class Picture(NamedTuple):
     png: bytes
 
 
-def draw(fit: Fit) -> list[Picture]:
+def draw(fit: FitRecord) -> list[Picture]:
     """All pictures that this fit has something to show in."""
     artists = _time_lines, _parts, _shares, _speeds, _exchanges, _course, _pairs
     return [picture for artist in artists if (picture := artist(fit))]
@@ -87,7 +94,7 @@ def lanes(axis: Axes, labels: Sequence[str]) -> None:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def _time_lines(fit: Fit) -> Picture:
+def _time_lines(fit: FitRecord) -> Picture:
     views = [view for view, _ in _slowest(fit)]
     figure, axes = _plots(2, 1.6 + 0.5 * len(views), sharey=True)
     for axis, name in zip(axes, ("beginning", "end"), strict=True):
@@ -123,7 +130,7 @@ def _time_lines(fit: Fit) -> Picture:
     )
 
 
-def _slowest(fit: Fit) -> list[tuple[View, Totals]]:
+def _slowest(fit: FitRecord) -> list[tuple[RankRecord, RankTotals]]:
     """The slowest ranks with their sums over the settled part, compared as in the verdict, in the order of ranks."""
     own = totals(fit)
     work = [scale * r.work / r.steps for scale, r in zip(even_scales(own) or [1.0] * len(own), own, strict=True)]
@@ -131,7 +138,7 @@ def _slowest(fit: Fit) -> list[tuple[View, Totals]]:
     return [(fit.views[i], own[i]) for i in sorted(slowest, key=lambda i: fit.views[i].rank)]
 
 
-def _window(ranks: Sequence[Sequence[Stretch]], at_the_end: bool) -> tuple[float, float]:
+def _window(ranks: Sequence[Sequence[StepSpan]], at_the_end: bool) -> tuple[float, float]:
     """A span of time in which every rank's steps are known, and about ``SHOWN`` of the slowest's lie."""
     covered = [(steps[0].began, steps[-1].began + steps[-1].seconds) for steps in ranks]
     length = SHOWN * max((end - began) / len(steps) for (began, end), steps in zip(covered, ranks, strict=True))
@@ -141,7 +148,7 @@ def _window(ranks: Sequence[Sequence[Stretch]], at_the_end: bool) -> tuple[float
     return min(begins), min(min(begins) + length, *ends)
 
 
-def _parts(fit: Fit) -> Picture:
+def _parts(fit: FitRecord) -> Picture:
     rows = _slowest(fit)
     figure, [axis] = _plots(1, 1.3 + 0.36 * len(rows))
     left = np.zeros(len(rows))
@@ -172,8 +179,8 @@ def _parts(fit: Fit) -> Picture:
     )
 
 
-def _shares(fit: Fit) -> Picture:
-    rows = [coarser(view.stretches, POINTS) for view in fit.views]
+def _shares(fit: FitRecord) -> Picture:
+    rows = [coarsen(view.stretches, POINTS) for view in fit.views]
     count = min(map(len, rows))
     shares = [[s.samples / s.steps for s in row[:count]] for row in rows]
     steps = [s.first + 1 for s in rows[0][:count]]
@@ -205,13 +212,13 @@ def _shares(fit: Fit) -> Picture:
     )
 
 
-def _last_full_batch(views: Sequence[View]) -> list[float]:
+def _last_full_batch(views: Sequence[RankRecord]) -> list[float]:
     """Samples of each rank in the latest of the largest batches near the end."""
     batches = list(zip(*([s.samples / s.steps for s in view.end or view.stretches] for view in views), strict=False))
     return list(max(reversed(batches), key=sum))
 
 
-def _speeds(fit: Fit) -> Picture:
+def _speeds(fit: FitRecord) -> Picture:
     began, ended = min(view.stretches[0].began for view in fit.views), max(view.ended for view in fit.views)
     steps = sum(stretch.steps for stretch in fit.views[0].stretches)
     edges = np.linspace(began, ended, 1 + max(1, min(POINTS, steps // 4)))  # of spans of a few steps each
@@ -241,7 +248,7 @@ def _speeds(fit: Fit) -> Picture:
     )
 
 
-def _during(view: View, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _during(view: RankRecord, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
     """A rank's samples and seconds of work between each two edges, as if each stretch went on evenly."""
     at, samples, work = [], [0.0], [0.0]
     for stretch, following in zip_longest(view.stretches, view.stretches[1:]):
@@ -266,14 +273,16 @@ def _held(samples: FloatArray, work: FloatArray) -> FloatArray:
 # -- replicas --------------------------------------------------------------------------------------
 
 
-def _leaders(fit: Fit) -> list[View]:
+def _leaders(fit: FitRecord) -> list[RankRecord]:
     """The view of each replica's first rank, as far as known, if it has exchanged."""
     views = {view.rank: view for view in fit.views}
     leaders = [views[ranks[0]] for ranks in fit.replicas if ranks[0] in views]
     return leaders if any(view.exchanges for view in leaders) else []
 
 
-def _curves(axis: Axes, leaders: Sequence[View], value: Callable[[Exchanged], float], start: bool = False) -> None:
+def _curves(
+    axis: Axes, leaders: Sequence[RankRecord], value: Callable[[ExchangeRecord], float], start: bool = False
+) -> None:
     """A curve for each replica, or one if they are all alike; from 0 on if asked."""
     rows = [[value(e) for e in view.exchanges] for view in leaders]
     alike = all(row == rows[0] for row in rows)
@@ -287,7 +296,7 @@ def _curves(axis: Axes, leaders: Sequence[View], value: Callable[[Exchanged], fl
         _legend(axis)
 
 
-def _exchanges(fit: Fit) -> Picture | None:
+def _exchanges(fit: FitRecord) -> Picture | None:
     if not (leaders := _leaders(fit)):
         return None
     figure, (left, right) = _plots(2, 3.2, "step", "exchanges so far")
@@ -312,7 +321,7 @@ _DISTANCES = {
 _LABELS = {"center_distance": "center", "peer_distance": "latest partner", "": "mean"}
 
 
-def _course(fit: Fit) -> Picture | None:
+def _course(fit: FitRecord) -> Picture | None:
     leaders = [view for view in _leaders(fit) if view.exchanges]
     if not leaders:
         return None
@@ -339,7 +348,7 @@ def _course(fit: Fit) -> Picture | None:
     )
 
 
-def _rates(axis: Axes, exchanges: Sequence[Exchanged]) -> None:
+def _rates(axis: Axes, exchanges: Sequence[ExchangeRecord]) -> None:
     """B and W of DASO, over its phases."""
     steps, phases = [e.step for e in exchanges], [str(e.status["phase"]) for e in exchanges]
     began = 0
@@ -360,7 +369,7 @@ def _rates(axis: Axes, exchanges: Sequence[Exchanged]) -> None:
     _legend(axis)
 
 
-def _pairs(fit: Fit) -> Picture | None:
+def _pairs(fit: FitRecord) -> Picture | None:
     if not fit.pairings:
         return None
     figure = Figure(figsize=(6, 4.4), layout="constrained")
@@ -405,7 +414,7 @@ def _legend(axis: Axes) -> None:
     axis.legend(frameon=False, fontsize="small", ncols=max(1, min(4, count)), loc="lower left", bbox_to_anchor=(0, 1))
 
 
-def _mark(axis: Axes, at: float, change: Change, since: float | None = None) -> None:
+def _mark(axis: Axes, at: float, change: ReportedChange, since: float | None = None) -> None:
     """Mark a change of who takes part by a line with a word; if asked, with the time that led to it."""
     text = change.who if change.joined else f"{change.who} lost" if change.lost else "connections lost"
     if since is not None:
@@ -416,12 +425,12 @@ def _mark(axis: Axes, at: float, change: Change, since: float | None = None) -> 
     axis.annotate(text, (at, 1.0), (3, -3), color=LOST, size="small", bbox=box, annotation_clip=True, **place)
 
 
-def _marks(fit: Fit, more: str) -> str:
+def _marks(fit: FitRecord, more: str) -> str:
     """The part of a caption that explains the marks."""
     return f" A red line marks where the ranks went on after others were lost, or joined.{more}" if fit.shown else ""
 
 
-def _fewer(fit: Fit) -> str:
+def _fewer(fit: FitRecord) -> str:
     return f" Of {len(fit.views)} ranks the {LANES} slowest are shown." if len(fit.views) > LANES else ""
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from lightning_hetero.callbacks.record import Attendance, Fit, Record, View, together
+from lightning_hetero.callbacks.monitor_data import FitRecord, MembershipHistory, RankRecord, Record, merge_spans
 from lightning_hetero.callbacks.verdict import Verdict, settled, totals, verdict_of
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -54,7 +54,9 @@ class Summary(NamedTuple):
     picture: bytes | None
 
 
-def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str | None, attendance: Attendance) -> Fit:
+def fit_record(
+    strategy: HeteroStrategy, module: str, views: list[RankRecord], ended: str | None, attendance: MembershipHistory
+) -> FitRecord:
     """All that is known of a fit.
 
     Args:
@@ -82,11 +84,11 @@ def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str 
         "versions": f"lightning-hetero {version('lightning-hetero')}, PyTorch {torch.__version__}, "
         f"Lightning {version('lightning')}, Python {platform.python_version()}",
     }
-    return Fit(
+    return FitRecord(
         views,
         attendance.replicas,
         attendance.places,
-        averager is None or averager.facts.lockstep,
+        averager is None or averager.traits.lockstep,
         options.balance == "auto",
         facts,
         strategy.pairings if isinstance(strategy, ReplicaStrategy) else None,
@@ -96,21 +98,21 @@ def fit_of(strategy: HeteroStrategy, module: str, views: list[View], ended: str 
     )
 
 
-def folder_of(report: str | Path, folder: str) -> str:
+def report_folder(report: str | Path, folder: str) -> str:
     """The folder of a report; a relative path counts from a folder. Both may be remote."""
     if "://" in str(report):
         return str(report)
     return f"{folder.rstrip('/')}/{report}" if "://" in folder else str(Path(folder) / report)
 
 
-def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
+def figures(fit: FitRecord, verdict: Verdict) -> dict[str, Any]:
     """All that the report shows, of builtins only."""
     late = settled(fit)
     views = [
         {
             **view._asdict(),
             "cost": view.cost and {**view.cost._asdict(), "bends": view.cost.bends},
-            "settled": together(part),
+            "settled": merge_spans(part),
             "samples_per_s": own.speed,
             "pace": own.pace,
             "network": own.network,
@@ -123,7 +125,7 @@ def figures(fit: Fit, verdict: Verdict) -> dict[str, Any]:
     return found
 
 
-def write(folder: str, fit: Fit) -> Summary:
+def write(folder: str, fit: FitRecord) -> Summary:
     """Write ``report.html``, ``figures.json`` and the pictures.
 
     Args:
@@ -205,7 +207,7 @@ _CHANGES = (
 )  # fmt: skip
 
 
-def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
+def _page(fit: FitRecord, verdict: Verdict, pictures: str) -> str:
     steps = sum(stretch.steps for stretch in fit.views[0].stretches)
     facts = {"steps": f"{steps:,} in {max(view.ended for view in fit.views):,.1f} s", **fit.facts}
     sentences = [f"<p>{escape(sentence)}</p>" for sentence in verdict.sentences]
@@ -237,11 +239,11 @@ def _page(fit: Fit, verdict: Verdict, pictures: str) -> str:
         changes=_changes(fit),
         exchanges=_section("Exchanges between replicas, whole fit", _table(head, exchanges)) if exchanges else "",
         pairings=_section("Completed exchanges of each replica with each", _table(replicas, met)) if met else "",
-        facts=_table((), facts.items()),
+        traits=_table((), facts.items()),
     )
 
 
-def _changes(fit: Fit) -> str:
+def _changes(fit: FitRecord) -> str:
     rows = []
     for c in fit.changes:
         counts = c.ranks, c.replicas, f"{c.seconds:.2f}", f"{c.bound}{c.samples}", f"rank {c.writer}"
@@ -256,7 +258,7 @@ def _changes(fit: Fit) -> str:
     return _section("Who was lost, and who joined", told + _table(_CHANGES, rows)) if rows else ""
 
 
-def _title(fit: Fit) -> str:
+def _title(fit: FitRecord) -> str:
     return f"{fit.facts['strategy']}: {fit.facts['model']} on {_count(sum(map(len, fit.replicas)), 'rank')}"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints to start again from, with the same command."""
+"""Resumable checkpoints: the same command, started again, goes on from the newest one."""
 
 import itertools
 import time
@@ -10,16 +10,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_hetero.batching.agreement import AgreedBatch, Ask
-from lightning_hetero.callbacks.checkpoint_folder import RetentionPolicy, clean, newest_first, newest_whole, path_of
+from lightning_hetero.batching.plan_agreement import ActionRequest, AgreedBatch
+from lightning_hetero.callbacks.checkpoint_folder import (
+    RetentionPolicy,
+    checkpoint_path,
+    newest_complete,
+    newest_first,
+    remove_partial,
+)
 from lightning_hetero.checkpoint.writer import BackgroundWriter
-from lightning_hetero.checks import at_least_one, is_number, plain
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import accumulates, resume_by
-from lightning_hetero.strategies.background_consensus import BackgroundConsensus
+from lightning_hetero.option_checks import at_least_one, is_number, plain
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
-from lightning_hetero.strategies.saving import Resumable, loses_the_end
+from lightning_hetero.strategies.saving import Resumable
+from lightning_hetero.strategies.signals import loses_the_end
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -126,7 +132,7 @@ class ResumableCheckpoint(Resumable):
     def _newest(self, strategy: HeteroStrategy, given: str | None) -> str | None:
         own = newest_first(self.dirpath, given) if strategy.is_global_zero else []
         paths = strategy.broadcast(own)
-        path = newest_whole(strategy, paths)
+        path = newest_complete(strategy, paths)
         if path is None and paths:
             rank_zero_warn(f"No checkpoint in {self.dirpath} is whole: training starts from the beginning.")
         if path is not None:
@@ -134,7 +140,7 @@ class ResumableCheckpoint(Resumable):
             oldest_first = (*paths[:first], *reversed(paths[first:]))
             self._kept = RetentionPolicy(self.keep, (other for other in oldest_first if other != given))
         if strategy.local_rank == 0:
-            clean(self.dirpath, paths)
+            remove_partial(self.dirpath, paths)
         return path
 
     @override
@@ -225,7 +231,7 @@ class ResumableCheckpoint(Resumable):
             return self._left_out(step)
         if self._latest is not None and self._latest[0] is session:  # else ranks were lost, or have joined, since then
             self._kept.complete(self._latest[1])
-        path = path_of(self.dirpath, step, "-complete" if self._ended["complete"] else "")
+        path = checkpoint_path(self.dirpath, step, "-complete" if self._ended["complete"] else "")
         older, self._latest = self._kept.begin(path), (session, path)
         plain, strategy.checkpoint_io = strategy.checkpoint_io, writer
         try:
@@ -247,7 +253,7 @@ class ResumableCheckpoint(Resumable):
 
     @override
     def path_to_stop_at(self, trainer: "pl.Trainer") -> str:
-        return path_of(self.dirpath, trainer.global_step, "-stopped")
+        return checkpoint_path(self.dirpath, trainer.global_step, "-stopped")
 
     @override
     def complete(self) -> None:
@@ -272,7 +278,7 @@ class ResumableCheckpoint(Resumable):
 
 
 class CheckpointSession:
-    """What saves the checkpoints of a fit, and knows when it is time, until the ranks of the job are others.
+    """Saving of a fit's checkpoints, and their schedule, until the ranks of the job are others.
 
     Args:
         strategy: in a fit.
@@ -302,8 +308,8 @@ class CheckpointSession:
         self.job = strategy.job
         store, limit = self.job.store(f"checkpoints of fit {fit}"), strategy.options.limit.total_seconds()
         consensus = None
-        if background and isinstance(strategy, ReplicaStrategy) and BackgroundConsensus.possible(strategy):
-            consensus = BackgroundConsensus(strategy)
+        if background and isinstance(strategy, ReplicaStrategy):
+            consensus = strategy.background_consensus()
         self.writer = BackgroundWriter(strategy.checkpoint_io, store, limit, consensus, owed)
         self._seconds, self.since = seconds, time.monotonic() if since is None else since
         self._agreed: AgreedBatch | None = None
@@ -319,17 +325,17 @@ class CheckpointSession:
                 changing=None if survival.growth is None else (lambda: survival.changing),
             )
 
-    def _asks(self) -> Ask | None:
+    def _asks(self) -> ActionRequest | None:
         """The first rank's clock counts, since clocks differ."""
         due = self._seconds is not None and time.monotonic() >= self.since + self._seconds
-        return Ask("to save at", _NOTICE) if due and self.job.view.rank == 0 else None
+        return ActionRequest("to save at", _NOTICE) if due and self.job.view.rank == 0 else None
 
     def due(self, batch: int) -> bool:
         """Whether it is time, after a batch that all ranks count alike; it stays so until :meth:`done`."""
         return self._agreed is not None and self._agreed.batch_ended(batch)
 
     def done(self) -> None:
-        """What was due is saved, or left out."""
+        """The checkpoint that was due is saved, or left out."""
         self.since = time.monotonic()
         if self._agreed is not None:
             self._agreed.again()

@@ -1,4 +1,4 @@
-"""The report's verdict: who is slowest and why, where the time goes, what the split gains, and what to do next."""
+"""Verdict of the report: the slowest rank and the cause, where the time goes, the gain of the split, and advice."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from lightning_hetero.batching.shares import Cost, Curve, TooSlow
-from lightning_hetero.callbacks.record import Change, Fit, Stretch, together
+from lightning_hetero.callbacks.monitor_data import FitRecord, ReportedChange, StepSpan, merge_spans
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.strategies.recovery_policy import sentence
 
@@ -30,7 +30,7 @@ _DOES: dict[Cause, str] = {
 }
 
 
-class Totals(NamedTuple):
+class RankTotals(NamedTuple):
     """Sums over some steps of one rank.
 
     Attributes:
@@ -98,7 +98,7 @@ class Totals(NamedTuple):
         return known.seconds(samples) / max(known.seconds(self.share), 1e-12)
 
 
-def settled(fit: Fit) -> list[list[Stretch]]:
+def settled(fit: FitRecord) -> list[list[StepSpan]]:
     """The second half of the steps of each view, when shares have settled.
 
     Ranks that wait for each other only at the ends of epochs may come to the half of the steps at different times; then
@@ -106,7 +106,7 @@ def settled(fit: Fit) -> list[list[Stretch]]:
     the half, that all ranks begin together.
     """
     ended = max(view.ended for view in fit.views)
-    whole = together(fit.views[0].stretches)
+    whole = merge_spans(fit.views[0].stretches)
     known = [{s.first: s.began for s in view.stretches} for view in fit.views]
     half = min(whole.first + whole.steps / 2, fit.views[0].stretches[-1].first)
     shared = sorted(set.intersection(*map(set, known)))
@@ -118,14 +118,14 @@ def settled(fit: Fit) -> list[list[Stretch]]:
     return [[s for s in view.stretches if s.first >= first] for view in fit.views]
 
 
-def totals(fit: Fit) -> list[Totals]:
+def totals(fit: FitRecord) -> list[RankTotals]:
     """Sums over the settled part of each rank's steps.
 
     What communication itself takes of a step is what even the rank waits that waits least: all others also wait for a
     slower one. Stretches cover the same steps on all ranks, and up to 512 steps are stretches of their own.
     """
     late = {view.rank: stretches for view, stretches in zip(fit.views, settled(fit), strict=True)}
-    sums = {rank: together(stretches) for rank, stretches in late.items()}
+    sums = {rank: merge_spans(stretches) for rank, stretches in late.items()}
     # A GPU's work may be longer than what the host's clock shows for its last steps.
     wall = max(view.ended for view in fit.views) - min(own.began for own in sums.values())
     wall = max(wall, *(own.seconds for own in sums.values()))
@@ -144,7 +144,7 @@ def totals(fit: Fit) -> list[Totals]:
         network = least(replica if len(replica) > 1 else late, "wait") + exchange  # alone it waits for no gradients
         sizes = [s.samples / s.steps for s in (*view.stretches, *view.beginning, *view.end) if s.samples] or [0.0]
         times = own.data, own.compute, own.wait, own.exchange, network, wall - own.seconds
-        found.append(Totals(view.rank, own.steps, own.samples, *times, view.cost, (min(sizes), max(sizes))))
+        found.append(RankTotals(view.rank, own.steps, own.samples, *times, view.cost, (min(sizes), max(sizes))))
     return found
 
 
@@ -158,14 +158,14 @@ def _own_exchanges(work: Sequence[float], exchange: Sequence[float]) -> list[flo
     return [max(least, spent - (slowest - own)) for own, spent in zip(work, exchange, strict=True)]
 
 
-def even_scales(ranks: Sequence[Totals]) -> list[float] | None:
+def even_scales(ranks: Sequence[RankTotals]) -> list[float] | None:
     """Time of each rank's work on a step with an even split, over that now; None if this is not known."""
     scales = [rank.scale(_even(ranks)) for rank in ranks]
     known = [scale for scale in scales if scale is not None]
     return known if len(known) == len(scales) else None
 
 
-def _even(ranks: Sequence[Totals]) -> float:
+def _even(ranks: Sequence[RankTotals]) -> float:
     """Samples per step of each rank if the batches were split evenly."""
     return sum(rank.share for rank in ranks) / max(len(ranks), 1)
 
@@ -198,7 +198,7 @@ class Verdict(NamedTuple):
     spent: dict[str, float]
 
 
-def verdict_of(fit: Fit) -> Verdict:
+def verdict_of(fit: FitRecord) -> Verdict:
     """The verdict on the second half of the steps, when shares have settled; first it says who was lost, and joined."""
     missing = fit.living - len(fit.views)
     verdict = judge(totals(fit), fit.lockstep, fit.automatic, missing=missing, slow=fit.slow)
@@ -206,7 +206,7 @@ def verdict_of(fit: Fit) -> Verdict:
 
 
 def judge(
-    ranks: Sequence[Totals], lockstep: bool, automatic: bool, missing: int = 0, slow: TooSlow | None = None
+    ranks: Sequence[RankTotals], lockstep: bool, automatic: bool, missing: int = 0, slow: TooSlow | None = None
 ) -> Verdict:
     """Verdict on ranks by their sums, as ``docs/monitoring.md`` explains it.
 
@@ -272,7 +272,7 @@ def judge(
     return Verdict(slowest.rank, cause, times, headline, tuple(sentences), advice, gain, efficiency, spent)
 
 
-def _told(change: Change) -> str:
+def _told(change: ReportedChange) -> str:
     """A change of who takes part, in words."""
     rest = f"{change.ranks} rank{'' if change.ranks == 1 else 's'}"
     left = sentence(change.samples, change.bound, f"that were drawn for {change.who}")
@@ -284,7 +284,7 @@ def _told(change: Change) -> str:
     )
 
 
-def _in_part(own: Totals, missing: int, efficiency: float, spent: dict[str, float]) -> Verdict:
+def _in_part(own: RankTotals, missing: int, efficiency: float, spent: dict[str, float]) -> Verdict:
     """The verdict on one of several ranks: not for whom it waited, nor what the network took of that."""
     spent = {**spent, "waiting": spent["waiting"] + spent["network"], "network": 0.0}
     headline = (
@@ -300,13 +300,13 @@ def _in_part(own: Totals, missing: int, efficiency: float, spent: dict[str, floa
     return Verdict(None, None, 1.0, headline, (where,), advice, None, efficiency, spent)
 
 
-def _parts(rank: Totals, network: float, scale: float) -> dict[Cause, float]:
+def _parts(rank: RankTotals, network: float, scale: float) -> dict[Cause, float]:
     """Seconds per step, the rank's own work scaled to another share of the batch."""
     steps = max(rank.steps, 1)
     return {"compute": scale * rank.compute / steps, "data": scale * rank.data / steps, "network": network / steps}
 
 
-def _takes(rank: Totals, cause: Cause, seconds: float, even: float | None) -> str:
+def _takes(rank: RankTotals, cause: Cause, seconds: float, even: float | None) -> str:
     """The rank's time per step for what sets it apart, in words."""
     spends = f"spends {1e3 * seconds:.3g} ms of each step"
     if cause == "network":
@@ -317,7 +317,7 @@ def _takes(rank: Totals, cause: Cause, seconds: float, even: float | None) -> st
     return f"it {spends} {'computing' if cause == 'compute' else 'loading'} {samples}"
 
 
-def _spent(ranks: Sequence[Totals]) -> dict[str, float]:
+def _spent(ranks: Sequence[RankTotals]) -> dict[str, float]:
     """Parts of all ranks' time."""
     names = "network", "data", "compute", "between"
     network, data, compute, between = (sum(getattr(r, name) for r in ranks) for name in names)
@@ -328,7 +328,7 @@ def _spent(ranks: Sequence[Totals]) -> dict[str, float]:
 
 
 def _gain(
-    ranks: Sequence[Totals], scales: Sequence[float] | None, automatic: bool
+    ranks: Sequence[RankTotals], scales: Sequence[float] | None, automatic: bool
 ) -> tuple[float | None, float, tuple[str, ...]]:
     """Gain of the split over an even one (None: unknown), of a split by speed (infinite: unknown), and the words."""
     if len(ranks) < 2:
@@ -365,7 +365,7 @@ def _gain(
 
 
 def _advice(
-    ranks: Sequence[Totals],
+    ranks: Sequence[RankTotals],
     spent: dict[str, float],
     automatic: bool,
     gain: float | None,
@@ -373,7 +373,7 @@ def _advice(
     slow: TooSlow | None,
     cause: Cause | None,
 ) -> tuple[str, ...]:
-    """What to do next, the most promising first; at least one sentence."""
+    """Advice, the most promising first; at least one sentence."""
     # Of all ranks' time, what some spend between steps while others work, and what all spend there alike.
     total = max(sum(r.seconds for r in ranks), 1e-12)
     common = len(ranks) * min(r.between for r in ranks) / total

@@ -1,4 +1,4 @@
-"""What this package adds to a checkpoint. Any strategy can load the checkpoint without it.
+"""Checkpoint format: what this package adds. Any strategy can load the checkpoint without it.
 
 The checkpoint itself holds the consensus, the plan, and what is small of each rank. Where replicas differ, each one's
 own state is in a shard (:mod:`~lightning_hetero.checkpoint.shards`).
@@ -11,20 +11,19 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
-from lightning_hetero.batching.accounting import Losses, Workshare
+from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
 from lightning_hetero.batching.shares import cost_of, row_of
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, _unreadable, part_of
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.sections import FORMAT, KEY, _unreadable, part_of
 
 COMMON = "lightning_hetero_common"  #: In memory only, when others join: what the averager holds alike on all replicas.
 
 
 @contextmanager
-def readable(path: Any) -> Iterator[None]:
+def explain_unreadable(path: Any) -> Iterator[None]:
     """Say in plain words that a file is no whole checkpoint.
 
     Raises:
@@ -51,7 +50,7 @@ def warn_if_unreadable(checkpoint: Mapping[str, Any]) -> None:
 # -- the plan --------------------------------------------------------------------------------------
 
 
-def add_plan(checkpoint: dict[str, Any], share: Workshare) -> None:
+def add_plan(checkpoint: dict[str, Any], share: BatchAccounting) -> None:
     """Add the plan, and what it rests on, to a checkpoint; builtins only, for weights-only loading."""
     loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if not any(loops.get("combined_loader", [True])):
@@ -61,7 +60,7 @@ def add_plan(checkpoint: dict[str, Any], share: Workshare) -> None:
     part.update(planner=share.planner.state_dict(), fits=fits)
 
 
-def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int, grown: bool = False) -> None:
+def restore_plan(checkpoint: Mapping[str, Any], share: BatchAccounting, rank: int, grown: bool = False) -> None:
     """Continue with the plan of a checkpoint, if it has one for as many ranks.
 
     Args:
@@ -88,8 +87,8 @@ def restore_plan(checkpoint: Mapping[str, Any], share: Workshare, rank: int, gro
 # -- replicas --------------------------------------------------------------------------------------
 
 
-class Identity(NamedTuple):
-    """Who saves, or wants to go on.
+class CheckpointIdentity(NamedTuple):
+    """Identity of the job that saves, or wants to go on.
 
     Attributes:
         strategy: name of the strategy's class, for people.
@@ -101,7 +100,12 @@ class Identity(NamedTuple):
 
 
 def add_replicas(
-    checkpoint: dict[str, Any], who: Identity, view: View, save: str, losses: Losses, trainable: Sequence[str]
+    checkpoint: dict[str, Any],
+    who: CheckpointIdentity,
+    view: View,
+    save: str,
+    losses: LossTracker,
+    trainable: Sequence[str],
 ) -> None:
     """Describe the replicas in rank 0's checkpoint (collective).
 
@@ -121,22 +125,6 @@ def add_replicas(
         checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
 
 
-def of_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:
-    """See that the values of a replica in a checkpoint are in the layout of this fit, and return them.
-
-    Raises:
-        CheckpointError: on every rank: they are not.
-    """
-    saved = [value.numel() for value in values]
-    here = [sum(value.numel() for value in group.values()) for group in layout]
-    if saved == here:
-        return values
-    raise CheckpointError(
-        f"The replicas of the checkpoint hold vectors of {saved} values; in this fit they are of {here}. Resume with "
-        "the fragments and exclude of the run that was saved."
-    )
-
-
 def save_of(checkpoint: Mapping[str, Any]) -> str | None:
     """The name of the save to which a checkpoint belongs, if it has shards."""
     return part_of(checkpoint).get("replicas", {}).get("save")
@@ -147,7 +135,7 @@ def trainable_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
     return part_of(checkpoint).get("replicas", {}).get("trainable")
 
 
-def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | None:
+def unusable(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> str | None:
     """In words, why the states of a checkpoint's replicas do not fit; ``None`` if they do."""
     saved = part_of(checkpoint).get("replicas")
     if saved is None:
@@ -165,7 +153,7 @@ def unusable(checkpoint: Mapping[str, Any], who: Identity, view: View) -> str | 
     return None if ids == here else f"The checkpoint was saved by replicas {ids}; this job has {here}."
 
 
-def nearest_first(checkpoint: Mapping[str, Any], who: Identity, view: View) -> list[int]:
+def nearest_first(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> list[int]:
     """The replicas from which this one may take an optimizer's state where there are others than were saved.
 
     The first is the one with the same id; else with the nearest id, the lower of two. Replicas are numbered by their

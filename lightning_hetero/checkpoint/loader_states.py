@@ -1,4 +1,4 @@
-"""Where each rank's own data stand, in a checkpoint: loaders that can tell go on there."""
+"""Positions of each rank's dataloaders in a checkpoint; loaders that can tell theirs go on there."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.streams import Stream
-from lightning_hetero.sections import FORMAT, KEY, part_of
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 
 _NAME, _ENDED = "loaders", "ended"
 
 
-def current(share: Workshare) -> list[Any]:
-    """Where this rank's loaders stand, as far as they can tell."""
+def current(share: BatchAccounting) -> list[Any]:
+    """Positions of this rank's loaders, as far as they can tell."""
     return [source.position() if isinstance(source, Stream) else None for source in share.loaders.sources()]
 
 
@@ -31,9 +31,9 @@ def put(checkpoint: dict[str, Any], everyone: Sequence[Sequence[Any]], ended: Se
         part.update({_NAME: everyone, _ENDED: list(ended)})
 
 
-def ended(checkpoint: Mapping[str, Any], share: Workshare) -> list[bool] | None:
-    """Which ranks had come to the end of their data; ``None`` if the loaders do not go on within an epoch."""
-    within = any(isinstance(source, Stream) and source.goes_on for source in share.loaders.sources())
+def ended(checkpoint: Mapping[str, Any], share: BatchAccounting) -> list[bool] | None:
+    """Ranks that had come to the end of their data; ``None`` if the loaders do not go on within an epoch."""
+    within = any(isinstance(source, Stream) and source.another_batch for source in share.loaders.sources())
     return part_of(checkpoint).get(_ENDED) if within else None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.sections import FORMAT, KEY, part_of
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 
 _NAME = "random"
 
@@ -61,12 +61,12 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def _source(device: torch.device) -> Any:
-    """What draws the random numbers of a device beside those of the CPU; ``None``: nothing."""
+    """The random number generator of a device beside the CPU's; ``None``: there is none."""
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
     return module if hasattr(module, "get_rng_state") else None
 
 
-class Moment:
+class LoaderSeedState:
     """The CPU random state of torch before a loader is first iterated over, which draws the seeds of its workers.
 
     Args:
@@ -78,7 +78,7 @@ class Moment:
         self._own = None if generator is None else (generator, generator.get_state())
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def replay(self) -> Iterator[None]:
         """Iterate over the loader anew in this block: it draws the same numbers. Then others go on where they were."""
         now = torch.get_rng_state()
         torch.set_rng_state(self._state)

@@ -1,4 +1,4 @@
-"""A shard is the file with a replica's own state, next to the checkpoint that all replicas share.
+"""Shards: files with a replica's own state, next to the checkpoint that all replicas share.
 
 The shards of ``NAME.ckpt`` are ``NAME.ckpt.shards/replica-ID-SAVE.pt``. ``SAVE`` is a random name that the checkpoint
 holds too: shards of another save under the same name are never taken for its own, and the old ones can stay until the
@@ -19,7 +19,7 @@ from lightning_hetero.comm.agreement import gather, of_rank
 from lightning_hetero.errors import CheckpointError
 
 
-class Files(Protocol):
+class FileRemover(Protocol):
     """Removes files, as Lightning's ``CheckpointIO`` does."""
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -46,8 +46,8 @@ def shard_of(path: Any, replica: int, save: str) -> str:
     return f"{folder_of(path)}/replica-{replica}-{save}.pt"
 
 
-class Gone(NamedTuple):
-    """What rank 0 has removed.
+class RemovedCheckpoint(NamedTuple):
+    """Checkpoint that rank 0 has removed.
 
     Attributes:
         path: of a checkpoint.
@@ -65,28 +65,28 @@ class Shards:
     def __init__(self) -> None:
         self._latest: dict[str, str] = {}  # by the path of a checkpoint, the name of its latest save
         self._saves: dict[str, set[str]] = {}  # by path, of this job, those of which something may be there
-        self._gone: list[Gone] = []  # what rank 0 has removed since it has last told the others
+        self._gone: list[RemovedCheckpoint] = []  # what rank 0 has removed since it has last told the others
 
     @contextmanager
-    def saving(self, files: Files, path: Any, leads: bool, background: bool) -> Iterator[str]:
+    def saving(self, files: FileRemover, path: Any, is_leader: bool, background: bool) -> Iterator[str]:
         """Save in the block, which succeeds or fails on all ranks alike (collective).
 
         Args:
             files: removes the shards that are not needed any more.
             path: of the checkpoint.
-            leads: whether this rank writes a shard.
+            is_leader: whether this rank writes a shard.
             background: whether files may be written later than they are given. Then the checkpoint that is there may
                 still be that of the save before, so that one's shards stay.
 
         Yields:
             The name of the save.
         """
-        save = self.clean(files, leads)
+        save = self.clean(files, is_leader)
         self._saves.setdefault(str(path), set()).add(save)
         try:
             yield save
         except Exception:
-            if leads and not background:
+            if is_leader and not background:
                 _prune(files, path, lambda other: other != save)
             raise
         before, self._latest[str(path)] = self._latest.get(str(path)), save
@@ -94,49 +94,51 @@ class Shards:
             kept = {save, before if background and before else save}
             dropped = self._saves[str(path)] - kept
             self._saves[str(path)] &= kept
-            if leads:
+            if is_leader:
                 _prune(files, path, kept.__contains__, dropped)
 
-    def clean(self, files: Files, leads: bool) -> str:
+    def clean(self, files: FileRemover, is_leader: bool) -> str:
         """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot (collective).
 
         Returns:
             A name for a save, the same on all ranks.
         """
-        return self.follow(files, leads, of_rank(self.news(), 0))
+        return self.follow(files, is_leader, of_rank(self.news(), 0))
 
-    def news(self) -> tuple[str, list[Gone]]:
-        """What :meth:`follow` needs of rank 0: a name for a save, and what it has removed since it was last asked."""
+    def news(self) -> tuple[str, list[RemovedCheckpoint]]:
+        """Rank 0's input to :meth:`follow`: a name for a save, and what it has removed since it was last asked."""
         told, self._gone = self._gone, []  # a thread may remove more meanwhile
         return secrets.token_hex(6), told
 
-    def follow(self, files: Files, leads: bool, news: tuple[str, list[Gone]]) -> str:
+    def follow(self, files: FileRemover, is_leader: bool, news: tuple[str, list[RemovedCheckpoint]]) -> str:
         """Remove the shards of checkpoints that rank 0 has removed, where rank 0 cannot; returns the save's name."""
         save, told = news
         for gone in told:
-            self._clear(files, gone, leads, save)  # another leader may already write to the same folder
+            self._clear(files, gone, is_leader, save)  # another leader may already write to the same folder
         return save
 
-    def removed(self, files: Files, path: Any) -> None:
+    def removed(self, files: FileRemover, path: Any) -> None:
         """Remove the shards of a checkpoint that has just been removed; on rank 0."""
-        self._gone.append(gone := Gone(str(path)))
+        self._gone.append(gone := RemovedCheckpoint(str(path)))
         self._clear(files, gone)
 
-    def unfinished(self, files: Files, path: Any) -> None:
+    def unfinished(self, files: FileRemover, path: Any) -> None:
         """Remove what saves of this job have left of a checkpoint that has not come about; on rank 0.
 
         No rank writes to it any more. What has not been saved in this fit, or by this job, stays.
         """
         if saves := self._saves.get(str(path)):
-            self._gone.append(gone := Gone(str(path), frozenset(saves)))
+            self._gone.append(gone := RemovedCheckpoint(str(path), frozenset(saves)))
             self._clear(files, gone)
 
-    def _clear(self, files: Files, gone: Gone, leads: bool = True, present: str | None = None) -> None:
+    def _clear(
+        self, files: FileRemover, gone: RemovedCheckpoint, is_leader: bool = True, present: str | None = None
+    ) -> None:
         """Forget what is gone, and remove what this rank can of it, but for the present save."""
         self._latest.pop(gone.path, None)
         own = self._saves.pop(gone.path, set()) if gone.saves is None else gone.saves
         self._saves.pop(gone.path, None)
-        if leads:
+        if is_leader:
             keeps = (lambda other: other == present) if gone.saves is None else (lambda other: other not in own)
             _prune(files, gone.path, keeps, own)
 
@@ -158,7 +160,7 @@ def read(load: Callable[[str], dict[str, Any]], path: Any, replica: int, save: s
 
 
 def agree(problem: str | None, error: Exception | None) -> str | None:
-    """What keeps some rank from going on where its replica has stopped, the same on all ranks (collective).
+    """The reason why some rank cannot go on where its replica has stopped, the same on all ranks (collective).
 
     Args:
         problem: of this rank, for which all replicas start from the checkpoint's weights.
@@ -176,7 +178,7 @@ def agree(problem: str | None, error: Exception | None) -> str | None:
     return next((problem for problem, _ in everyone if problem is not None), None)
 
 
-def _prune(files: Files, path: Any, keeps: Callable[[str], bool], halves: Collection[str] = ()) -> None:
+def _prune(files: FileRemover, path: Any, keeps: Callable[[str], bool], halves: Collection[str] = ()) -> None:
     """Remove a checkpoint's shards. What cannot be removed stays, and does no harm.
 
     Args:

@@ -1,4 +1,4 @@
-"""Copies in memory of what is saved at a step: to be written on a thread, or for ranks that join to begin from."""
+"""Snapshots: copies of the state in memory, for a writing thread or for ranks that join."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_hetero.comm.agreement import of_rank
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.objects import Message
+from lightning_hetero.comm.object_collectives import ObjectMessage
 
 _WEIGHTS = "state_dict"
 
@@ -75,7 +75,7 @@ class Snapshot:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor has been written to; unknown of those that are made in inference mode."""
+    """Number of writes to a tensor; unknown of those that are made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -84,7 +84,7 @@ def identity(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-class MemoryFiles(CheckpointIO):
+class MemoryCheckpointIO(CheckpointIO):
     """Keeps a checkpoint in the memory of this process.
 
     It has two parts. What is a rank's own, or the same on all of them, is not sent to ranks that have it: the states of
@@ -103,8 +103,8 @@ class MemoryFiles(CheckpointIO):
         self.path, self.usual, self._kept = path, usual, kept
         self.loaded: Collection[str] = ()
         self._weights: dict[str, Any] = {}
-        self._own: Message | None = None
-        self._common: Message | None = None
+        self._own: ObjectMessage | None = None
+        self._common: ObjectMessage | None = None
 
     def keep(
         self, state: Mapping[str, Any], parameters: Collection[str], new: Collection[Tensor] = ()
@@ -131,8 +131,8 @@ class MemoryFiles(CheckpointIO):
         state.update(dict.fromkeys(alike))
         own = {name: checkpoint[name] for name in self._kept if name in checkpoint}
         rest = {name: part for name, part in checkpoint.items() if name not in own}
-        self._own = Message.of((self._weights, own))
-        self._common = Message.of(({**rest, _WEIGHTS: state}, alike), copied=True)
+        self._own = ObjectMessage.of((self._weights, own))
+        self._common = ObjectMessage.of(({**rest, _WEIGHTS: state}, alike), copied=True)
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes checkpoints so that a file under its final name is always whole."""
+"""Atomic and background writing of checkpoints: a file under its final name is always complete."""
 
 import os
 import time
@@ -16,14 +16,14 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from typing_extensions import override
 
+from lightning_hetero.checkpoint.consensus import BackgroundConsensus
 from lightning_hetero.checkpoint.snapshot import Snapshot
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.failures import of_communication
-from lightning_hetero.comm.threads import Background, come_last
+from lightning_hetero.comm.failures import is_communication_error
+from lightning_hetero.comm.threads import Background, lower_priority
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
-from lightning_hetero.strategies.background_consensus import BackgroundConsensus
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -70,7 +70,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     beside = path.with_name(f"saving-{whose}{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(beside, "xb") as raw:
-            file = _Remembering(raw)
+            file = _ErrorRecorder(raw)
             try:
                 yield file  # type: ignore[misc]
             except Exception:
@@ -92,7 +92,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.close(folder)
 
 
-class _Remembering:
+class _ErrorRecorder:
     """Remembers why writing failed."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -192,7 +192,7 @@ class BackgroundWriter(WrappingCheckpointIO):
             self._running.wait()
 
     def _problem(self) -> BaseException | None:
-        """Why this rank could not write, if it could not."""
+        """Reason why this rank could not write, if it could not."""
         if self._owed is not None:
             return self._owed
         return None if self._running is None or self._running.running else self._running.error
@@ -201,7 +201,7 @@ class BackgroundWriter(WrappingCheckpointIO):
         """The same, for those that remain when a rank is lost: a save that ends because of the loss is no problem."""
         if (problem := self._problem()) is None or problem is self._owed:
             return problem
-        return None if self._alone or of_communication(problem) else problem
+        return None if self._alone or is_communication_error(problem) else problem
 
     def agree(self) -> bool:
         """Whether any rank still writes (collective).
@@ -228,7 +228,7 @@ class BackgroundWriter(WrappingCheckpointIO):
         try:
             if find is not None and jobs:  # the first one is the replica's shard
                 find(jobs[0][0]["state"])
-            come_last()
+            lower_priority()
             for job in jobs[:-1] if rank == 0 else jobs:
                 self.checkpoint_io.save_checkpoint(*job)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Checks that all ranks of a job have the same values, and raises errors on all of them together."""
+"""Consistency checks: all ranks of a job have the same values, and an error of one rank is raised on all."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hetero.comm import objects
+from lightning_hetero.comm import object_collectives
 from lightning_hetero.comm.failures import collective, deadline
 from lightning_hetero.errors import DataError, DisagreementError, HeteroError
 
@@ -30,7 +30,7 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
     """
 
     def everyone() -> list[Any]:
-        return objects.all_gather(value, group)
+        return object_collectives.all_gather(value, group)
 
     if group is None:
         return collective(f"gather {what}", everyone)
@@ -38,7 +38,7 @@ def gather(value: Any, what: str, group: dist.ProcessGroup | None = None) -> lis
         return everyone()
 
 
-def of_rank(value: Any, rank: int, home: torch.device = objects.CPU, place: str = "") -> Any:
+def of_rank(value: Any, rank: int, home: torch.device = object_collectives.CPU, place: str = "") -> Any:
     """The value of one rank, on every rank (collective).
 
     Args:
@@ -57,10 +57,10 @@ def of_rank(value: Any, rank: int, home: torch.device = objects.CPU, place: str 
     def received() -> bytes:
         nonlocal mine
         mine = dist.get_rank() == rank
-        return objects.broadcast(objects.packed(value, home) if mine else b"", rank)
+        return object_collectives.broadcast(object_collectives.pack_value(value, home) if mine else b"", rank)
 
     message = collective(f"receive an object from rank {rank}{place and f' in {place}'}", received)
-    return value if mine else objects.unpacked(message, home)
+    return value if mine else object_collectives.unpack_value(message, home)
 
 
 def check_equal(what: str, values: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
@@ -187,7 +187,7 @@ def gather_samples(
         DataError: on every rank, if dtypes differ, or more than the first dimension.
     """
     with waiting(), deadline("gather a tensor"):
-        kinds = objects.all_gather((tuple(tensor.shape), str(tensor.dtype)), group)
+        kinds = object_collectives.all_gather((tuple(tensor.shape), str(tensor.dtype)), group)
     shapes = [shape for shape, _ in kinds]
     _check(shapes, [dtype.removeprefix("torch.") for _, dtype in kinds])
     even = len(set(shapes)) == 1

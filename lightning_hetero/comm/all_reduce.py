@@ -1,4 +1,4 @@
-"""Averages vectors over replicas: one rank of each replica exchanges them with the others, and informs its replica."""
+"""All-reduce over replicas: one rank of each replica averages vectors with the others, and informs its replica."""
 
 import math
 import time
@@ -16,19 +16,19 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.compression import DTYPES, Encoding, Feedback, bytes_sent, encoded_sum, encoding_of, sum_over
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.objects import finite
+from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.threads import Background, BufferPool
 from lightning_hetero.comm.topology import group_of
 from lightning_hetero.errors import NotFiniteError
 
 #: Which vectors of an average are computed: the mean; the mean and ``away``; or the difference from the reference.
-Want = Literal["mean", "away", "difference"]
+AveragePart = Literal["mean", "away", "difference"]
 CHUNK = 1 << 16  # elements that are worked on at a time, so that several vectors of them fit into a core's cache
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a replica brings to an average, and what all replicas know of it.
+    """Contribution of a replica to an average, and what all replicas know of it.
 
     Attributes:
         values: floating vectors, the same on all ranks of a replica.
@@ -50,7 +50,7 @@ class Contribution:
 
 
 class Average(NamedTuple):
-    """What replicas learn from an average. All but ``away`` is bitwise the same on every rank.
+    """Result of an average on each replica. All but ``away`` is bitwise the same on every rank.
 
     Attributes:
         mean: weighted mean of the replicas' values: vectors on the CPU, in fp32 or wider. Empty if only the difference
@@ -117,7 +117,7 @@ class ReplicaAllReduce:
         inner = self._groups.bulk(f"{self._purpose}, within a replica", self._replicas[self._index])
         return Route(across, inner, active)
 
-    def average(self, own: Contribution, out: Sequence[Tensor], want: Want, route: Route) -> Average:
+    def average(self, own: Contribution, out: Sequence[Tensor], want: AveragePart, route: Route) -> Average:
         """Average over replicas; blocks (collective over all ranks).
 
         Args:
@@ -229,7 +229,7 @@ def _dtype(own: Contribution, old: Tensor) -> torch.dtype:
 
 @dataclass
 class Traffic:
-    """What this replica's exchanges have cost so far.
+    """Cost of this replica's exchanges so far.
 
     Attributes:
         exchanges: with other replicas.
@@ -270,7 +270,7 @@ class ReplicaLinks:
     Attributes:
         index: number of this rank's replica.
         count: number of replicas.
-        leads: whether this rank is the first of its replica, its leader.
+        is_leader: whether this rank is the first of its replica, its leader.
         members: how many members the largest replica has, of which one exchanges in :meth:`begin`.
         traffic: what exchanges have cost so far.
     """
@@ -289,7 +289,7 @@ class ReplicaLinks:
         self._groups = groups
         self.index, self.count = group_of(rank, replicas), len(replicas)
         self._rank, self._ranks = rank, replicas[self.index]
-        self.leads = rank == self._ranks[0]
+        self.is_leader = rank == self._ranks[0]
         self.members = max(len(ranks) for ranks in replicas)
         self.traffic = Traffic()
         self._latest: Exchange | None = None
@@ -343,7 +343,7 @@ class ReplicaLinks:
         """
         return self.exchange(Contribution(values, weights, reference, payload=payload), out)
 
-    def exchange(self, own: Contribution, out: Sequence[Tensor] | None = None, want: Want = "mean") -> Average:
+    def exchange(self, own: Contribution, out: Sequence[Tensor] | None = None, want: AveragePart = "mean") -> Average:
         """Average over replicas with all options, and wait for the result (collective over all ranks).
 
         Args:
@@ -363,7 +363,9 @@ class ReplicaLinks:
         self._account(average, own, seconds, seconds)
         return average
 
-    def averager_apart(self, replicas: Sequence[Sequence[int]]) -> Callable[[Contribution, Sequence[Tensor]], Average]:
+    def background_averager(
+        self, replicas: Sequence[Sequence[int]]
+    ) -> Callable[[Contribution, Sequence[Tensor]], Average]:
         """Make a function that averages on a thread, whatever else is under way (collective over those who do).
 
         Args:
@@ -398,7 +400,9 @@ class ReplicaLinks:
         for member in range(self.members if self.count > 1 else 0):
             self._background.route(member)
 
-    def begin(self, own: Contribution, out: Sequence[Tensor], member: int = 0, want: Want = "mean") -> "Exchange":
+    def begin(
+        self, own: Contribution, out: Sequence[Tensor], member: int = 0, want: AveragePart = "mean"
+    ) -> "Exchange":
         """Begin to average in the background (collective over all ranks).
 
         If the exchange before is still under way, this one waits for it, in the background: so messages have the same
@@ -467,7 +471,7 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """How long the average took, once it has ended."""
+        """Seconds that the average took, once it has ended."""
         return self._background.seconds
 
 
@@ -493,8 +497,8 @@ LONG = 0.02
 SLOW = 0.1
 
 
-class Travel(NamedTuple):
-    """How long an all-reduce over some ranks takes.
+class AllReduceTime(NamedTuple):
+    """Time model of an all-reduce over some ranks.
 
     Attributes:
         latency: seconds, for a few bytes.
@@ -519,7 +523,7 @@ class Travel(NamedTuple):
         return size
 
 
-def measure(group: dist.ProcessGroup | None, device: torch.device) -> Travel:
+def measure_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> AllReduceTime:
     """Time a few all-reduces (collective). Takes some tenths of a second, and longer on links far below 100 Mbit.
 
     Args:
@@ -539,7 +543,7 @@ def measure(group: dist.ProcessGroup | None, device: torch.device) -> Travel:
         while True:
             seconds = _quickest(elements, group, device)
             if seconds - latency >= LONG or elements >= LAST:
-                return Travel(latency, max(seconds - latency, 0.0) / (4 * elements))
+                return AllReduceTime(latency, max(seconds - latency, 0.0) / (4 * elements))
             elements *= 4
 
 

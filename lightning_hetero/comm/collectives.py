@@ -1,7 +1,7 @@
-"""The collectives that Lightning and users call on a strategy: weighted where samples are, timed as waiting."""
+"""Collectives that Lightning and users call on a strategy: weighted by samples, and timed as waiting."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,18 +10,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm.agreement import gather, gather_samples, of_rank
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.comm.objects import CPU, check_sum, number_of
+from lightning_hetero.comm.object_collectives import CPU, check_sum, collective_number
 from lightning_hetero.comm.topology import widest
 from lightning_hetero.errors import UnsupportedError
 
 _REDUCTIONS = ("mean", "avg", "sum", "min", "max", "product")
 
 
-class Trial(NamedTuple):
-    """A batch that a rank tries alone.
+class TrialBatch(NamedTuple):
+    """Batch that a rank tries alone.
 
     Attributes:
         samples: of this rank, each with the number that all ranks of a step would have; of the whole batch, and of each
@@ -45,16 +44,21 @@ class Collectives:
     """Collectives over all ranks, on a gloo world of CPUs and GPUs; tensors on an accelerator pass through the CPU.
 
     Args:
-        timer: counts what they take as waiting.
+        waiting: gives a block of which the time counts as waiting, not as this rank's work.
         alone: whether there is nobody to meet, so that a collective returns what it was given.
         loss_counts: whether this rank's loss has a part in the gradient; asked in a backward pass.
     """
 
-    def __init__(self, timer: StepTimer, alone: Callable[[], bool], loss_counts: Callable[[], bool]) -> None:
-        self.alone, self._timer, self._loss_counts = alone, timer, loss_counts
+    def __init__(
+        self,
+        waiting: Callable[[], AbstractContextManager[None]],
+        alone: Callable[[], bool],
+        loss_counts: Callable[[], bool],
+    ) -> None:
+        self.alone, self._waiting, self._loss_counts = alone, waiting, loss_counts
         self._samples: Callable[[], float | None] | None = None  # of this rank in the running step; outside of one None
         self._warned = False  # that a mean could not be weighted
-        self._trial: Trial | None = None  # under way, if one is
+        self._trial: TrialBatch | None = None  # under way, if one is
         self._name: str | None = None  # of the value that is being logged with a weight of its own
         self._logged = ""  # the value that is being logged, in words
         self._told: set[str] = set()  # names of values of which nothing was left
@@ -87,7 +91,7 @@ class Collectives:
         finally:
             self._before = None
 
-    def tell_of_nothing(self, name: str) -> None:
+    def explain_nan(self, name: str) -> None:
         """Say once why a logged value is not a number."""
         if name not in self._told:
             self._told.add(name)
@@ -97,7 +101,7 @@ class Collectives:
             )
 
     @contextmanager
-    def trying(self, trial: Trial) -> Iterator[None]:
+    def trying(self, trial: TrialBatch) -> Iterator[None]:
         """In this block, in which this rank is alone, what is gathered is made of its own samples."""
         self._trial = trial
         try:
@@ -108,7 +112,7 @@ class Collectives:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if not self.alone():
-            with self._timer.waiting():
+            with self._waiting():
                 collective("pass a barrier", dist.barrier)
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -120,7 +124,7 @@ class Collectives:
         """
         if self.alone():
             return [value]
-        with self._timer.waiting():
+        with self._waiting():
             return gather(value, what)
 
     def broadcast(self, obj: Any, src: int = 0, home: torch.device = CPU, place: str = "") -> Any:
@@ -138,7 +142,7 @@ class Collectives:
         """
         if self.alone():
             return obj
-        with self._timer.waiting():
+        with self._waiting():
             return of_rank(obj, src, home, place)
 
     def reduce(self, tensor: Any, group: Any | None, reduce_op: ReduceOp | str | None) -> Any:
@@ -180,7 +184,7 @@ class Collectives:
         what = f"reduce {self._logged or 'a tensor'}"
 
         def reduced() -> Tensor:
-            number = number_of(what, group)
+            number = collective_number(what, group)
             total = torch.cat([value, value.new_tensor([number])]) if mean else value.clone()
             dist.all_reduce(total, op=op, group=group)
             if not mean:
@@ -188,14 +192,14 @@ class Collectives:
             check_sum(total[-1].item(), number, group)
             return total[:-1]
 
-        with self._timer.waiting():
+        with self._waiting():
             total = collective(what, reduced)
         value = self._mean(total) if mean else total
         whole = widest(tensor.device) if mean else value.dtype  # of integers
         return value.reshape(tensor.shape).to(tensor.device, tensor.dtype if tensor.is_floating_point() else whole)
 
     def _with_weight(self, value: Tensor) -> Tensor:
-        """What to sum over ranks for a mean: weighted and plain values, weights, ranks, and how many know no weight."""
+        """Rows to sum over ranks for a mean: weighted and plain values, weights, ranks, and how many know no weight."""
         samples = self._samples() if self._samples is not None else 1.0
         weight = 1.0 if samples is None else samples
         plain = value if weight else torch.zeros_like(value)  # that of a padding batch may not be finite
@@ -207,7 +211,7 @@ class Collectives:
         weight, ranks, unknown = sums[-3:].tolist()
         if not unknown:
             if not weight and self._name is not None:
-                self.tell_of_nothing(self._name)
+                self.explain_nan(self._name)
             return weighted / weight
         if not self._warned:
             self._warned = True
@@ -244,7 +248,7 @@ class Collectives:
             self._before()
 
         def gathering() -> Tensor:
-            return gather_samples(tensor.to("cpu"), group, sync_grads, self._timer.waiting, self._loss_counts)
+            return gather_samples(tensor.to("cpu"), group, sync_grads, self._waiting, self._loss_counts)
 
         gathered = collective("gather a tensor", gathering)
         return gathered.to(tensor.device)

@@ -1,4 +1,4 @@
-"""Low-bit wires: how few bits stand for many values between replicas.
+"""Low-bit compression: encodings of vectors, error feedback, and sums of encoded vectors.
 
 An :class:`Encoding` turns a vector into bytes, and tells what the bytes leave out. A :class:`Feedback` keeps that, so
 that the next message makes up for it.
@@ -112,7 +112,7 @@ class Encoding(ABC):
 
 
 class Feedback:
-    """What the low-bit messages of a replica have left out so far.
+    """Error feedback: what the low-bit messages of a replica have left out so far.
 
     There is a residual for each direction: for the replica's own values on their way to the others; and, with three or
     more replicas, for the part of the sum that this replica takes and sends back.
@@ -422,7 +422,7 @@ def check_wire(wire: str) -> None:
     encoding_of(wire)
 
 
-def only_wide_wires(wire: str, strategies: str) -> None:
+def refuse_low_bit(wire: str, strategies: str) -> None:
     """See that an option is a wire of an algorithm that cannot take low-bit ones.
 
     Args:
@@ -444,7 +444,7 @@ def only_wide_wires(wire: str, strategies: str) -> None:
         )
 
 
-__all__ = ["LOW_BIT", "Encoding", "Feedback", "check_wire", "encoding_of", "only_wide_wires"]
+__all__ = ["LOW_BIT", "Encoding", "Feedback", "check_wire", "encoding_of", "refuse_low_bit"]
 
 
 def encoded_sum(

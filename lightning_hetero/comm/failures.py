@@ -1,4 +1,4 @@
-"""Finds out which rank failed first, also when other ranks have already ended.
+"""Failure reports between ranks: which rank failed first, also when other ranks have already ended.
 
 NCCL does not notice that a rank has died: what waits for it on a GPU waits until the group's timeout, and PyTorch then
 aborts the process without a traceback. Nor can such a group be destroyed: that waits for what is pending in it. So a
@@ -23,9 +23,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import objects, waits
-from lightning_hetero.comm.threads import close_at_exit, cut, spare
-from lightning_hetero.comm.waits import WaitWatch
+from lightning_hetero.comm import object_collectives, waits
+from lightning_hetero.comm.threads import abort_sockets, close_at_exit, exclude_from_abort
+from lightning_hetero.comm.waits import WaitWatchdog
 from lightning_hetero.errors import CommunicationError
 
 _LONGEST = 4096  # bytes of a message
@@ -43,7 +43,7 @@ Kind = Literal["failed", "echo", "gone"]
 
 
 class Failure(NamedTuple):
-    """What has happened to a rank.
+    """Failure of a rank.
 
     Attributes:
         rank: the rank.
@@ -61,8 +61,8 @@ class Failure(NamedTuple):
         return f"rank {self.rank} {self.how}"
 
 
-class Failures:
-    """Keeps a connection between rank 0 and every other rank, on which nothing is sent until one fails, or waits long.
+class FailureChannel:
+    """Connection between rank 0 and every other rank, silent until one fails, or waits long.
 
     A rank sends its error to rank 0 before it ends. If a rank was killed, its connection ends. Rank 0 forwards all of
     this to the others, in its order. So every rank knows which failure came first, also if its own connection broke
@@ -117,7 +117,7 @@ class Failures:
         host, port, token = where
         connection = socket.create_connection((host, port), seconds)
         connection.settimeout(None)
-        spare(connection)
+        exclude_from_abort(connection)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.sendall(f"{token} {self.rank}\n".encode())
         self._others[connection] = 0
@@ -239,7 +239,7 @@ class Failures:
                             connection, _ = one.accept()
                             if len(since) >= _UNNAMED + self.world:
                                 drop(min(since, key=since.__getitem__))
-                            spare(connection)
+                            exclude_from_abort(connection)
                             connection.settimeout(1.0)  # for sending; what is read has already come
                             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                             selector.register(connection, selectors.EVENT_READ)
@@ -312,13 +312,13 @@ def _messages(connection: socket.socket) -> Iterator[dict]:
 #: Seconds from the news of another rank's failure until this process leaves. Within them it may get an error by itself.
 GRACE = 10.0
 #: Seconds that a process with an error of its own has for what callbacks save then.
-LAST_WORDS = 60.0
+MESSAGE_SECONDS = 60.0
 
-_lock = threading.Lock()
+_state_lock = threading.Lock()
 _holds = False  # whether there has been a group of devices in this process
 _fits = 0  # counts beginnings and ends of fits: odd in a fit
-_leaves_at: float | None = None  # by the monotonic clock
-_says: Callable[[], str | None] | None = None  # why, when it leaves; nothing: it need not
+_exit_deadline: float | None = None  # by the monotonic clock
+_exit_message: Callable[[], str | None] | None = None  # why, when it leaves; nothing: it need not
 _any_failed = False  # whether there was a failure, here or elsewhere: groups are not destroyed any more
 _status: int | None = None  # of this process, once an error has come to its top
 
@@ -339,16 +339,16 @@ def holds_devices() -> None:
 
 def begin_fit() -> None:
     """A fit begins, in which this process may have to leave."""
-    global _fits, _leaves_at
-    with _lock:
-        _fits, _leaves_at = _fits + 1 + _fits % 2, None
+    global _fits, _exit_deadline
+    with _state_lock:
+        _fits, _exit_deadline = _fits + 1 + _fits % 2, None
 
 
 def end_fit() -> None:
     """A fit has ended, or has been left. Idempotent."""
-    global _fits, _leaves_at
-    with _lock:
-        _fits, _leaves_at = _fits + _fits % 2, None
+    global _fits, _exit_deadline
+    with _state_lock:
+        _fits, _exit_deadline = _fits + _fits % 2, None
 
 
 def another_failed(why: Callable[[], object | None]) -> None:
@@ -375,11 +375,12 @@ def this_one_failed(error: BaseException) -> None:
     _any_failed = True
     text = "".join(traceback.format_exception(error))
     _leave(
-        LAST_WORDS, lambda: f"{text}This process holds process groups of devices (NCCL), and could not end by itself."
+        MESSAGE_SECONDS,
+        lambda: f"{text}This process holds process groups of devices (NCCL), and could not end by itself.",
     )
 
 
-def may_destroy() -> bool:
+def may_destroy_groups() -> bool:
     """Whether process groups of devices can be destroyed: not after a failure."""
     return not _any_failed
 
@@ -391,24 +392,24 @@ def leave_at_exit() -> None:
 
 
 def _leave(seconds: float, says: Callable[[], str | None]) -> None:
-    global _leaves_at, _says, _any_failed
+    global _exit_deadline, _exit_message, _any_failed
     if not _holds:
         return
-    with _lock:
+    with _state_lock:
         if not _fits % 2:
             return
         _any_failed = True
-        runs, fit = _leaves_at is not None, _fits
+        runs, fit = _exit_deadline is not None, _fits
         if not runs or seconds > GRACE:  # an error of this rank's own is the better one
-            _leaves_at, _says = time.monotonic() + seconds, says
+            _exit_deadline, _exit_message = time.monotonic() + seconds, says
     if not runs:
         threading.Thread(target=_wait_and_leave, args=(fit,), name="leave-devices", daemon=True).start()
 
 
 def _wait_and_leave(fit: int) -> None:
     while True:
-        with _lock:
-            at, says = _leaves_at, _says
+        with _state_lock:
+            at, says = _exit_deadline, _exit_message
             if fit != _fits or at is None or says is None:
                 return
         if time.monotonic() >= at and (text := says()) is not None:  # not under the lock: it asks who tells of failures
@@ -426,14 +427,14 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
-_failures: Failures | None = None
-_waits: WaitWatch | None = None
+_failures: FailureChannel | None = None
+_waits: WaitWatchdog | None = None
 _world: object = None  # the process group of all ranks for which it was made
 
 _SOON = (
     3.0  # seconds in which who waits for a rank that has failed gets an error by itself, if that rank's process ends
 )
-_wakes = True
+_interrupts_waits = True
 _numbers: Sequence[int] = ()  # by which users know the ranks; their own, if empty
 
 
@@ -460,7 +461,7 @@ def watch(interface: str, seconds: float, numbers: Sequence[int] = ()) -> None:
         forget()
         _world, _numbers = dist.group.WORLD, tuple(numbers)
         if dist.get_world_size() > 1:
-            _waits = WaitWatch(dist.get_rank(), dist.get_world_size(), number, seconds)
+            _waits = WaitWatchdog(dist.get_rank(), dist.get_world_size(), number, seconds)
             _failures = _connected(interface, seconds, _waits)
             _waits.begin(_failures.tell)
     if _failures is not None:
@@ -488,10 +489,12 @@ def watched() -> bool:
     return dist.is_initialized() and _world is dist.group.WORLD
 
 
-def _connected(interface: str, seconds: float, waiting: WaitWatch) -> Failures:
+def _connected(interface: str, seconds: float, waiting: WaitWatchdog) -> FailureChannel:
     """A connection between rank 0 and every other rank (collective over all ranks)."""
-    failures = Failures(dist.get_rank(), dist.get_world_size(), interface, told=_failed, heard=waiting.heard)
-    where = objects.unpacked(objects.broadcast(objects.packed(failures.where if failures.rank == 0 else None), 0))
+    failures = FailureChannel(dist.get_rank(), dist.get_world_size(), interface, told=_failed, heard=waiting.heard)
+    where = object_collectives.unpack_value(
+        object_collectives.broadcast(object_collectives.pack_value(failures.where if failures.rank == 0 else None), 0)
+    )
     if failures.rank == 0:
         failures.listen()
     elif where is not None:
@@ -528,7 +531,7 @@ def first(seconds: float) -> Failure | None:
 
 
 def places(since: float | None = None) -> str:
-    """Where the ranks are while one waits for long, as the last notice has said.
+    """Places of the ranks while one waits for long, as the last notice has said.
 
     Args:
         since: from when on a notice counts, by ``time.monotonic()``. Default: it is no older than they come.
@@ -537,7 +540,7 @@ def places(since: float | None = None) -> str:
 
 
 def stopped() -> str:
-    """Which signal has ended a wait of this process in this run, in a sentence; empty: none has."""
+    """The signal that has ended a wait of this process in this run, in a sentence; empty: none has."""
     return "" if _waits is None else _waits.stopped
 
 
@@ -555,10 +558,10 @@ def this_rank() -> str:
 # -- who waits for a rank that has failed --------------------------------------------------------------
 
 
-def wake_up(on: bool) -> None:
+def interrupt_waits(on: bool) -> None:
     """Whether those who wait get an error when a rank has failed and its process lives on; not where ranks are lost."""
-    global _wakes
-    _wakes = on
+    global _interrupts_waits
+    _interrupts_waits = on
 
 
 def _failed(failure: Failure) -> None:
@@ -570,9 +573,9 @@ def _failed(failure: Failure) -> None:
 
     def wake() -> None:
         time.sleep(_SOON)
-        while _wakes and first(0.0) is not None:  # until a new run begins
+        while _interrupts_waits and first(0.0) is not None:  # until a new run begins
             if any(time.monotonic() - max(since, heard) >= _SOON for since in waits.since()):
-                cut()
+                abort_sockets()
                 return
             time.sleep(0.2)
 
@@ -590,7 +593,7 @@ def wait_for_news(wait: bool) -> None:
     """Whether an error waits until it is known which rank failed first. Where lost ranks are survived it need not."""
     global _waits_for_news
     _waits_for_news = wait
-    wake_up(wait)
+    interrupt_waits(wait)
 
 
 @contextmanager
@@ -617,7 +620,7 @@ def deadline(what: str, busy: Callable[[], bool] | None = None) -> Iterator[None
 
 
 def cause(error: BaseException, began: float | None = None) -> str:
-    """Why a collective failed, in words: the rank that failed first, if that is known in time, and what broke here.
+    """The cause of a failed collective, in words: the rank that failed first, if known in time, and what broke here.
 
     Args:
         error: with which it failed.
@@ -633,7 +636,7 @@ def cause(error: BaseException, began: float | None = None) -> str:
     )
 
 
-def of_communication(error: BaseException) -> bool:
+def is_communication_error(error: BaseException) -> bool:
     """Whether an error means that another rank has ended or was too late."""
     return not stopped() and _broken(error)
 
@@ -648,11 +651,11 @@ def _broken(error: BaseException) -> bool:
 
 T = TypeVar("T")
 
-_repeater: "Repeater | None" = None  # of the fit in which lost ranks are survived
+_current_repeater: "CollectiveRepeater | None" = None  # of the fit in which lost ranks are survived
 
 
-class Repeater(Protocol):
-    """Runs a collective until it has succeeded."""
+class CollectiveRepeater(Protocol):
+    """Repeater of a collective until it has succeeded."""
 
     def run(self, what: str, operation: Callable[[], T]) -> T:
         """The result of an operation; see :func:`collective`."""
@@ -669,21 +672,21 @@ def collective(what: str, operation: Callable[[], T]) -> T:
     Raises:
         CommunicationError: another rank did not take part in time, or has ended, and that ends the fit.
     """
-    if _repeater is not None:
-        return _repeater.run(what, operation)
+    if _current_repeater is not None:
+        return _current_repeater.run(what, operation)
     with deadline(what):
         return operation()
 
 
-def repeat_by(repeater: Repeater | None) -> None:
+def set_repeater(repeater: CollectiveRepeater | None) -> None:
     """From now on let an object repeat what breaks; ``None``: nothing is repeated."""
-    global _repeater
-    _repeater = repeater
+    global _current_repeater
+    _current_repeater = repeater
     wait_for_news(repeater is None)
 
 
-class Survivor:
-    """Repeats collectives among the ranks that remain.
+class CollectiveRetry:
+    """Retry of collectives among the ranks that remain.
 
     All ranks run the same collectives in the same order, so a collective is known by its number. A rank can be one
     ahead: an all-reduce may succeed on one rank and fail on another. What the latest ones have returned is kept, so
@@ -740,7 +743,7 @@ class Survivor:
                 with self.waiting(), self.plain(), deadline(what):
                     result = operation()
             except RuntimeError as error:
-                if not of_communication(error):
+                if not is_communication_error(error):
                     raise
                 self.recover(began)
                 continue
@@ -764,7 +767,7 @@ class Survivor:
                 with self.waiting():
                     return operation()
             except RuntimeError as error:
-                if not of_communication(error):
+                if not is_communication_error(error):
                     raise
                 if self.recover(began) and missed is not None:
                     return missed()

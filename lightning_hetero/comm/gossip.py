@@ -1,4 +1,4 @@
-"""Messages with deadlines between gossiping replicas, two at a time."""
+"""Gossip transport: exchanges with deadlines between two replicas, both ways or one way."""
 
 import random
 import secrets
@@ -16,17 +16,17 @@ from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.gossip_peers import (
     EXCHANGE,
     TOKEN_BYTES,
-    Channel,
     HostPort,
-    Kind,
-    Message,
-    Peers,
+    MessageKind,
+    PeerChannel,
+    PeerConnections,
+    PeerMessage,
     RefusedError,
     Session,
-    nowhere,
     others_boxes,
+    refuse_vectors,
 )
-from lightning_hetero.comm.shared_memory import Mapped
+from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import close_at_exit
 from lightning_hetero.errors import CommunicationError, ConfigurationError, DisagreementError, HeteroError
 
@@ -107,8 +107,8 @@ class PeerSelector:
         return [peer for peer in self.candidates if self._wanted.get(peer) == self.round_number]
 
 
-class Swap(NamedTuple):
-    """What an exchange has brought.
+class PairResult(NamedTuple):
+    """Result of an exchange with a peer.
 
     Attributes:
         peer: the other peer.
@@ -123,11 +123,11 @@ class Swap(NamedTuple):
     sent: int
 
 
-class GoneOnError(Exception):
+class PeerMovedOnError(Exception):
     """The peer that was asked has gone on to a later round."""
 
 
-class Swapping:
+class PairExchange:
     """Exchanges values with a peer, in six messages: ``ASK, YES; SWAP, SWAP; COMMIT, DONE``.
 
     The two in the middle travel at the same time. The peer that was asked counts the exchange when ``COMMIT`` comes, if
@@ -142,17 +142,17 @@ class Swapping:
         outbox: where this peer writes what it offers.
     """
 
-    def __init__(self, peers: Peers, outbox: Mapped) -> None:
+    def __init__(self, peers: PeerConnections, outbox: MappedVectors) -> None:
         self._peers, self._outbox = peers, outbox
         self.inbox = [torch.empty_like(value) for value in outbox.vectors]
-        self._boxes: dict[int, Mapped] = {}  # of the peers of this host
+        self._boxes: dict[int, MappedVectors] = {}  # of the peers of this host
         self._number = float(time.time_ns() // 1000)  # of the exchanges that this peer asks for
 
-    def know_boxes(self, paths: Mapping[int, str]) -> None:
+    def set_outboxes(self, paths: Mapping[int, str]) -> None:
         """Learn where the peers of this host write their values."""
         self._boxes = others_boxes(self._outbox, paths)
 
-    def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> Swap | None:
+    def ask(self, peer: int, round_number: float, weight: float, agreed: Callable[[], bool]) -> PairResult | None:
         """Ask a peer for an exchange, and exchange.
 
         Args:
@@ -171,20 +171,20 @@ class Swapping:
         """
         self._number += 1
         channel, numbers = self._peers.channel(peer), (round_number, weight, self._number)
-        sent = channel.send(Kind.ASK, numbers, (), self._peers.soon())
-        reply = channel.receive(nowhere, self._peers.soon())
-        if reply.kind is not Kind.YES:
+        sent = channel.send(MessageKind.ASK, numbers, (), self._peers.deadline_in())
+        reply = channel.receive(refuse_vectors, self._peers.deadline_in())
+        if reply.kind is not MessageKind.YES:
             if reply.numbers and round_number != ANY and reply.numbers[0] > round_number:
-                raise GoneOnError
+                raise PeerMovedOnError
             return None
         if not agreed():
             raise RefusedError("uninvited")
         weight, more = self._swap(channel, peer, numbers, 2)
         sent += more + self._peers.commit(channel, peer, self._number)
-        self._peers.attendance.met(peer)
-        return Swap(peer, weight, self.inbox, sent)
+        self._peers.liveness.met(peer)
+        return PairResult(peer, weight, self.inbox, sent)
 
-    def answer(self, channel: Channel, peer: int, number: float, offer: tuple[float, float]) -> Swap:
+    def answer(self, channel: PeerChannel, peer: int, number: float, offer: tuple[float, float]) -> PairResult:
         """Exchange with a peer that has asked, until it is to be told that the exchange is done.
 
         Args:
@@ -197,17 +197,17 @@ class Swapping:
             OSError: the exchange broke off, or was too late. It does not count.
             RefusedError: a message came that must not be believed. The exchange does not count.
         """
-        sent = channel.send(Kind.YES, (), (), self._peers.soon())
+        sent = channel.send(MessageKind.YES, (), (), self._peers.deadline_in())
         weight, more = self._swap(channel, peer, offer, 3)
         self._peers.await_commit(channel, peer, number)
-        return Swap(peer, weight, self.inbox, sent + more)
+        return PairResult(peer, weight, self.inbox, sent + more)
 
-    def _swap(self, channel: Channel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
+    def _swap(self, channel: PeerChannel, peer: int, numbers: Sequence[float], expected: int) -> tuple[float, int]:
         """Send what lies in the outbox, and fill the inbox; the peer's weight, and the bytes sent."""
         near = peer in self._boxes
         vectors = () if near else self._outbox.vectors
-        theirs, sent = channel.swap(Kind.SWAP, numbers, vectors, lambda _: self.inbox, self._peers.soon())
-        if theirs.kind is not Kind.SWAP or len(theirs.numbers) != expected:
+        theirs, sent = channel.swap(MessageKind.SWAP, numbers, vectors, lambda _: self.inbox, self._peers.deadline_in())
+        if theirs.kind is not MessageKind.SWAP or len(theirs.numbers) != expected:
             raise RefusedError("uninvited")
         if near:
             for own, value in zip(self.inbox, self._boxes[peer].vectors, strict=True):
@@ -224,8 +224,8 @@ class _State(Enum):
     ENGAGED = 3  # with one peer: others are refused
 
 
-class Pairing:
-    """Offers values, and exchanges them with one peer at a time; see :class:`Swapping` for the messages.
+class PairTransport:
+    """Offers values, and exchanges them with one peer at a time; see :class:`PairExchange` for the messages.
 
     A thread asks other peers. Other threads, one per connection, answer the questions of others.
 
@@ -244,7 +244,7 @@ class Pairing:
     def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
         self.me = me
         self.misses = Counter[int]()
-        self.outbox = Mapped(like)
+        self.outbox = MappedVectors(like)
         self._changed = threading.Condition()  # guards all that follows
         self._state, self._with, self._asking = _State.CLOSED, -1, False
         self._agreed = False  # the peer that was asked has said yes
@@ -253,16 +253,16 @@ class Pairing:
         self._waiting = 0  # peers that have asked, and wait for the answer to this peer's own question
         self._paused = self._closed = False
         self._weight = 1.0
-        self._swap: Swap | None = None
-        self.peers = Peers(me, session, interface, self._attend, changed=self._wake)
-        self._swapping = Swapping(self.peers, self.outbox)
-        self._selector = PeerSelector(me, session.deadline, self.peers.attendance)
+        self._swap: PairResult | None = None
+        self.peers = PeerConnections(me, session, interface, self._attend, changed=self._wake)
+        self._swapping = PairExchange(self.peers, self.outbox)
+        self._selector = PeerSelector(me, session.deadline, self.peers.liveness)
         close_at_exit(self)
         threading.Thread(target=self._ask_until_closed, name="hetero-gossip-asker", daemon=True).start()
 
-    def know_boxes(self, paths: Mapping[int, str]) -> None:
+    def set_outboxes(self, paths: Mapping[int, str]) -> None:
         """Learn where the peers of this host write their values."""
-        self._swapping.know_boxes(paths)
+        self._swapping.set_outboxes(paths)
 
     def offer(self, weight: float, candidates: Sequence[int], round_number: float = ANY) -> None:
         """Offer what lies in the outbox, until it is exchanged or withdrawn. Returns at once.
@@ -281,8 +281,8 @@ class Pairing:
             self._state = _State.OPEN
             self._changed.notify_all()
 
-    def result(self, wait: float = 0.0) -> Swap | None:
-        """What the offer has brought, or ``None`` if it has brought nothing yet.
+    def result(self, wait: float = 0.0) -> PairResult | None:
+        """The result of the offer, or ``None`` if there is none yet.
 
         Args:
             wait: seconds to wait for it at most. A peer that has ended or is silent is not waited for.
@@ -303,7 +303,7 @@ class Pairing:
         waits = self._state is _State.ENGAGED or (self._state is _State.OPEN and self._selector.awaits)
         return not waits
 
-    def withdraw(self) -> Swap | None:
+    def withdraw(self) -> PairResult | None:
         """Close the offer. If an exchange is under way, wait for its end, and return what it has brought."""
         with self._changed:
             self._wait_for_exchange()
@@ -367,7 +367,7 @@ class Pairing:
             swap, missed, gone_on, began = None, False, False, time.monotonic()
             try:
                 swap = self._swapping.ask(peer, round_number, weight, self._peer_agrees)
-            except GoneOnError:
+            except PeerMovedOnError:
                 gone_on = True
             except (OSError, RefusedError) as error:
                 missed = True
@@ -399,12 +399,12 @@ class Pairing:
 
     # -- the peer that is asked --------------------------------------------------------------------
 
-    def _attend(self, channel: Channel, ask: Message) -> None:
+    def _attend(self, channel: PeerChannel, ask: PeerMessage) -> None:
         """Exchange with a peer that asks for it, if something is offered."""
-        if ask.kind is not Kind.ASK or len(ask.numbers) != 3:
+        if ask.kind is not MessageKind.ASK or len(ask.numbers) != 3:
             raise RefusedError("uninvited")
         if not self._engage(ask):
-            channel.send(Kind.NO, (self._selector.round_number,), (), self.peers.soon())
+            channel.send(MessageKind.NO, (self._selector.round_number,), (), self.peers.deadline_in())
             return
         swap = None
         try:
@@ -415,15 +415,15 @@ class Pairing:
                 self._end(swap)
                 if swap is None:
                     self.misses[ask.sender] += 1
-        channel.send(Kind.DONE, (), (), self.peers.soon())
+        channel.send(MessageKind.DONE, (), (), self.peers.deadline_in())
 
-    def _engage(self, ask: Message) -> bool:
+    def _engage(self, ask: PeerMessage) -> bool:
         """Whether this peer exchanges with one that asks."""
         asked_for = ask.numbers[0]
         with self._changed:
             own = self._selector.round_number
             if asked_for >= own:  # a peer that lags behind would be waited for without success
-                self.peers.attendance.heard(ask.sender)
+                self.peers.liveness.heard(ask.sender)
             if ask.sender < self.me and self._with != ask.sender and asked_for == own:
                 # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
                 # circle could do so for ever. Only peers with a lower number wait, so they never wait in a circle.
@@ -446,7 +446,7 @@ class Pairing:
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _end(self, swap: Swap | None) -> None:
+    def _end(self, swap: PairResult | None) -> None:
         if swap is not None:
             self._swap, self._state = swap, _State.CLOSED
         elif self._state is _State.ENGAGED:
@@ -458,14 +458,14 @@ class Pairing:
             self._changed.notify_all()
 
 
-class Push(NamedTuple):
-    """What has come from a peer.
+class ReceivedPush(NamedTuple):
+    """Push that has come from a peer.
 
     Attributes:
         peer: the one that sent it.
         round_number: round in which it was sent.
         weight: that came with the vectors.
-        vectors: give them back with :meth:`Pushing.recycle`.
+        vectors: give them back with :meth:`PushTransport.recycle`.
     """
 
     peer: int
@@ -474,7 +474,7 @@ class Push(NamedTuple):
     vectors: list[Tensor]
 
 
-class Pushing:
+class PushTransport:
     """Sends values to peers and collects what comes from them.
 
     A push takes four messages: ``PUSH, YES; COMMIT, DONE``. The receiver counts it when ``COMMIT`` comes, if that is in
@@ -500,17 +500,17 @@ class Pushing:
     def __init__(self, me: int, session: Session, interface: str, like: Sequence[Tensor]) -> None:
         self.me = me
         self.misses = Counter[int]()
-        self.outbox = Mapped(like)
-        self._boxes: dict[int, Mapped] = {}
+        self.outbox = MappedVectors(like)
+        self._boxes: dict[int, MappedVectors] = {}
         self._changed = threading.Condition()  # guards what follows
-        self._arrived: list[Push] = []
+        self._arrived: list[ReceivedPush] = []
         self._free: list[list[Tensor]] = []
         self._latest: dict[int, int] = {}  # of each peer, the latest round from which something has come
         self._missed: dict[int, int] = {}  # and the latest in which nothing had
         self._number = float(time.time_ns() // 1000)  # of this peer's pushes
-        self.peers = Peers(me, session, interface, self._attend, self._place, self._wake)
+        self.peers = PeerConnections(me, session, interface, self._attend, self._place, self._wake)
 
-    def know_boxes(self, paths: Mapping[int, str]) -> None:
+    def set_outboxes(self, paths: Mapping[int, str]) -> None:
         """Learn where the peers of this host write their values."""
         self._boxes = others_boxes(self.outbox, paths)
 
@@ -526,7 +526,7 @@ class Pushing:
             The bytes sent over the network; ``None``: the vectors have not gone.
         """
         sent, began = None, time.monotonic()
-        if peer in self.peers.attendance:
+        if peer in self.peers.liveness:
             try:
                 sent = self._push(peer, round_number, weight)
             except (OSError, RefusedError) as error:
@@ -538,17 +538,17 @@ class Pushing:
         channel = self.peers.channel(peer)
         vectors = self.outbox.vectors if weight and peer not in self._boxes else ()
         self._number += 1
-        sent = channel.send(Kind.PUSH, (round_number, weight, self._number), vectors, self.peers.soon())
-        answer = channel.receive(nowhere, self.peers.soon()).kind
-        if answer is Kind.NO:
+        sent = channel.send(MessageKind.PUSH, (round_number, weight, self._number), vectors, self.peers.deadline_in())
+        answer = channel.receive(refuse_vectors, self.peers.deadline_in()).kind
+        if answer is MessageKind.NO:
             return None
-        if answer is not Kind.YES:
+        if answer is not MessageKind.YES:
             raise RefusedError("uninvited")
         sent += self.peers.commit(channel, peer, self._number)
-        self.peers.attendance.met(peer)
+        self.peers.liveness.met(peer)
         return sent
 
-    def collect(self, round_number: int, sources: Sequence[int], wait: float) -> list[Push]:
+    def collect(self, round_number: int, sources: Sequence[int], wait: float) -> list[ReceivedPush]:
         """Take all that has come, in the order of rounds and peers.
 
         A fast peer may be some rounds ahead: by at most the number of peers, unless it no longer waits for this one,
@@ -566,7 +566,7 @@ class Pushing:
             return [peer for peer in sources if self._latest.get(peer, -1) < round_number]
 
         def awaited() -> list[int]:
-            there = self.peers.attendance
+            there = self.peers.liveness
             return [p for p in missing() if p in there and self._latest.get(p, -1) >= self._missed.get(p, -1)]
 
         with self._changed:
@@ -577,22 +577,22 @@ class Pushing:
             self._arrived = [push for push in self._arrived if push.round_number in later]
             return taken
 
-    def waiting(self) -> list[Push]:
-        """What has come and has not been taken."""
+    def waiting(self) -> list[ReceivedPush]:
+        """Pushes that have come and have not been taken."""
         with self._changed:
             return list(self._arrived)
 
-    def put(self, pushes: Sequence[Push]) -> None:
+    def put(self, pushes: Sequence[ReceivedPush]) -> None:
         """Let these have come, as in a checkpoint."""
         with self._changed:
             for push in pushes:
                 self._arrive(push)
 
-    def _arrive(self, push: Push) -> None:
+    def _arrive(self, push: ReceivedPush) -> None:
         self._arrived.append(push)
         self._latest[push.peer] = max(push.round_number, self._latest.get(push.peer, -1))
 
-    def recycle(self, pushes: Sequence[Push]) -> None:
+    def recycle(self, pushes: Sequence[ReceivedPush]) -> None:
         """Give back the memory of pushes that are not needed any more."""
         with self._changed:
             self._free += [push.vectors for push in pushes if push.vectors]
@@ -601,9 +601,9 @@ class Pushing:
         """Close all connections; idempotent."""
         self.peers.close()
 
-    def _attend(self, channel: Channel, push: Message) -> None:
+    def _attend(self, channel: PeerChannel, push: PeerMessage) -> None:
         """Receive a push."""
-        if push.kind is not Kind.PUSH or len(push.numbers) != 3:
+        if push.kind is not MessageKind.PUSH or len(push.numbers) != 3:
             raise RefusedError("uninvited")
         round_number, weight, number = push.numbers
         vectors = list(push.vectors)
@@ -613,25 +613,25 @@ class Pushing:
             vectors = self._memory()
             for own, value in zip(vectors, self._boxes[push.sender].vectors, strict=True):
                 own.copy_(value)
-        came = Push(push.sender, int(round_number), weight, vectors)
-        self.peers.attendance.heard(push.sender)
+        came = ReceivedPush(push.sender, int(round_number), weight, vectors)
+        self.peers.liveness.heard(push.sender)
         if self._full(push.sender):
             self.recycle([came])
-            channel.send(Kind.NO, (), (), self.peers.soon())
+            channel.send(MessageKind.NO, (), (), self.peers.deadline_in())
             return
-        channel.send(Kind.YES, (), (), self.peers.soon())
+        channel.send(MessageKind.YES, (), (), self.peers.deadline_in())
         self.peers.await_commit(channel, push.sender, number)
         with self._changed:
             self._arrive(came)
             self._changed.notify_all()
-        channel.send(Kind.DONE, (), (), self.peers.soon())
+        channel.send(MessageKind.DONE, (), (), self.peers.deadline_in())
 
     def _full(self, peer: int) -> bool:
         with self._changed:
             return sum(push.peer == peer for push in self._arrived) > self.peers.count
 
-    def _place(self, kind: Kind) -> Sequence[Tensor]:
-        return self._memory() if kind is Kind.PUSH else nowhere(kind)
+    def _place(self, kind: MessageKind) -> Sequence[Tensor]:
+        return self._memory() if kind is MessageKind.PUSH else refuse_vectors(kind)
 
     def _memory(self) -> list[Tensor]:
         with self._changed:
@@ -642,11 +642,11 @@ class Pushing:
             self._changed.notify_all()
 
 
-T = TypeVar("T", Pairing, Pushing)
+T = TypeVar("T", PairTransport, PushTransport)
 
 
 class Endpoint(NamedTuple):
-    """Where a peer can be reached.
+    """Address of a peer.
 
     Attributes:
         interface: address to listen on, of the network between the peers.
@@ -659,7 +659,7 @@ class Endpoint(NamedTuple):
     deadline: float
 
 
-def introduce(
+def connect_peers(
     kind: Callable[[int, Session, str, Sequence[Tensor]], T],
     endpoint: Endpoint,
     links: ReplicaLinks,
@@ -680,14 +680,16 @@ def introduce(
         HeteroError: on every rank: some peers cannot be reached, or have another model.
     """
     token = links.gather(secrets.token_bytes(TOKEN_BYTES))[0]
-    mine = kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.leads else None
+    mine = (
+        kind(links.index, Session(token, 1, endpoint.deadline), endpoint.interface, like) if links.is_leader else None
+    )
     card = None if mine is None else (links.index, mine.peers.address, endpoint.host, mine.outbox.path)
     cards = [card for card in links.gather(card) if card is not None]
     problem = _unreachable([(host, address) for _, address, host, _ in cards])
     if mine is not None and problem is None:
         mine.peers.know({peer: address for peer, address, *_ in cards})
         try:
-            mine.know_boxes(
+            mine.set_outboxes(
                 {peer: path for peer, _, host, path in cards if host == endpoint.host and peer != links.index}
             )
         except HeteroError as error:
@@ -703,7 +705,7 @@ def introduce(
 
 
 def _unreachable(places: Sequence[tuple[str, HostPort]]) -> HeteroError | None:
-    """Why peers of several hosts could not reach each other; ``None``: no reason is known."""
+    """Reason why peers of several hosts could not reach each other; ``None``: no reason is known."""
     inner = [f"{host} ({address[0]})" for host, address in places if address[0].startswith("127.")]
     if len({host for host, _ in places}) == 1 or not inner:
         return None

@@ -1,4 +1,4 @@
-"""Connections between gossip peers. Each peer listens on one port, and connects to the others when it needs to."""
+"""Connections between gossip peers: each listens on one port, and connects to the others when it needs to."""
 
 import hashlib
 import hmac
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.shared_memory import Mapped
-from lightning_hetero.comm.threads import Background, close_at_exit, cut_too
+from lightning_hetero.comm.shared_memory import MappedVectors
+from lightning_hetero.comm.threads import Background, abort_too, close_at_exit
 from lightning_hetero.errors import DisagreementError
 
 TOKEN_BYTES = 16
@@ -29,7 +29,7 @@ _MAGIC = b"lhg1"
 _MOST_NUMBERS = 64
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kinds of messages."""
 
     ASK = 1  # will you exchange with me?
@@ -42,7 +42,7 @@ class Kind(IntEnum):
     COUNTED = 8  # has my exchange of this number counted with you?
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """A message.
 
     Attributes:
@@ -52,17 +52,17 @@ class Message(NamedTuple):
         vectors: vectors on the CPU.
     """
 
-    kind: Kind
+    kind: MessageKind
     sender: int
     numbers: tuple[float, ...] = ()
     vectors: tuple[Tensor, ...] = ()
 
 
 class RefusedError(Exception):
-    """A message must not be believed. Says why in one word."""
+    """Refusal of a message that must not be believed. Says why in one word."""
 
 
-class Channel:
+class PeerChannel:
     """Sends and receives messages over one connection. Each arrives complete and in time, or not at all.
 
     Args:
@@ -77,12 +77,12 @@ class Channel:
 
     def __init__(self, connection: socket.socket, token: bytes, epoch: int, me: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        cut_too(connection)
+        abort_too(connection)
         self._connection, self._token, self._epoch, self._me = connection, token, epoch, me
         self.caller: int | None = None
         self._sent = self._received = 0  # serial numbers: a message that comes twice is refused
 
-    def send(self, kind: Kind, numbers: Sequence[float], vectors: Sequence[Tensor], deadline: float) -> int:
+    def send(self, kind: MessageKind, numbers: Sequence[float], vectors: Sequence[Tensor], deadline: float) -> int:
         """Send a message.
 
         Args:
@@ -109,7 +109,7 @@ class Channel:
             self._connection.sendall(part)
         return len(header) + _CHECKSUM.size + len(parts[0]) + size
 
-    def receive(self, into: Callable[[Kind], Sequence[Tensor]], deadline: float | None) -> Message:
+    def receive(self, into: Callable[[MessageKind], Sequence[Tensor]], deadline: float | None) -> PeerMessage:
         """Receive a message.
 
         Args:
@@ -132,9 +132,9 @@ class Channel:
             raise RefusedError("epoch")
         if serial != self._received + 1:
             raise RefusedError("replayed")
-        if kind not in set(Kind):
+        if kind not in set(MessageKind):
             raise RefusedError("damaged")
-        vectors = tuple(into(Kind(kind))) if size else ()
+        vectors = tuple(into(MessageKind(kind))) if size else ()
         memories = [_bytes(vector) for vector in vectors]
         if count > _MOST_NUMBERS or size != sum(map(len, memories)):
             raise RefusedError("size")
@@ -146,16 +146,16 @@ class Channel:
         if found != checksum:
             raise RefusedError("damaged")
         self._received = serial
-        return Message(Kind(kind), sender, struct.unpack(f"!{count}d", numbers), vectors)
+        return PeerMessage(MessageKind(kind), sender, struct.unpack(f"!{count}d", numbers), vectors)
 
     def swap(
         self,
-        kind: Kind,
+        kind: MessageKind,
         numbers: Sequence[float],
         vectors: Sequence[Tensor],
-        into: Callable[[Kind], Sequence[Tensor]],
+        into: Callable[[MessageKind], Sequence[Tensor]],
         deadline: float,
-    ) -> tuple[Message, int]:
+    ) -> tuple[PeerMessage, int]:
         """Send a message and receive one at the same time, so that both directions of a link are used.
 
         Args:
@@ -203,7 +203,7 @@ class Channel:
         self._connection.close()
 
 
-def nowhere(kind: Kind) -> Sequence[Tensor]:
+def refuse_vectors(kind: MessageKind) -> Sequence[Tensor]:
     """Refuse vectors, where none are expected."""
     raise RefusedError("uninvited")
 
@@ -212,12 +212,12 @@ def _bytes(vector: Tensor) -> memoryview:
     return memoryview(vector.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-_DYING = (0.01, 0.05, 0.2, 0.5, 1.0)  # seconds between knocks: a dying process may still accept a connection
-_AWAY = 4  # deadlines for which a peer that is late again and again is not asked
+_CONFIRM_SECONDS = (0.01, 0.05, 0.2, 0.5, 1.0)  # seconds between knocks: a dying process may still accept a connection
+_LONGEST_PING_PAUSE = 4  # deadlines for which a peer that is late again and again is not asked
 
 
-class Attendance:
-    """Keeps track of which peers can be reached.
+class PeerLiveness:
+    """Liveness of peers: which of them can be reached.
 
     A peer has *ended* once its port refuses a connection. This is known at once, and for good. A peer is *silent* from
     the moment when it did not answer in time until it sends something itself, or answers a knock: a background thread
@@ -225,13 +225,13 @@ class Attendance:
     without a successful exchange in between does answer knocks, but is too slow. It is not asked for four deadlines.
 
     Args:
-        knock: connects to a peer and waits for its greeting. Raises an ``OSError`` if none comes within the deadline.
+        ping: connects to a peer and waits for its greeting. Raises an ``OSError`` if none comes within the deadline.
         deadline: seconds within which a peer must answer.
         changed: called when the answer for a peer has changed.
     """
 
-    def __init__(self, knock: Callable[[int], None], deadline: float, changed: Callable[[], None]) -> None:
-        self._knock, self._deadline, self._changed = knock, deadline, changed
+    def __init__(self, ping: Callable[[int], None], deadline: float, changed: Callable[[], None]) -> None:
+        self._ping, self._deadline, self._changed = ping, deadline, changed
         self._lock = threading.Lock()
         self._ended: set[int] = set()
         self._silent: dict[int, threading.Event] = {}  # set to stop the thread that knocks
@@ -250,7 +250,7 @@ class Attendance:
         """A peer's port has refused a connection."""
         with self._lock:
             self._ended.add(peer)
-        self._stop_knocking(peer)
+        self._stop_pinging(peer)
         self._changed()
 
     def late(self, peer: int) -> None:
@@ -258,17 +258,17 @@ class Attendance:
         with self._lock:
             if peer in self._ended or peer in self._silent:
                 return
-            pause = _AWAY * self._deadline if peer in self._slow else 0.0
+            pause = _LONGEST_PING_PAUSE * self._deadline if peer in self._slow else 0.0
             self._slow.add(peer)
             over = self._silent[peer] = threading.Event()
         threading.Thread(
-            target=self._knock_until, args=(peer, over, pause), name="hetero-gossip-knocker", daemon=True
+            target=self._ping_until, args=(peer, over, pause), name="hetero-gossip-knocker", daemon=True
         ).start()
         self._changed()
 
     def heard(self, peer: int) -> None:
         """A peer has sent something."""
-        if self._stop_knocking(peer):
+        if self._stop_pinging(peer):
             self._changed()
 
     def met(self, peer: int) -> None:
@@ -278,9 +278,9 @@ class Attendance:
 
     def doubt(self, peer: int) -> None:
         """A peer has closed its connection: find out whether it has ended. Blocks."""
-        for pause in _DYING:
+        for pause in _CONFIRM_SECONDS:
             with suppress(OSError):
-                return self._knock(peer)
+                return self._ping(peer)
             if self.has_ended(peer):
                 return
             time.sleep(pause)
@@ -291,25 +291,25 @@ class Attendance:
             for over in self._silent.values():
                 over.set()
 
-    def _stop_knocking(self, peer: int) -> bool:
+    def _stop_pinging(self, peer: int) -> bool:
         with self._lock:
             over = self._silent.pop(peer, None)
         if over is not None:
             over.set()
         return over is not None
 
-    def _knock_until(self, peer: int, over: threading.Event, pause: float) -> None:
+    def _ping_until(self, peer: int, over: threading.Event, pause: float) -> None:
         while not over.wait(pause):
             pause = self._deadline
             try:
-                self._knock(peer)
+                self._ping(peer)
             except OSError:
                 continue
             return self.heard(peer)
 
 
-class Ledger:
-    """Remembers, for each peer, the latest of its exchanges that has counted here.
+class ExchangeLedger:
+    """Ledger of the latest exchange with each peer that has counted here.
 
     Peers number the exchanges that they ask for. If the last message of one is lost, the peer asks whether it has
     counted. If the answer is no, the exchange never counts afterwards.
@@ -343,7 +343,7 @@ _MOST_STRANGERS = 32  # connections at a time on which no message with the token
 
 
 class Session(NamedTuple):
-    """What all peers of a job share.
+    """Values that all peers of a job share.
 
     Attributes:
         token: a secret. Messages without it are refused.
@@ -356,7 +356,7 @@ class Session(NamedTuple):
     deadline: float
 
 
-class Peers:
+class PeerConnections:
     """Listens for connections, and connects to other peers.
 
     Each connection has its own key, made of the token and of random bytes from the listener. So messages that were
@@ -372,7 +372,7 @@ class Peers:
 
     Attributes:
         address: where others reach this peer.
-        attendance: which peers can be reached.
+        liveness: which peers can be reached.
         refused: number of messages that were refused, by reason.
         ledger: exchanges that have counted here.
     """
@@ -382,20 +382,20 @@ class Peers:
         me: int,
         session: Session,
         interface: str,
-        attend: Callable[[Channel, Message], None],
-        into: Callable[[Kind], Sequence[Tensor]] = nowhere,
+        attend: Callable[[PeerChannel, PeerMessage], None],
+        into: Callable[[MessageKind], Sequence[Tensor]] = refuse_vectors,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.me, self.session, self.refused = me, session, Counter[str]()
-        self.ledger = Ledger()
+        self.ledger = ExchangeLedger()
         self._attend, self._into = attend, into
-        self.attendance = Attendance(lambda peer: self._connect(peer).close(), session.deadline, changed)
+        self.liveness = PeerLiveness(lambda peer: self._connect(peer).close(), session.deadline, changed)
         self._addresses: dict[int, HostPort] = {}
         self._listener = socket.create_server((interface, 0), backlog=128)
         self.address: HostPort = self._listener.getsockname()[:2]
         self._lock = threading.Lock()
-        self._out: dict[int, Channel] = {}
-        self._in: dict[Channel, None] = {}  # in the order in which they came
+        self._out: dict[int, PeerChannel] = {}
+        self._in: dict[PeerChannel, None] = {}  # in the order in which they came
         self._making: dict[socket.socket, int] = {}  # connections that wait for the other end's first bytes
         self._closed = False
         close_at_exit(self)
@@ -410,27 +410,27 @@ class Peers:
         """Number of peers."""
         return len(self._addresses)
 
-    def channel(self, peer: int) -> Channel:
+    def channel(self, peer: int) -> PeerChannel:
         """A connection to a peer: the one of an earlier call, if it is still open, or a new one.
 
         Raises:
             ConnectionRefusedError: the peer has ended.
             OSError: the peer cannot be reached in time.
         """
-        if self.attendance.has_ended(peer):
+        if self.liveness.has_ended(peer):
             raise ConnectionRefusedError("the peer has ended")
         if peer not in self._out:
             self._out[peer] = self._connect(peer)
         return self._out[peer]
 
-    def _connect(self, peer: int) -> Channel:
-        deadline = self.soon()
+    def _connect(self, peer: int) -> PeerChannel:
+        deadline = self.deadline_in()
         try:
             connection = socket.create_connection(self._addresses[peer], self.session.deadline)
         except ConnectionRefusedError:  # the process has ended
-            self.attendance.ended(peer)
+            self.liveness.ended(peer)
             raise
-        cut_too(connection)
+        abort_too(connection)
         with self._lock:
             self._making[connection] = peer
         try:
@@ -461,13 +461,13 @@ class Peers:
         if isinstance(error, RefusedError):
             self.refused[str(error)] += 1
         if time.monotonic() - began > self.session.deadline / 2:  # it was late, whatever broke in the end
-            self.attendance.late(peer)
+            self.liveness.late(peer)
 
-    def soon(self, times: float = 1.0) -> float:
+    def deadline_in(self, times: float = 1.0) -> float:
         """The time in so many deadlines from now, by ``time.monotonic()``."""
         return time.monotonic() + times * self.session.deadline
 
-    def commit(self, channel: Channel, peer: int, number: float) -> int:
+    def commit(self, channel: PeerChannel, peer: int, number: float) -> int:
         """End an exchange that this peer began, once it has received everything.
 
         Returns:
@@ -478,34 +478,34 @@ class Peers:
         """
         sent, done = 0, False
         with suppress(OSError, RefusedError):
-            sent = channel.send(Kind.COMMIT, (), (), self.soon())
-            done = channel.receive(nowhere, self.soon(2)).kind is Kind.DONE
+            sent = channel.send(MessageKind.COMMIT, (), (), self.deadline_in())
+            done = channel.receive(refuse_vectors, self.deadline_in(2)).kind is MessageKind.DONE
         if not done and not self.counted(peer, number):
             raise TimeoutError("too late")
         return sent
 
-    def await_commit(self, channel: Channel, peer: int, number: float) -> None:
+    def await_commit(self, channel: PeerChannel, peer: int, number: float) -> None:
         """Wait until the peer that began an exchange has received everything, then count it.
 
         Raises:
             OSError: its message came too late, or not at all.
             RefusedError: another message came.
         """
-        until = self.soon()
-        if channel.receive(nowhere, until).kind is not Kind.COMMIT:
+        until = self.deadline_in()
+        if channel.receive(refuse_vectors, until).kind is not MessageKind.COMMIT:
             raise RefusedError("uninvited")
         if time.monotonic() > until or not self.ledger.count(peer, number):
             raise TimeoutError("too late")  # perhaps this process was frozen
 
     def counted(self, peer: int, number: float) -> bool:
         """Whether an exchange of this peer has counted for another one. Asks until it answers or seems dead."""
-        until = self.soon(3)
+        until = self.deadline_in(3)
         while time.monotonic() < until and not self._closed:
             self.drop(peer)
             try:
                 channel = self.channel(peer)
-                channel.send(Kind.COUNTED, (number,), (), self.soon())
-                return channel.receive(nowhere, self.soon()).kind is Kind.YES
+                channel.send(MessageKind.COUNTED, (number,), (), self.deadline_in())
+                return channel.receive(refuse_vectors, self.deadline_in()).kind is MessageKind.YES
             except ConnectionRefusedError:
                 return False  # it has ended
             except (OSError, RefusedError):
@@ -514,7 +514,7 @@ class Peers:
 
     def lose(self, peer: int) -> None:
         """A peer does not take part any more: whoever waits for it, in any thread, gets an error at once."""
-        self.attendance.ended(peer)
+        self.liveness.ended(peer)
         self.drop(peer)
         with self._lock:
             making = [connection for connection, other in self._making.items() if other == peer]
@@ -530,9 +530,9 @@ class Peers:
         if channel := self._out.pop(peer, None):
             channel.close()
 
-    def _channel(self, connection: socket.socket, drawn: bytes) -> Channel:
+    def _channel(self, connection: socket.socket, drawn: bytes) -> PeerChannel:
         key = hmac.digest(self.session.token, drawn, hashlib.sha256)[:TOKEN_BYTES]
-        return Channel(connection, key, self.session.epoch, self.me)
+        return PeerChannel(connection, key, self.session.epoch, self.me)
 
     def _listen(self) -> None:
         while True:
@@ -544,7 +544,7 @@ class Peers:
                 time.sleep(0.1)  # too many open files, say
                 continue
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            cut_too(connection)
+            abort_too(connection)
             drawn = secrets.token_bytes(TOKEN_BYTES)
             channel = self._channel(connection, drawn)
             with self._lock:
@@ -557,7 +557,7 @@ class Peers:
                 target=self._welcome, args=(connection, channel, drawn), name="hetero-gossip", daemon=True
             ).start()
 
-    def _welcome(self, connection: socket.socket, channel: Channel, drawn: bytes) -> None:
+    def _welcome(self, connection: socket.socket, channel: PeerChannel, drawn: bytes) -> None:
         try:
             connection.settimeout(self.session.deadline)
             connection.sendall(drawn)
@@ -571,17 +571,17 @@ class Peers:
                 self._in.pop(channel, None)
             channel.close()
         if channel.caller in self._addresses and not self._closed:
-            self.attendance.doubt(channel.caller)
+            self.liveness.doubt(channel.caller)
 
-    def _converse(self, channel: Channel) -> None:
+    def _converse(self, channel: PeerChannel) -> None:
         """Handle what a peer begins, until it closes the connection."""
-        first: float | None = self.soon()
+        first: float | None = self.deadline_in()
         while not self._closed:
             message = channel.receive(self._into, first)
             first = None  # a known peer may be silent between two exchanges
-            if message.kind is Kind.COUNTED and len(message.numbers) == 1:
+            if message.kind is MessageKind.COUNTED and len(message.numbers) == 1:
                 counted = self.ledger.settle(message.sender, message.numbers[0])
-                channel.send(Kind.YES if counted else Kind.NO, (), (), self.soon())
+                channel.send(MessageKind.YES if counted else MessageKind.NO, (), (), self.deadline_in())
             else:
                 self._attend(channel, message)
 
@@ -591,7 +591,7 @@ class Peers:
             self._closed = True
             channels = [*self._in, *self._out.values()]
         self._out = {}
-        self.attendance.close()
+        self.liveness.close()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -599,7 +599,7 @@ class Peers:
             channel.close()
 
 
-def others_boxes(own: Mapped, paths: Mapping[int, str]) -> dict[int, Mapped]:
+def others_boxes(own: MappedVectors, paths: Mapping[int, str]) -> dict[int, MappedVectors]:
     """The outboxes of other peers of this host.
 
     Raises:
@@ -608,7 +608,7 @@ def others_boxes(own: Mapped, paths: Mapping[int, str]) -> dict[int, Mapped]:
     boxes = {}
     for peer, path in paths.items():
         try:
-            boxes[peer] = Mapped(own.vectors, path)
+            boxes[peer] = MappedVectors(own.vectors, path)
         except (OSError, ValueError) as error:
             raise DisagreementError(
                 f"replica {peer}'s values cannot be read in shared memory: {error}. It has another model, or lives "

@@ -1,4 +1,4 @@
-"""Gradients on their way between the ranks of a replica: in few bits, or as matrices of low rank."""
+"""Compressed gradients between the ranks of a replica: in few bits, or as matrices of low rank."""
 
 import logging
 import threading
@@ -114,7 +114,7 @@ def bundles_of(named: Iterable[tuple[str, nn.Parameter]]) -> list[Bundle]:
     return [Bundle(*zip(*pairs, strict=True)) for pairs in (*bundles, open_) if pairs]
 
 
-class Mean(ABC):
+class GradientMean(ABC):
     """Takes the means of a bundle's gradients, step after step, and keeps what messages leave out for the next one."""
 
     @abstractmethod
@@ -127,14 +127,14 @@ class Mean(ABC):
 
     @abstractmethod
     def state(self) -> list[Tensor]:
-        """What goes from step to step, in the memory in which it is kept."""
+        """State that goes from step to step, in the memory in which it is kept."""
 
     @abstractmethod
     def reset(self) -> None:
         """Begin anew."""
 
 
-class EncodedMean(Mean):
+class EncodedMean(GradientMean):
     """A mean of encoded gradients; see :mod:`lightning_hetero.comm.compression`.
 
     Args:
@@ -166,7 +166,7 @@ class EncodedMean(Mean):
             residual.zero_()
 
 
-class LowRankMean(Mean):
+class LowRankMean(GradientMean):
     r"""A mean of matrices of low rank, as in PowerSGD (Vogels et al. 2019, algorithms 1 and 2).
 
     With the gradient :math:`M_w` of rank w, to which its residual has been added, and Q of the step before:
@@ -249,7 +249,7 @@ class LowRankMean(Mean):
 log = logging.getLogger("lightning_hetero")
 
 
-class _Waiting:
+class _PendingBucket:
     """A bucket of DDP that waits for means.
 
     Args:
@@ -295,7 +295,7 @@ class GradientWire:
         self.wire, self._group = wire, group
         self.bundles = bundles_of(model.named_parameters())
         rank, pool = rank_of(wire), BufferPool()
-        self._means: list[Mean] = []
+        self._means: list[GradientMean] = []
         self._values: list[Tensor] = []
         for number, bundle in enumerate(self.bundles):
             if bundle.dtype.is_complex:
@@ -316,7 +316,7 @@ class GradientWire:
             for p, part in zip(bundle.parameters, bundle.parts(values), strict=True)
         }
         self._lock = threading.Lock()
-        self._waiting: list[_Waiting] = []  # buckets
+        self._waiting: list[_PendingBucket] = []  # buckets
         self._absent: list[int] = []  # of each bundle, gradients that have yet to come
         self._latest: Background[None] | None = None
         self._not_finite: set[int] = set()  # bundles
@@ -334,7 +334,7 @@ class GradientWire:
             )
         if bucket.index() == 0:
             self._begin()
-        waiting, ready = _Waiting(bucket), []
+        waiting, ready = _PendingBucket(bucket), []
         for p, gradient in zip(waiting.parameters, waiting.gradients, strict=True):
             number, part = self._places[id(p)]
             part.copy_(gradient.reshape(-1))
@@ -403,7 +403,7 @@ class GradientWire:
     # -- what goes from step to step -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What messages of this rank have left out, and all else that goes from step to step."""
+        """Error feedback of this rank's messages, and all else that goes from step to step."""
         means = [mean.state() for mean in self._means]
         return {"wire": self.wire, "members": dist.get_world_size(self._group), "means": means}
 

@@ -1,4 +1,4 @@
-"""Process groups that are made when they are first asked for, and end with the object that hands them out."""
+"""Process groups: made when they are first asked for, and ended with the object that hands them out."""
 
 import atexit
 import gc
@@ -24,9 +24,9 @@ from torch.futures import Future
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather, hash_of
 from lightning_hetero.comm.failures import deadline
-from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, Shared, share_memory, slice_of
+from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedBuffers, share_memory, slice_of
 from lightning_hetero.comm.stores import copy_of
-from lightning_hetero.comm.threads import THREADS, close_at_exit, keeping_device, noting_sockets, serve, value_or_error
+from lightning_hetero.comm.threads import THREADS, close_at_exit, keeping_device, record_sockets, serve, value_or_error
 from lightning_hetero.errors import UnsupportedError
 
 
@@ -181,7 +181,7 @@ class SharedGroup(dist.ProcessGroup):
         group: of the same ranks, over gloo.
     """
 
-    def __init__(self, shared: Shared, group: dist.ProcessGroup) -> None:
+    def __init__(self, shared: SharedBuffers, group: dist.ProcessGroup) -> None:
         super().__init__(shared.links.rank, shared.links.count)  # type: ignore[call-arg]
         self._links, self._rows, self._result = shared
         self._rank, self._group = shared.links.rank, group
@@ -268,7 +268,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 class _Done(dist.Work):
-    """What PyTorch waits for; it has happened already."""
+    """Handle of work that is done already, for PyTorch."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class _Done(dist.Work):
 Within = Literal["auto", "shm", "gloo"]
 
 
-class Sharing:
+class SharedMemoryGroups:
     """Lets ranks of one node exchange long vectors through memory that they share.
 
     Args:
@@ -361,13 +361,13 @@ class Groups:
             dist.all_reduce(sizes, group=group)
     """
 
-    def __init__(self, timeout: timedelta, name: str, sharing: Sharing | None = None) -> None:
+    def __init__(self, timeout: timedelta, name: str, sharing: SharedMemoryGroups | None = None) -> None:
         self.timeout, self._name, self._sharing = timeout, name, sharing
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._shared: dict[tuple[str, tuple[int, ...]], SharedGroup | None] = {}
 
     @classmethod
-    def open(cls, timeout: timedelta, sharing: Sharing | None = None) -> "Groups":
+    def open(cls, timeout: timedelta, sharing: SharedMemoryGroups | None = None) -> "Groups":
         """Begin, without a group yet (collective over all ranks).
 
         Args:
@@ -455,7 +455,7 @@ def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
     """
     _await_members(name, ranks, timeout)
     own_name: Any = name  # later versions have a type for it
-    with noting_sockets():
+    with record_sockets():
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(dist.get_rank()),
@@ -509,7 +509,7 @@ def begin_world(store: dist.Store, view: int, rank: int, world: int, timeout: ti
         DistError: not all have come.
     """
     distributed_c10d._world.group_count = 0
-    with noting_sockets(of_all=True):
+    with record_sockets(of_all=True):
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(f"view-{view}", store), rank=rank, world_size=world, timeout=timeout
         )
@@ -522,7 +522,7 @@ def end_on_devices() -> None:
     Not after a failure: that would wait for what is pending in them.
     """
     failures.leave_at_exit()
-    while _on_devices and failures.may_destroy():
+    while _on_devices and failures.may_destroy_groups():
         with suppress(ValueError, RuntimeError):  # it has ended since, or its other ranks have
             dist.destroy_process_group(_on_devices.pop())
 
@@ -538,7 +538,10 @@ def end_unused() -> None:
     devices = {names[group]: group for group in _ended if group in _on_devices and group in names}
     everyone = gather(sorted(devices), "process groups that are not used any more")
     for name, group in sorted(devices.items()):
-        if all(name in everyone[rank] for rank in dist.get_process_group_ranks(group)) and failures.may_destroy():
+        if (
+            all(name in everyone[rank] for rank in dist.get_process_group_ranks(group))
+            and failures.may_destroy_groups()
+        ):
             _on_devices.remove(group)
             _ended.remove(group)
             dist.destroy_process_group(group)
@@ -673,7 +676,7 @@ class MixedGroup(dist.ProcessGroup):
 
 
 class _Work(dist.Work):
-    """What PyTorch waits for."""
+    """Handle of work on the thread, for PyTorch."""
 
     def __init__(self, future: Future[Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a process joins a job, and how it tells the others why it ends."""
+"""Job membership of a process: it joins, gets groups and stores, and announces why it ends."""
 
 import os
 import secrets
@@ -14,19 +14,26 @@ import torch.distributed as dist
 
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import check_equal, gather
-from lightning_hetero.comm.failures import deadline, of_communication
-from lightning_hetero.comm.groups import Groups, MixedGroup, Sharing, Within, begin_world, default_store, end_unused
-from lightning_hetero.comm.threads import Background, noting_sockets
+from lightning_hetero.comm.failures import deadline, is_communication_error
+from lightning_hetero.comm.groups import (
+    Groups,
+    MixedGroup,
+    SharedMemoryGroups,
+    Within,
+    begin_world,
+    default_store,
+    end_unused,
+)
+from lightning_hetero.comm.threads import Background, record_sockets
 from lightning_hetero.comm.topology import Place, Topology, discover, interface_towards
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CommunicationError, MembershipLostError
-from lightning_hetero.replicas.drift import SameParameters
 
 _NEWS = 3.0  # seconds to wait for news of a rank that has ended
 
 
-class Follows(NamedTuple):
-    """How a rank comes into a view that follows another one.
+class ViewSuccession(NamedTuple):
+    """Origin of a rank in a view that follows another one.
 
     Attributes:
         view: its number.
@@ -54,7 +61,7 @@ class Job:
     def __init__(self, view: View, timeout: timedelta, within: Within = "auto") -> None:
         self.view, self.timeout, self.within = view, timeout, within
         nodes = [(place.host, place.node) for place in view.places]
-        self.groups = Groups.open(timeout, Sharing(nodes, timeout, within))
+        self.groups = Groups.open(timeout, SharedMemoryGroups(nodes, timeout, within))
         self._mixed: MixedGroup | None = None  # of this rank's replica
 
     @classmethod
@@ -65,7 +72,7 @@ class Job:
         replicas: Callable[[Topology], Sequence[Sequence[int]]],
         options: Mapping[str, Any],
         timeout: timedelta,
-        follows: Follows | None = None,
+        follows: ViewSuccession | None = None,
     ) -> "Job":
         """Learn who takes part (collective over all ranks, after they have met).
 
@@ -94,7 +101,7 @@ class Job:
             view = view.grown(follows.view, [other.replica for other in everyone])
         return cls(view, timeout, options["within"])
 
-    def among(self, number: int, ids: Sequence[int], store: dist.Store) -> "Job":
+    def for_survivors(self, number: int, ids: Sequence[int], store: dist.Store) -> "Job":
         """Join the ranks that remain after others were lost; connections are broken already (collective over them).
 
         Args:
@@ -105,7 +112,7 @@ class Job:
         Raises:
             CommunicationError: one more rank was lost.
         """
-        view = self.view.among(number, ids)
+        view = self.view.for_survivors(number, ids)
         with deadline("join the ranks that remain"):
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -125,16 +132,6 @@ class Job:
             self._mixed = MixedGroup(self.groups, ranks, topology.islands(ranks), self.view.rank)
             weakref.finalize(self, self._mixed.close).atexit = False
         return self._mixed
-
-    def same_parameters(self) -> SameParameters | None:
-        """What compares parameters in this rank's replica; ``None`` if its devices are alike (collective over it)."""
-        ranks = self.view.replica.ranks
-        if len(ranks) == 1 or self.view.topology.backend(ranks) is not None:
-            return None
-        data, small = self.data_group(), self.small_group()
-        assert data is not None
-        assert small is not None
-        return SameParameters(ranks, data, small)
 
     def small_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's replica for small CPU tensors; ``None`` for one rank (collective over it)."""
@@ -210,15 +207,15 @@ def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[st
         interface: address of this machine on the network of the job.
         timeout: longest wait for a value.
     """
-    with noting_sockets(of_all=True):
+    with record_sockets(of_all=True):
         store = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     return store, (interface, store.port)
 
 
-def tell_failure(exception: BaseException) -> None:
+def announce_failure(exception: BaseException) -> None:
     """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""
     failures.this_one_failed(exception)
-    if not of_communication(exception):
+    if not is_communication_error(exception):
         what = str(exception).strip().split("\n")[0]
         how = f"failed with {type(exception).__name__}{what and f': {what}'}"
         failures.announce("failed", "was interrupted (Ctrl-C)" if isinstance(exception, KeyboardInterrupt) else how)
@@ -239,8 +236,8 @@ _LOOK = 0.5  # seconds from one look at the other processes to the next, while t
 _LONG = 15.0  # seconds after which a process says that it waits
 
 
-class Address(NamedTuple):
-    """Where ranks meet, as the launcher says.
+class RendezvousAddress(NamedTuple):
+    """Address of the ranks' rendezvous, as the launcher says.
 
     Attributes:
         host: of rank 0.
@@ -255,9 +252,9 @@ class Address(NamedTuple):
     world: int
 
 
-def meet(
+def join_world(
     connect: Callable[[], None],
-    address: Address,
+    address: RendezvousAddress,
     timeout: timedelta,
     ended: Callable[[], str | None] = lambda: None,
     hint: str = "",
@@ -281,7 +278,7 @@ def meet(
     with deadline("join the job"):
         try:
             began = time.monotonic() if began is None else began
-            _await(Background(connect), began, seconds, ended, lambda: _say_that_it_waits(address, seconds, hint))
+            _await(Background(connect), began, seconds, ended, lambda: _log_waiting(address, seconds, hint))
         except _EndedError as error:
             raise CommunicationError(
                 f"rank {address.rank} of {address.world} could not join the job: {error} before it had joined, so that "
@@ -323,12 +320,12 @@ def meet(
                 f"strategy's `timeout`): {why}"
             ) from error
     if not made:
-        _take_place(address)
+        _claim_rank(address)
     with deadline("learn where failures are told"):
         failures.watch(interface_towards(address.host), seconds)
 
 
-def _take_place(address: Address) -> None:
+def _claim_rank(address: RendezvousAddress) -> None:
     """Enter this process as its rank. A store lets in whoever comes, also ranks of a second job at the same port."""
     mine = f"process {os.getpid()} of {socket.gethostname()}"
     with deadline("take its place in the job"):
@@ -341,7 +338,7 @@ def _take_place(address: Address) -> None:
         )
 
 
-def _listened_to(address: Address) -> bool:
+def _listened_to(address: RendezvousAddress) -> bool:
     """Whether there is a program at an address."""
     try:
         socket.create_connection((address.host, address.port), _LOOK).close()
@@ -356,7 +353,7 @@ class _EndedError(Exception):
     """A process has ended before it could join."""
 
 
-def _say_that_it_waits(address: Address, seconds: float, hint: str) -> None:
+def _log_waiting(address: RendezvousAddress, seconds: float, hint: str) -> None:
     who = "rank 0" if address.rank else "the other ranks"
     print(
         f"lightning_hetero: rank {address.rank} of {address.world} has waited for {_LONG:g} s to meet {who} at "

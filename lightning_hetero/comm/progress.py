@@ -1,4 +1,4 @@
-"""How far each replica has come with data of its own, for those that have come to the end of theirs."""
+"""Progress tracker of replicas with data of their own, for those that have come to the end of theirs."""
 
 import time
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import CommunicationError
 
 
-class Count(NamedTuple):
-    """What a replica has drawn in a pass over its data.
+class DataProgress(NamedTuple):
+    """Progress of a replica in a pass over its data.
 
     Attributes:
         batches: drawn so far.
@@ -23,8 +23,8 @@ class Count(NamedTuple):
     ended: bool
 
 
-class Progress:
-    """A board on which replicas write how many batches they have drawn, and read who has more.
+class DataProgressTracker:
+    """Progress tracker: replicas write how many batches they have drawn, and read who has more.
 
     To write costs some microseconds: it is a message without an answer. Only a replica that has no more data reads.
 
@@ -49,9 +49,9 @@ class Progress:
             self._store.delete_key(self._key(self._passes - 1, self._own))  # all have read it
         self._passes += 1
         self._most = 0
-        self.write(Count(0, False))
+        self.write(DataProgress(0, False))
 
-    def write(self, count: Count) -> None:
+    def write(self, count: DataProgress) -> None:
         """Let the others know what this replica has drawn."""
         with deadline("tell other replicas how many batches it has drawn"):
             self._store.set(self._key(self._passes, self._own), f"{count.batches} {int(count.ended)}")
@@ -77,13 +77,13 @@ class Progress:
                 pause = min(2 * pause, self.LATE)
         return True
 
-    def _read(self) -> list[Count]:
+    def _read(self) -> list[DataProgress]:
         keys = [self._key(self._passes, replica) for replica in self._replicas]
         with deadline("learn which replicas have more data"):
             values = self._store.multi_get(keys)
-        return [Count(int(batches), ended == "1") for batches, ended in (v.decode().split() for v in values)]
+        return [DataProgress(int(batches), ended == "1") for batches, ended in (v.decode().split() for v in values)]
 
-    def _check(self, waited: float, counts: Sequence[Count]) -> None:
+    def _check(self, waited: float, counts: Sequence[DataProgress]) -> None:
         if (failure := failures.first(0.0)) is not None:
             raise CommunicationError(f"This rank has come to the end of its data and waits for others: {failure}.")
         if waited > self._seconds:

@@ -1,4 +1,4 @@
-"""Lets ranks of one host share memory, without leaving anything behind when one of them is killed."""
+"""Shared memory between ranks of one host; nothing is left behind when one of them is killed."""
 
 import contextlib
 import os
@@ -21,12 +21,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.threads import THREADS, close_at_exit, cut_too, serve, value_or_error
+from lightning_hetero.comm.threads import THREADS, abort_too, close_at_exit, serve, value_or_error
 
 _ALIGNED = 64  # bytes; vectors begin at a cache line
 
 
-class Mapped:
+class MappedVectors:
     """Vectors in a mapped file, in ``/dev/shm`` where there is one.
 
     The file loses its name once all processes have opened it (:meth:`hide`). So nothing is left of a job that dies.
@@ -91,7 +91,7 @@ class LocalLinks:
         self._limit = limit.total_seconds()
         for link in sockets.values():
             link.settimeout(self._limit)
-            cut_too(link)
+            abort_too(link)
         self._end = weakref.finalize(self, _end, list(sockets.values()))
         self._end.atexit = False
         _all.add(self)
@@ -166,7 +166,7 @@ PART = 0.5  # of the memory that is free for sharing: the most that is taken una
 _CONNECTED = 60.0  # seconds in which all others must have connected, unless the user's limit is shorter
 
 
-class Shared(NamedTuple):
+class SharedBuffers(NamedTuple):
     """Memory that the ranks of a group share.
 
     Attributes:
@@ -180,7 +180,7 @@ class Shared(NamedTuple):
     result: Tensor
 
 
-def share_memory(group: dist.ProcessGroup, size: int, limit: timedelta, part: float = 1.0) -> Shared:
+def share_memory(group: dist.ProcessGroup, size: int, limit: timedelta, part: float = 1.0) -> SharedBuffers:
     """Share memory among ranks (collective over the group).
 
     The memory and the sockets lose their names before this returns, so that the kernel removes them with the processes.
@@ -204,7 +204,7 @@ def share_memory(group: dist.ProcessGroup, size: int, limit: timedelta, part: fl
         made = _on_all(lambda: _made(like, part) if rank == 0 else None, group)
         path = gather(made and made.path, "the shared memory", group)[0]
         try:
-            memory = _on_all(lambda: made or Mapped(like, path), group)
+            memory = _on_all(lambda: made or MappedVectors(like, path), group)
         finally:
             if rank == 0:
                 Path(path).unlink()
@@ -215,20 +215,20 @@ def share_memory(group: dist.ProcessGroup, size: int, limit: timedelta, part: fl
     values, result = memory.vectors
     members = dist.get_process_group_ranks(group)
     sockets = {members[number]: link for number, link in links.items()}
-    return Shared(LocalLinks(sockets, rank, limit), values.view(ranks, row), result)
+    return SharedBuffers(LocalLinks(sockets, rank, limit), values.view(ranks, row), result)
 
 
 def slice_of(length: int, rank: int, ranks: int, step: int) -> slice:
-    """What a rank reduces: slices of nearly equal length that begin at multiples of a step."""
+    """The slice that a rank reduces: slices of nearly equal length that begin at multiples of a step."""
     steps = -(-length // step)
     return slice(min(rank * steps // ranks * step, length), min((rank + 1) * steps // ranks * step, length))
 
 
-def _made(like: Sequence[torch.Tensor], part: float) -> Mapped:
+def _made(like: Sequence[torch.Tensor], part: float) -> MappedVectors:
     needed, free = sum(vector.nbytes for vector in like), shutil.disk_usage(SHARED).free
     if needed > part * free:
         raise OSError(f"{needed} bytes are more than {part:.0%} of the {free} that are free in {SHARED}")
-    return Mapped(like)
+    return MappedVectors(like)
 
 
 def _meet(rank: int, ranks: int, links: dict[int, socket.socket], group: dist.ProcessGroup, seconds: float) -> None:

@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_hetero.comm.threads import cuts, noting_sockets
+from lightning_hetero.comm.threads import abort_count, record_sockets
 
 T = TypeVar("T")
 _TRY = timedelta(seconds=2)
 
 
 def connected(connect: Callable[[timedelta], T], limit: timedelta) -> T:
-    """Make a connection, in short tries, and give up once :func:`~lightning_hetero.comm.threads.cut` is called.
+    """Connect, in short tries; give up once :func:`~lightning_hetero.comm.threads.abort_sockets` is called.
 
     Args:
         connect: makes it, within a time.
@@ -23,13 +23,13 @@ def connected(connect: Callable[[timedelta], T], limit: timedelta) -> T:
     Raises:
         DistError: there is no connection.
     """
-    before, until = cuts(), time.monotonic() + limit.total_seconds()
+    before, until = abort_count(), time.monotonic() + limit.total_seconds()
     while True:
         try:
-            with noting_sockets(of_all=True):
+            with record_sockets(of_all=True):
                 return connect(min(limit, _TRY))
         except dist.DistError:
-            if cuts() != before or time.monotonic() > until:
+            if abort_count() != before or time.monotonic() > until:
                 raise
 
 

@@ -1,4 +1,4 @@
-"""A thread that does what it is given in the order of the calls, and futures for the outcomes.
+"""Threads and sockets of this package: calls in order, futures for their outcomes, and sockets that can be aborted.
 
 A thread that wakes up in C++ code (of gloo, or of a tensor operation) while Python shuts down aborts the process, with
 the exit status of a crash. A thread that waits in gloo cannot be asked to end, but its sockets can be closed.
@@ -125,7 +125,7 @@ class Background(Generic[T]):
         return self._value
 
 
-def come_last() -> None:
+def lower_priority() -> None:
     """From now on let other threads come before this one where there are not cores enough for all; on Linux."""
     if sys.platform == "linux":  # elsewhere it would count for the whole process
         with suppress(OSError):
@@ -140,12 +140,12 @@ _LINGER = 2.0  # seconds for which a connection that was cut here stays open for
 _sockets: set[str] = set()  # of process groups
 _sockets_of_all: set[str] = set()  # of the group of all ranks, and of the store with which they have met
 _others: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # between peers
-_spared: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # by which ranks agree on what to do after a cut
+_excluded: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # by which ranks agree on what to do after a cut
 _changing = threading.Lock()  # of these
 _open: weakref.WeakSet["Closable"] = weakref.WeakSet()
 _lingering: dict[str, socket.socket] = {}  # that were cut here, by the kernel's names
-_cuts = 0  # calls of `cut`
-_noting: list[set[str]] = []  # sockets that there were before each block that notes new ones, while it runs
+_abort_count = 0  # calls of `abort_sockets`
+_recording: list[set[str]] = []  # sockets that there were before each block that notes new ones, while it runs
 
 
 class Closable(Protocol):
@@ -161,19 +161,19 @@ def close_at_exit(thing: Closable) -> None:
 
 
 @contextmanager
-def noting_sockets(of_all: bool = False) -> Iterator[None]:
+def record_sockets(of_all: bool = False) -> Iterator[None]:
     """Remember the sockets that are opened in this block: they belong to a process group, or to a store.
 
     Args:
         of_all: whether it is the group of all ranks, or the store with which they meet: nobody waits for these when the
-            process ends, only if :func:`cut` is called.
+            process ends, only if :func:`abort_sockets` is called.
     """
     before = {name for _, name in _open_sockets()}
-    _noting.append(before)
+    _recording.append(before)
     try:
         yield
     finally:
-        _noting.remove(before)
+        _recording.remove(before)
         (_sockets_of_all if of_all else _sockets).update(_opened_since(before))
 
 
@@ -181,27 +181,27 @@ def _opened_since(before: set[str]) -> set[str]:
     return {name for _, name in _open_sockets()}.difference(before)
 
 
-def cut_too(connection: socket.socket) -> None:
-    """Let :func:`cut` break a connection of another kind as well, as long as it exists."""
+def abort_too(connection: socket.socket) -> None:
+    """Let :func:`abort_sockets` break a connection of another kind as well, as long as it exists."""
     with _changing:
         _others.add(connection)
 
 
-def spare(connection: socket.socket) -> None:
-    """Let :func:`cut` leave a connection alone, also if it was opened while a process group was made."""
+def exclude_from_abort(connection: socket.socket) -> None:
+    """Let :func:`abort_sockets` leave a connection alone, also if it was opened while a process group was made."""
     with _changing:
-        _spared.add(connection)
+        _excluded.add(connection)
 
 
-def cut() -> None:
+def abort_sockets() -> None:
     """Break the connections of all process groups: who waits on them here gets an error at once, elsewhere a bit later.
 
     Those of the store, too: ranks wait for each other there when they make a group. And those of a group that is being
     made.
     """
-    global _cuts
-    _cuts += 1
-    _cut((_sockets | _sockets_of_all).union(*map(_opened_since, list(_noting))))
+    global _abort_count
+    _abort_count += 1
+    _abort((_sockets | _sockets_of_all).union(*map(_opened_since, list(_recording))))
     with _changing:
         others = list(_others)
     for connection in others:
@@ -209,9 +209,9 @@ def cut() -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def cuts() -> int:
-    """How many times :func:`cut` has been called."""
-    return _cuts
+def abort_count() -> int:
+    """Number of calls of :func:`abort_sockets`."""
+    return _abort_count
 
 
 def _open_sockets() -> list[tuple[int, str]]:
@@ -233,7 +233,7 @@ def _name(connection: socket.socket) -> str:
     return ""
 
 
-def _cut(names: set[str]) -> None:
+def _abort(names: set[str]) -> None:
     """Break connections: threads that wait on them get an error at once.
 
     Nothing can be read from them any more, which gloo takes for their end. They can still be written to, and stay open
@@ -242,7 +242,7 @@ def _cut(names: set[str]) -> None:
     """
     lingering: dict[str, socket.socket] = {}
     with _changing:
-        names = names.difference(map(_name, (*_spared, *_others)), _lingering)
+        names = names.difference(map(_name, (*_excluded, *_others)), _lingering)
     for descriptor, name in _open_sockets():
         if name in names:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -270,21 +270,21 @@ def _running() -> list[threading.Thread]:
 
 
 @atexit.register
-def leave() -> None:
+def end_all_threads() -> None:
     """End all threads of this package. Runs when the process ends."""
     if not _running():
-        return _let_go()
-    _cut(_sockets)
+        return _yield_to_gloo()
+    _abort(_sockets)
     for thing in list(_open):
         with suppress(Exception):
             thing.close()
     until = time.monotonic() + _PATIENCE
     for thread in _running():
         thread.join(max(until - time.monotonic(), 0.0))
-    _let_go()
+    _yield_to_gloo()
 
 
-def _let_go() -> None:
+def _yield_to_gloo() -> None:
     """Give way to gloo's threads, which let go of an operation's tensors a moment after it is known to be done.
 
     They need the interpreter for that. One that asks for it only when that has begun to end aborts the process.
@@ -293,28 +293,28 @@ def _let_go() -> None:
         time.sleep(_MOMENT)
 
 
-_left_out = False
+_frozen = False
 
 
-def leave_out() -> None:
+def freeze_gc() -> None:
     """From now on let the collector look only at what is made later."""
-    global _left_out
-    if not _left_out and gc.get_freeze_count() == 0:  # else the user decides; counting takes as long as a look
-        _left_out = True
+    global _frozen
+    if not _frozen and gc.get_freeze_count() == 0:  # else the user decides; counting takes as long as a look
+        _frozen = True
         gc.collect()
         gc.freeze()
 
 
-def take_in_all() -> None:
-    """Let the collector look at everything again, if :func:`leave_out` was called; idempotent."""
-    global _left_out
-    if _left_out:
-        _left_out = False
+def unfreeze_gc() -> None:
+    """Let the collector look at everything again, if :func:`freeze_gc` was called; idempotent."""
+    global _frozen
+    if _frozen:
+        _frozen = False
         gc.unfreeze()
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def without_process_group() -> Iterator[None]:
     """In this block, on this thread, PyTorch says that there is no process group.
 
     SyncBatchNorm, metrics, and whoever else asks, then go by this rank's own samples. What does not ask gets PyTorch's

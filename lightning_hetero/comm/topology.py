@@ -1,4 +1,4 @@
-"""Which ranks live on which node, and on which device."""
+"""Topology of a job: the node and the device of each rank."""
 
 import socket
 from collections import Counter
@@ -16,7 +16,7 @@ ReplicaKind = Literal["rank", "node"]
 
 
 class Place(NamedTuple):
-    """Where one rank lives.
+    """Node and device of one rank.
 
     Attributes:
         host: hostname.
@@ -88,7 +88,7 @@ class Topology:
         return {card: ranks for card, ranks in cards.items() if len(ranks) > 1}
 
     def route(self, ranks: Sequence[int]) -> str:
-        """How tensors of ``ranks`` travel between their devices, and why, in words."""
+        """The way of tensors of ``ranks`` between their devices, with the reason, in words."""
         backend, libraries = self.backend(ranks), sorted({self.places[rank].library for rank in ranks} - {""})
         if backend == "gloo":
             return "over gloo: all are CPUs"
@@ -105,7 +105,7 @@ class Topology:
         return f"{way}: {', and '.join(reasons)}"
 
     def backend(self, ranks: Sequence[int]) -> str | None:
-        """What connects the devices of ``ranks``: ``"gloo"`` for CPUs, ``"nccl"``, or ``None`` if no library does."""
+        """The backend that connects the devices of ``ranks``: ``"gloo"`` for CPUs, ``"nccl"``, or ``None``."""
         if all(self.places[rank].device == "cpu" for rank in ranks):
             return "gloo"
         return "nccl" if self.islands(ranks) == (tuple(ranks),) else None
@@ -159,7 +159,7 @@ def group_of(rank: int, groups: Sequence[Sequence[int]]) -> int:
 
 
 def place_of(device: torch.device, host: str, node: int, local_rank: int) -> Place:
-    """Where a rank lives that computes on a device.
+    """The place of a rank that computes on a device.
 
     Args:
         device: with its index, if there are several.

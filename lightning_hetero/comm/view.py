@@ -1,4 +1,4 @@
-"""Who takes part in a job, as a value."""
+"""View of a job: its members and this rank, as a value."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from lightning_hetero.comm.topology import Place, Topology
 
 
 @dataclass(frozen=True)
-class Member:
-    """A replica that takes part.
+class ReplicaMember:
+    """Member of a view: a replica and its ranks.
 
     Attributes:
         id: the same for as long as the replica lives, whoever else comes or goes.
@@ -28,7 +28,7 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part, and which of them this process is.
+    """View of a job: the members, and which of them this process is.
 
     All that depends on who takes part is built from a view: the topology, process groups, the planner, the loaders'
     slices, the links between replicas. If somebody leaves or joins, it is built again from another view.
@@ -45,13 +45,13 @@ class View:
 
         >>> from lightning_hetero.comm.topology import Place
         >>> places = tuple(Place(f"host{rank // 2}", rank // 2, rank % 2, "cpu") for rank in range(4))
-        >>> view = View(0, (Member(0, (0, 1)), Member(1, (2, 3))), places, rank=2)
-        >>> view.replica.id, view.leads, view.count
+        >>> view = View(0, (ReplicaMember(0, (0, 1)), ReplicaMember(1, (2, 3))), places, rank=2)
+        >>> view.replica.id, view.is_leader, view.count
         (1, True, 2)
     """
 
     number: int
-    replicas: tuple[Member, ...]
+    replicas: tuple[ReplicaMember, ...]
     places: tuple[Place, ...]
     rank: int
     ids: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class View:
     @classmethod
     def first(cls, topology: Topology, replicas: Sequence[Sequence[int]]) -> "View":
         """The view in which a job begins: replicas get the numbers from 0 on as their ids."""
-        members = tuple(Member(number, tuple(ranks)) for number, ranks in enumerate(replicas))
+        members = tuple(ReplicaMember(number, tuple(ranks)) for number, ranks in enumerate(replicas))
         ids = tuple(range(topology.world))
         return cls(0, members, topology.places, topology.rank, ids, ranks_leave=len(members) == 1)
 
@@ -74,16 +74,16 @@ class View:
         kept = [former[member.leader] for member in self.replicas]
         following = count(1 + max((id for id in kept if id is not None), default=-1))
         ids = [next(following) if id is None or id in kept[:index] else id for index, id in enumerate(kept)]
-        members = tuple(Member(id, member.ranks) for id, member in zip(ids, self.replicas, strict=True))
+        members = tuple(ReplicaMember(id, member.ranks) for id, member in zip(ids, self.replicas, strict=True))
         return replace(self, number=number, replicas=members)
 
     @property
     def units(self) -> list[list[int]]:
-        """What is lost as a whole, by the ids of its ranks: each replica; or each rank, in a job of one replica."""
+        """Units that are lost as a whole, by the ids of their ranks: replicas; or ranks, in a job of one replica."""
         ranks = [(rank,) for rank in range(self.world)] if self.ranks_leave else self.ranks
         return [[self.ids[rank] for rank in unit] for unit in ranks]
 
-    def among(self, number: int, ids: Collection[int]) -> "View":
+    def for_survivors(self, number: int, ids: Collection[int]) -> "View":
         """The view of the ranks that remain, numbered anew in their order.
 
         Args:
@@ -92,7 +92,7 @@ class View:
         """
         kept = [rank for rank, id in enumerate(self.ids) if id in ids]
         now = {rank: new for new, rank in enumerate(kept)}
-        replicas = [Member(m.id, tuple(now[rank] for rank in m.ranks if rank in now)) for m in self.replicas]
+        replicas = [ReplicaMember(m.id, tuple(now[rank] for rank in m.ranks if rank in now)) for m in self.replicas]
         return View(
             number,
             tuple(member for member in replicas if member.ranks),
@@ -114,20 +114,20 @@ class View:
 
     @cached_property
     def index(self) -> int:
-        """Where this rank's replica stands in ``replicas``; it may change from view to view, the id does not."""
+        """Index of this rank's replica in ``replicas``; it may change from view to view, the id does not."""
         return next(index for index, member in enumerate(self.replicas) if self.rank in member.ranks)
 
     def index_of(self, id: int) -> int:
-        """Where the replica with an id stands in ``replicas``."""
+        """Index of the replica with an id in ``replicas``."""
         return next(index for index, member in enumerate(self.replicas) if member.id == id)
 
     @property
-    def replica(self) -> Member:
+    def replica(self) -> ReplicaMember:
         """This rank's replica."""
         return self.replicas[self.index]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank speaks for its replica."""
         return self.rank == self.replica.leader
 
@@ -138,7 +138,7 @@ class View:
 
     @property
     def topology(self) -> Topology:
-        """Which ranks live on which node."""
+        """The topology of the members."""
         return Topology.of(self.rank, self.places)
 
     def per_replica(self, per_rank: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The collectives that the threads of this process wait in, and the lines of the user's program that have led there."""
+"""Watchdog of long waits: the collectives in which threads wait, and the lines of the user's program that led there."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.threads import THREADS, close_at_exit, cut
+from lightning_hetero.comm.threads import THREADS, abort_sockets, close_at_exit
 
 #: Packages whose frames are passed over on the way to the user's program.
 _LIBRARIES = frozenset(
@@ -40,8 +40,8 @@ class Wait(NamedTuple):
     busy: Callable[[], bool]
 
 
-class Place(NamedTuple):
-    """Where a thread is.
+class ThreadPlace(NamedTuple):
+    """Place of a thread in the user's program.
 
     Attributes:
         wait: names the wait; equal as long as the thread stays in it. ``None``: it does not wait.
@@ -87,7 +87,7 @@ def since() -> list[float]:
 
 
 def here() -> tuple[str, str]:
-    """What this thread waits to do, and the call that has led to it; empty where unknown."""
+    """The wait of this thread, and the call that has led to it; empty where unknown."""
     mine = _waits.get(threading.get_ident())
     return mine[-1].what if mine else "", _call(sys._getframe(1))
 
@@ -98,21 +98,21 @@ def describe_batch_by(batch: Callable[[], str]) -> None:
     _batch = batch
 
 
-def place(thread: int) -> Place:
-    """Where a thread of this process is.
+def place(thread: int) -> ThreadPlace:
+    """The place of a thread of this process.
 
     Args:
         thread: its identifier.
     """
     mine, frame = list(_waits.get(thread, ())), sys._current_frames().get(thread)
     if frame is None:
-        return Place(None, "has ended")
+        return ThreadPlace(None, "has ended")
     call = _call(frame) or "its program"
     if mine and not mine[-1].busy():
-        return Place((mine[-1].what, mine[-1].since), f"waits in {call} to {mine[-1].what}", _batch())
+        return ThreadPlace((mine[-1].what, mine[-1].since), f"waits in {call} to {mine[-1].what}", _batch())
     if not mine and frame.f_globals.get("__name__", "").startswith("torch.distributed"):  # a collective of the user's
-        return Place((id(frame), frame.f_lasti), f"waits in {call}", _batch())
-    return Place(None, f"is in {call}", _batch())
+        return ThreadPlace((id(frame), frame.f_lasti), f"waits in {call}", _batch())
+    return ThreadPlace(None, f"is in {call}", _batch())
 
 
 def _call(frame: FrameType | None) -> str:
@@ -141,10 +141,10 @@ _MOMENT = 0.3  # seconds in which Python handles a signal by itself, unless it w
 _PATIENCE = 10.0  # seconds from SIGTERM to the end of a wait in which ranks are in different places
 _TRANSFER = 60.0  # the same, if all of them wait in one place: they may be sending
 _SHOWN = 8  # ranks of one place, and places, that a notice names
-_ANSWERS_NOT = Place(None, "does not answer")
+_ANSWERS_NOT = ThreadPlace(None, "does not answer")
 
 
-class WaitWatch:
+class WaitWatchdog:
     """Watches for long waits of the thread that has made it, on a thread of its own.
 
     Args:
@@ -164,7 +164,7 @@ class WaitWatch:
         self._wait: object = None  # in which the watched thread is
         self._began = 0.0  # when it was first seen in it
         self._asked = 0.0  # when a rank has last asked where all are
-        self._places: dict[int, Place] = {}  # of the other ranks, as they have answered
+        self._places: dict[int, ThreadPlace] = {}  # of the other ranks, as they have answered
         self._asking = threading.Lock()
         self._notice, self._noticed = "", 0.0
         self._signal: tuple[int, object, float] | None = None  # its number, the wait in which it has come, and when
@@ -178,7 +178,7 @@ class WaitWatch:
         """Begin to watch.
 
         Args:
-            tell: sends a message to other ranks; see :meth:`~lightning_hetero.comm.failures.Failures.tell`.
+            tell: sends a message to other ranks; see :meth:`~lightning_hetero.comm.failures.FailureChannel.tell`.
         """
         self._tell = tell
         self._signals, self._writes = socket.socketpair()
@@ -213,7 +213,7 @@ class WaitWatch:
         self._writes = None
 
     def places(self, since: float | None = None) -> str:
-        """Where all ranks were when the last notice was given; empty: there is none since then, or of late."""
+        """Places of all ranks when the last notice was given; empty: there is none since then, or of late."""
         since = time.monotonic() - 1.5 * self._long if since is None else since
         return self._notice if self._noticed >= since else ""
 
@@ -232,12 +232,12 @@ class WaitWatch:
             self._tell(to=rank, about="place", place=(wait is not None, text[:300], batch[:100]))
         elif message["about"] == "place":
             waiting, *rest = message["place"]
-            self._places[rank] = Place(waiting or None, *rest)
+            self._places[rank] = ThreadPlace(waiting or None, *rest)
         else:
             self._notice, self._noticed = message["text"], time.monotonic()
 
-    def _everyone(self) -> dict[int, Place]:
-        """Where all ranks are."""
+    def _everyone(self) -> dict[int, ThreadPlace]:
+        """Places of all ranks."""
         with self._asking:
             self._places = {}
             self._asked = began = time.monotonic()
@@ -279,7 +279,7 @@ class WaitWatch:
             )
         self._tell(about="notice", text=self._notice)
 
-    def _in_words(self, everyone: Mapping[int, Place]) -> str:
+    def _in_words(self, everyone: Mapping[int, ThreadPlace]) -> str:
         at: dict[str, list[int]] = {}
         for rank, (_, text, batch) in everyone.items():
             at.setdefault(text + (batch and f" ({batch})"), []).append(self._number(rank))
@@ -307,7 +307,7 @@ class WaitWatch:
 
     def _end(self, why: str) -> None:
         self._signal, self.stopped = None, why
-        cut()
+        abort_sockets()
 
 
 def _said(ranks: list[int], text: str) -> str:
@@ -332,7 +332,7 @@ _noticing: list[tuple[int, Notice]] = []  # the blocks that are open, each with 
 
 
 @contextmanager
-def noticing(notice: Notice) -> Iterator[None]:
+def observe_collectives(notice: Notice) -> Iterator[None]:
     """Notice the collectives that are called in this block, by its thread or by a backward pass.
 
     Seen are those that are called as ``torch.distributed.all_reduce(...)``, as SyncBatchNorm, torchmetrics and
@@ -345,13 +345,13 @@ def noticing(notice: Notice) -> Iterator[None]:
     names, former = vars(dist), {}
     if len(_noticing) == 1:
         former = {name: names[name] for name in _PLACES}
-        names.update({name: _noticed(name, function) for name, function in former.items()})
+        names.update({name: _observed(name, function) for name, function in former.items()})
     try:
         yield
     finally:
         _noticing.pop()
         for name, function in former.items():
-            if names[name] is _noticed(name, function):  # nobody has put another one there meanwhile
+            if names[name] is _observed(name, function):  # nobody has put another one there meanwhile
                 names[name] = function
 
 
@@ -369,7 +369,7 @@ _PLACES = {
 
 
 @functools.lru_cache(maxsize=256)
-def _noticed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     place = _PLACES[name]
 
     @functools.wraps(function)

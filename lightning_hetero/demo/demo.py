@@ -1,4 +1,4 @@
-"""The demo as a whole: the trainings, one after the other, then a table and a picture."""
+"""Demo: the trainings, one after the other, then a table and a picture."""
 
 import json
 import os

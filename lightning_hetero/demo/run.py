@@ -89,7 +89,7 @@ class Stopwatch(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """A step ends."""
-        [(samples, work, wait, *_)] = self._timer.lap(len(batch[0]))
+        [(samples, work, wait, *_)] = self._timer.end_step(len(batch[0]))
         if isinstance(trainer.strategy, ReplicaStrategy):  # it waits for other nodes after the optimizer's step
             exposed = trainer.strategy.traffic.exposed
             work, wait = work - (exposed - self._exposed), wait + exposed - self._exposed

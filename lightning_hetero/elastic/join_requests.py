@@ -1,4 +1,4 @@
-"""How a process that is started later asks a running job to let it in.
+"""Requests to join a running job, of processes that are started later.
 
 It asks through a key-value store, which the first rank of the job hosts:
 
@@ -76,14 +76,16 @@ class JoinRequests:
     Args:
         interface: address of this machine on the network of the job.
         limit: longest wait for an answer of the store.
-        misfit: says why a process with some card cannot take part; ``None`` if it can.
+        incompatibility: says why a process with some card cannot take part; ``None`` if it can.
 
     Attributes:
         address: where to ask: host, port and secret.
     """
 
-    def __init__(self, interface: str, limit: timedelta, misfit: Callable[[Mapping[str, Any]], str | None]) -> None:
-        self._misfit, secret = misfit, secrets.token_hex(16)
+    def __init__(
+        self, interface: str, limit: timedelta, incompatibility: Callable[[Mapping[str, Any]], str | None]
+    ) -> None:
+        self._misfit, secret = incompatibility, secrets.token_hex(16)
         # Not of a view: it stays when ranks are lost, and the connections of their view are broken.
         self._server = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self.address = [interface, self._server.port, secret]
@@ -180,12 +182,14 @@ class JoinRequests:
             self._answer(list(self._alive), **answer)
 
 
-def ask(address: Sequence[Any], card: Mapping[str, Any], limit: timedelta, waits: Callable[[], None]) -> Admission:
+def request_to_join(
+    address: Sequence[Any], compatibility: Mapping[str, Any], limit: timedelta, waits: Callable[[], None]
+) -> Admission:
     """Ask a job to let this process in, and wait for it.
 
     Args:
         address: of its :class:`JoinRequests`.
-        card: what must fit the job.
+        compatibility: what must fit the job.
         limit: longest wait for the rest once the job has said that it is ready.
         waits: called when the job is there and the wait begins.
 
@@ -197,21 +201,21 @@ def ask(address: Sequence[Any], card: Mapping[str, Any], limit: timedelta, waits
         store = _reached(address)
         k = store.add("requests", 1)
         store.add(f"{k}/alive", 1)
-        store.set(f"{k}/card", json.dumps(card))
+        store.set(f"{k}/card", json.dumps(compatibility))
         waits()
         return _wait(store, k, limit.total_seconds())
     except dist.DistError as error:
         raise JobGoneError(f"the job at {address[0]}:{address[1]} does not answer: {error}") from error
 
 
-def answers(address: Sequence[Any]) -> bool:
+def job_answers(address: Sequence[Any]) -> bool:
     """Whether a job runs at an address."""
     with suppress(JobGoneError, dist.DistError):
         return bool(_reached(address))
     return False
 
 
-def other_job(address: Sequence[Any]) -> bool:
+def is_other_job(address: Sequence[Any]) -> bool:
     """Whether a job runs at an address that does not know its secret."""
     try:
         _reached(address)

@@ -1,4 +1,4 @@
-"""How the ranks of a job agree on who takes part after one has died, frozen or been cut off.
+"""Membership: the ranks of a job agree on a view after one has died, frozen or been cut off.
 
 ====================  ==============================  ==========================================================
 message               from, to                        means
@@ -41,9 +41,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from lightning_hetero.comm.threads import close_at_exit, spare
-from lightning_hetero.elastic.majority import Roster, decide
-from lightning_hetero.elastic.protocol import Agreed, Event, Member, Proposal, Terms
+from lightning_hetero.comm.threads import close_at_exit, exclude_from_abort
+from lightning_hetero.elastic.protocol import AgreedView, Member, MembershipEvent, MembershipTerms, ViewProposal
+from lightning_hetero.elastic.quorum import Roster, decide
 from lightning_hetero.errors import MembershipLostError
 
 HostPort = tuple[str, int]
@@ -56,8 +56,8 @@ _STRANGERS = 16  # connections at a time, beside those of members, that have not
 _HURRY = 5.0  # seconds within which they must say it, and within which a connection must be made
 
 
-class Happening(NamedTuple):
-    """Something that has happened on a connection.
+class LinkEvent(NamedTuple):
+    """Event on a connection.
 
     Attributes:
         what: ``opened``, ``message``, ``closed``, or ``refused`` (nobody listens there).
@@ -66,12 +66,12 @@ class Happening(NamedTuple):
     """
 
     what: str
-    link: "Link"
+    link: "MemberLink"
     message: dict[str, Any]
 
 
-class Link:
-    """A connection to another member.
+class MemberLink:
+    """Connection to another member.
 
     Args:
         wire: of which it is a part.
@@ -86,9 +86,9 @@ class Link:
         since: when it began, by ``time.monotonic()``.
     """
 
-    def __init__(self, wire: "Wire", connection: socket.socket, peer: int | None) -> None:
+    def __init__(self, wire: "MemberTransport", connection: socket.socket, peer: int | None) -> None:
         self.wire, self.connection, self.peer = wire, connection, peer
-        spare(connection)
+        exclude_from_abort(connection)
         self.mine, self.open, self.closed = peer is not None, False, False
         self.dropped = False
         self.connecting = self.mine
@@ -125,8 +125,8 @@ class Link:
         self.wire.forget(self)
 
 
-class Wire:
-    """Listens for other members, and connects to them. Only one thread may use it, except for :meth:`wake`.
+class MemberTransport:
+    """Transport: listens for other members, and connects to them. Only one thread may use it, except for :meth:`wake`.
 
     Each connection begins with a line from both ends: the job's token and the id. Nothing else is read before.
 
@@ -153,14 +153,14 @@ class Wire:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._links: set[Link] = set()
-        self._happened: deque[Happening] = deque()
+        self._links: set[MemberLink] = set()
+        self._happened: deque[LinkEvent] = deque()
 
-    def connect(self, peer: int) -> Link:
+    def connect(self, peer: int) -> MemberLink:
         """Begin to connect to a member. What becomes of it is told by :meth:`poll`."""
         connection = socket.socket()
         connection.setblocking(False)
-        link = Link(self, connection, peer)
+        link = MemberLink(self, connection, peer)
         link.outgoing = self._greeting
         self._links.add(link)
         self._selector.register(connection, selectors.EVENT_WRITE, link)
@@ -172,8 +172,8 @@ class Wire:
             self.end(link, _ending(error))
         return link
 
-    def poll(self, seconds: float) -> Collection[Happening]:
-        """What has happened; waits for the first thing."""
+    def poll(self, seconds: float) -> Collection[LinkEvent]:
+        """Events on the connections; waits for the first one."""
         for key, ready in self._selector.select(0.0 if self._happened else seconds):
             if key.fileobj is self._woken:
                 with suppress(BlockingIOError):
@@ -200,14 +200,14 @@ class Wire:
             time.sleep(0.01)  # too many open files, say
             return
         connection.setblocking(False)
-        link = Link(self, connection, None)
+        link = MemberLink(self, connection, None)
         self._links.add(link)
         self._selector.register(connection, selectors.EVENT_READ, link)
         strangers = sorted((link for link in self._links if link.peer is None), key=lambda link: link.since)
         if len(strangers) > _STRANGERS + len(self.addresses):
             self.forget(strangers[0])
 
-    def _handle(self, link: Link, ready: int) -> None:
+    def _handle(self, link: MemberLink, ready: int) -> None:
         if link.connecting and ready & selectors.EVENT_WRITE:
             if error := link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.end(link, _ending(error))
@@ -218,7 +218,7 @@ class Wire:
         if ready & selectors.EVENT_READ and not link.closed:
             self._read(link)
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: MemberLink) -> None:
         try:
             part = link.connection.recv(_PART)
         except BlockingIOError:
@@ -231,13 +231,13 @@ class Wire:
                 if not link.open:
                     self._meet(link, line)
                 else:
-                    self._happened.append(Happening("message", link, json.loads(line)))
+                    self._happened.append(LinkEvent("message", link, json.loads(line)))
         except (ValueError, RecursionError):
             part = b""
         if not part or len(link.incoming) > (_LINE if link.open else _GREETING):
             self.end(link)
 
-    def _meet(self, link: Link, line: bytes) -> None:
+    def _meet(self, link: MemberLink, line: bytes) -> None:
         """Read the first line of the other end. A process that wants to join would say so here."""
         token, _, name = line.partition(b" ")
         if len(line) > _GREETING or not hmac.compare_digest(token, self._token):
@@ -249,22 +249,22 @@ class Wire:
         link.peer, link.open = peer, True
         if not link.mine:
             link.write(self._greeting)
-        self._happened.append(Happening("opened", link, {}))
+        self._happened.append(LinkEvent("opened", link, {}))
 
-    def watch(self, link: Link) -> None:
+    def watch(self, link: MemberLink) -> None:
         """Wait for what a connection can do next."""
         writes = selectors.EVENT_WRITE if link.connecting or link.outgoing else 0
         events = writes or selectors.EVENT_READ
         self._selector.modify(link.connection, events if link.connecting else events | selectors.EVENT_READ, link)
 
-    def end(self, link: Link, what: str = "closed") -> None:
+    def end(self, link: MemberLink, what: str = "closed") -> None:
         """Close a connection, and tell that it has ended."""
         if not link.closed:
             self.forget(link)
             if link.peer is not None:
-                self._happened.append(Happening(what, link, {}))
+                self._happened.append(LinkEvent(what, link, {}))
 
-    def forget(self, link: Link) -> None:
+    def forget(self, link: MemberLink) -> None:
         """Close a connection."""
         if not link.closed:
             link.closed = True
@@ -330,15 +330,15 @@ class Membership:
         me: int,
         interface: str,
         token: str,
-        terms: Terms,
+        terms: MembershipTerms,
         *,
         on_change: Callable[[], None],
         offer: Callable[[int], Any],
         steps: Callable[[], int],
     ) -> None:
-        self.me, self.terms, self.events = me, terms, list[Event]()
+        self.me, self.terms, self.events = me, terms, list[MembershipEvent]()
         self._on_change, self._offer, self._steps = on_change, offer, steps
-        self._wire = Wire(me, interface, token)
+        self._wire = MemberTransport(me, interface, token)
         self._member: Member | None = None
         self._members: tuple[int, ...] = ()
         self._thread: threading.Thread | None = None
@@ -353,7 +353,7 @@ class Membership:
 
     @property
     def address(self) -> HostPort:
-        """Where this member listens."""
+        """Address at which this member listens."""
         return self._wire.address
 
     @property
@@ -364,12 +364,12 @@ class Membership:
     @property
     def grace(self) -> float:
         """Seconds of silence after which a member counts as lost, now; 0 before the beginning."""
-        return 0.0 if self._member is None else self._member.hearing.grace
+        return 0.0 if self._member is None else self._member.timeout.grace
 
     @property
     def longest(self) -> float | None:
         """The longest time between two messages of a member; ``None`` if too little was heard."""
-        return None if self._member is None else self._member.hearing.longest
+        return None if self._member is None else self._member.timeout.longest
 
     def begin(
         self,
@@ -390,16 +390,16 @@ class Membership:
         self._wire.addresses = {member: (host, port) for member, (host, port) in addresses.items() if member != self.me}
         self._members = first.members
         self._member = Member(self.me, first, self.terms, self)
-        self._member.hearing.before = longest
+        self._member.timeout.before = longest
         self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="hetero-membership", daemon=True)
         self._thread.start()
 
-    def agree(self, standing: tuple[int, ...]) -> Agreed:
+    def agree(self, progress: tuple[int, ...]) -> AgreedView:
         """Agree with all living members on a new view; asks them to come, and waits until they have.
 
         Args:
-            standing: how far this member has come; the others learn it.
+            progress: how far this member has come; the others learn it.
 
         Raises:
             MembershipLostError: this member must end: it was left out, a member of its unit is lost, or too few
@@ -407,18 +407,18 @@ class Membership:
         """
         member = self._member
         assert member is not None, "begin() comes first"
-        before, until = member.agreed, time.monotonic() + self.terms.timeout + 4 * member.hearing.grace + 10.0
-        while (agreed := self._next(member, standing, before, until)) is not None:
+        before, until = member.agreed, time.monotonic() + self.terms.timeout + 4 * member.timeout.grace + 10.0
+        while (agreed := self._next(member, progress, before, until)) is not None:
             if not member.changing or time.monotonic() > until:
                 return self._result(agreed)
             before = agreed  # somebody else has been lost meanwhile
         raise MembershipLostError(f"Rank {self.me} cannot go on: {member.over}")
 
     def _next(
-        self, member: Member, standing: tuple[int, ...], before: Proposal | None, until: float
-    ) -> Proposal | None:
+        self, member: Member, progress: tuple[int, ...], before: ViewProposal | None, until: float
+    ) -> ViewProposal | None:
         """The view after another one; ``None`` if this member must end."""
-        self._post(lambda: member.come(standing))
+        self._post(lambda: member.come(progress))
         with self._turn:
             self._turn.wait_for(
                 lambda: self._closed or member.over is not None or member.agreed is not before,
@@ -428,15 +428,15 @@ class Membership:
             member.finish("it was closed." if self._closed else "the members have not agreed in time.")
         return None if member.over is not None else member.agreed
 
-    def _result(self, agreed: Proposal) -> Agreed:
+    def _result(self, agreed: ViewProposal) -> AgreedView:
         roster, lost = agreed.roster, {}
         for one in set(self._members).difference(roster.members):
             lost[one] = agreed.lost.get(one, "was not among those that went on")
         self._members = roster.members
-        standings = {one: agreed.standings[one] for one in roster.members}
+        all_progress = {one: agreed.progress[one] for one in roster.members}
         steps = {one: agreed.steps[one] for one in sorted(lost) if one in agreed.steps}
         lost = dict(sorted(lost.items()))
-        return Agreed(roster.number, roster.members, standings, lost, agreed.offer, roster.host, steps)
+        return AgreedView(roster.number, roster.members, all_progress, lost, agreed.offer, roster.host, steps)
 
     def failed(self, how: str) -> None:
         """Let the others know that this member ends with an error, and close.
@@ -454,9 +454,9 @@ class Membership:
         member = self._member
         if member is not None and not self._closed and self._pid == os.getpid():
             self._ending = True
-            self._post(lambda: member.farewell.begin(how))
+            self._post(lambda: member.shutdown.begin(how))
             with self._turn:
-                self._turn.wait_for(lambda: self._closed or member.farewell.done, _PATIENCE)
+                self._turn.wait_for(lambda: self._closed or member.shutdown.done, _PATIENCE)
         self.close()
 
     def close(self) -> None:
@@ -481,25 +481,25 @@ class Membership:
         """Seconds, on a clock that never goes back."""
         return time.monotonic()
 
-    def connect(self, peer: int) -> Link:
+    def connect(self, peer: int) -> MemberLink:
         """Begin to connect to a member."""
         return self._wire.connect(peer)
 
     def busy(self) -> float:
-        """How many processes there are for each core of this machine, at least 1; in the last minute."""
+        """Number of processes for each core of this machine, at least 1; in the last minute."""
         return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
 
     def steps(self) -> int:
-        """How many steps this member has done."""
+        """Number of steps that this member has done."""
         return self._steps()
 
     def offer(self, number: int) -> Any:
-        """What the members of a view need to meet."""
+        """The store at which the members of a view meet."""
         return self._offer(number)
 
     def note(self, what: str, member: int, why: str = "") -> None:
         """Take note of an event."""
-        self.events.append(Event(time.time(), what, member, why))
+        self.events.append(MembershipEvent(time.time(), what, member, why))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -526,10 +526,10 @@ class Membership:
 
     def _take_turn(self, member: Member) -> None:
         busy = member.changing or self._ending or not member.connected
-        pause = _BUSY if busy else min(member.hearing.beat / 4, _QUIET)
+        pause = _BUSY if busy else min(member.timeout.beat / 4, _QUIET)
         happened = self._wire.poll(pause)
         before, self._last_turn = self._last_turn, time.monotonic()
-        if self._last_turn - before - pause > member.hearing.lapse:
+        if self._last_turn - before - pause > member.timeout.lapse:
             member.restart()  # this process was stopped, or another thread held Python's lock
         while self._posted:
             self._posted.popleft()()
@@ -550,7 +550,7 @@ class Membership:
 
     def _call(self, member: Member) -> None:
         """Let the training thread know that it must come."""
-        wanted = member.changing and member.standing is None and not self._ending
+        wanted = member.changing and member.progress is None and not self._ending
         if wanted and time.monotonic() - self._called > _AGAIN:
             self._called = time.monotonic()
             try:
@@ -569,4 +569,4 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-__all__ = ["Agreed", "Event", "Membership", "Terms", "decide"]
+__all__ = ["AgreedView", "Membership", "MembershipEvent", "MembershipTerms", "decide"]

@@ -1,15 +1,15 @@
-"""A member's part of the protocol, without sockets, threads or clocks of its own."""
+"""Membership protocol of one member: pure, without sockets, threads or clocks of its own."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from lightning_hetero.comm.failures import GONE
-from lightning_hetero.elastic.majority import Key, Roster, decide
+from lightning_hetero.elastic.quorum import Key, Roster, decide
 
 
-class Loss(NamedTuple):
-    """Why a member counts as lost.
+class LossReason(NamedTuple):
+    """Reason why a member counts as lost.
 
     Attributes:
         why: completes "rank 3 ...".
@@ -20,15 +20,15 @@ class Loss(NamedTuple):
     final: bool
 
 
-class State(NamedTuple):
-    """Where a member stands.
+class MemberState(NamedTuple):
+    """State of a member, as it tells the others.
 
     Attributes:
         leader: member that it follows.
         term: how often the leader has changed, as far as it knows. A higher one wins.
         view: the last one that was committed.
         acked: views that it has acknowledged since.
-        standing: what its training thread gave to ``agree()``; ``None`` if it has not come.
+        progress: what its training thread gave to ``agree()``; ``None`` if it has not come.
         changing: whether it wants a new view.
     """
 
@@ -36,53 +36,53 @@ class State(NamedTuple):
     term: int
     view: Roster
     acked: tuple[Roster, ...]
-    standing: tuple[int, ...] | None
+    progress: tuple[int, ...] | None
     changing: bool
 
     @classmethod
-    def read(cls, value: Any) -> "State":
+    def read(cls, value: Any) -> "MemberState":
         """The state that was written as JSON."""
-        leader, term, view, acked, standing, changing = value
-        come = None if standing is None else tuple(standing)
+        leader, term, view, acked, progress, changing = value
+        come = None if progress is None else tuple(progress)
         return cls(int(leader), int(term), Roster.read(view), tuple(map(Roster.read, acked)), come, bool(changing))
 
 
-class Proposal(NamedTuple):
+class ViewProposal(NamedTuple):
     """A view that the coordinator proposes.
 
     Attributes:
         roster: who would take part.
-        standings: of each member.
+        progress: of each member.
         lost: all that are lost, with the reasons.
         offer: what the coordinator's ``offer`` returned.
         steps: that members which would not take part have done, as far as the coordinator knows.
     """
 
     roster: Roster
-    standings: dict[int, tuple[int, ...]]
+    progress: dict[int, tuple[int, ...]]
     lost: dict[int, str]
     offer: Any
     steps: dict[int, int]
 
     @property
     def key(self) -> Key:
-        """What tells the view from all others."""
+        """Key that tells the view from all others."""
         return self.roster.key
 
     def written(self) -> list[Any]:
         """For JSON, which has no numbers as keys."""
-        by_member = [list(one.items()) for one in (self.standings, self.lost, self.steps)]
+        by_member = [list(one.items()) for one in (self.progress, self.lost, self.steps)]
         return [self.roster, *by_member, self.offer]
 
     @classmethod
-    def read(cls, value: Any) -> "Proposal":
+    def read(cls, value: Any) -> "ViewProposal":
         """The proposal that was written as JSON."""
-        roster, standings, lost, steps, offer = value
-        come = {member: tuple(one) for member, one in standings}
+        roster, all_progress, lost, steps, offer = value
+        come = {member: tuple(one) for member, one in all_progress}
         return cls(Roster.read(roster), come, dict(lost), offer, dict(steps))
 
 
-class Channel(Protocol):
+class MemberChannel(Protocol):
     """A connection to another member."""
 
     peer: Any
@@ -95,30 +95,30 @@ class Channel(Protocol):
         """Close the connection; nothing is heard of it any more."""
 
 
-class Surroundings(Protocol):
-    """What a member needs of the outside."""
+class MemberEnvironment(Protocol):
+    """Environment of a member: clock, connections and counters."""
 
     def now(self) -> float:
         """Seconds, on a clock that never goes back."""
 
-    def connect(self, peer: int) -> Channel:
+    def connect(self, peer: int) -> MemberChannel:
         """Begin to connect to a member."""
 
     def offer(self, number: int) -> Any:
-        """What the members of a view need to work together."""
+        """The store at which the members of a view meet."""
 
     def busy(self) -> float:
-        """How many processes there are for each core of this machine, at least 1."""
+        """Number of processes for each core of this machine, at least 1."""
 
     def steps(self) -> int:
-        """How many steps this member has done."""
+        """Number of steps that this member has done."""
 
     def note(self, what: str, member: int, why: str = "") -> None:
         """Take note of an event."""
 
 
-class Gathering:
-    """What the coordinator knows of a change of view.
+class ViewChange:
+    """View change, on the coordinator: it gathers all, proposes a view, and commits it.
 
     A proposal is void as soon as one of its members begins anew (on another connection, say) or is lost; then there is
     another one, with a higher number. Only when all members of a proposal have acknowledged it, it is committed.
@@ -129,18 +129,18 @@ class Gathering:
 
     def __init__(self, member: "Member") -> None:
         self._member = member
-        self._told: dict[int, State] = {}  # of members, on their connections of now
-        self._proposal: Proposal | None = None
+        self._told: dict[int, MemberState] = {}  # of members, on their connections of now
+        self._proposal: ViewProposal | None = None
         self._acks: set[int] = set()
-        self._since = member.around.now()
+        self._since = member.environment.now()
         self._untold = False
 
     def begin(self) -> None:
         """This member becomes the coordinator, or follows another one."""
         member = self._member
-        self._proposal, self._since = None, member.around.now()
-        if member.leads:
-            member.hearing.expect(member.others, self._since)
+        self._proposal, self._since = None, member.environment.now()
+        if member.is_coordinator:
+            member.timeout.expect(member.others, self._since)
         for channel in member.inbound.values():  # those that follow this member
             channel.send(member.state())
 
@@ -154,27 +154,27 @@ class Gathering:
             self.inform(channel)
         self._untold = False
 
-    def inform(self, channel: Channel) -> None:
+    def inform(self, channel: MemberChannel) -> None:
         """Tell one member."""
         member = self._member
-        if member.leads:
-            channel.send({"k": "news", "v": member.gone.written(), "changing": member.changing})
+        if member.is_coordinator:
+            channel.send({"k": "news", "v": member.lost.written(), "changing": member.changing})
 
     def void(self) -> None:
         """Drop the proposal: the others may have gone on without this member."""
         self._proposal = None
 
     def forget(self, peer: int) -> None:
-        """What a member has said does not hold any more: its connection is another one."""
+        """Forget what a member has said: its connection is another one."""
         self._told.pop(peer, None)
 
-    def stands(self, peer: int, state: State) -> None:
+    def stands(self, peer: int, state: MemberState) -> None:
         """A member says where it stands."""
         member = self._member
         self._told[peer] = state
         if self._proposal is not None and peer in self._proposal.roster.members:
             self._proposal = None
-        if member.leads and peer in member.others and (state.changing or state.standing is not None):
+        if member.is_coordinator and peer in member.others and (state.changing or state.progress is not None):
             member.change()
 
     def acknowledged(self, peer: int, key: Key) -> None:
@@ -186,7 +186,7 @@ class Gathering:
         """A view has been committed; all must come again for the next one."""
         self._proposal = None
         for peer, state in self._told.items():
-            self._told[peer] = state._replace(standing=None, changing=False)
+            self._told[peer] = state._replace(progress=None, changing=False)
 
     def advance(self) -> None:
         """Do what the coordinator can do now."""
@@ -199,17 +199,17 @@ class Gathering:
             if peer not in member.inbound:
                 member.reach(peer)  # is it alive?
         if not member.changing and any(
-            one in member.gone and one not in member.gone.left for one in member.view.members
+            one in member.lost and one not in member.lost.left for one in member.view.members
         ):
             member.change()
         if not member.changing or self._dropped_units() or self._missed():
             return
-        standings = {one: come for one in self._needed() if (come := self._come(one)) is not None}
-        if len(standings) < len(self._needed()):
+        all_progress = {one: come for one in self._needed() if (come := self._come(one)) is not None}
+        if len(all_progress) < len(self._needed()):
             return
         proposal = self._proposal
-        if proposal is None or proposal.roster.members != tuple(sorted(standings)):
-            proposal = self._propose(standings)
+        if proposal is None or proposal.roster.members != tuple(sorted(all_progress)):
+            proposal = self._propose(all_progress)
         if proposal is not None and self._acks.issuperset(proposal.roster.members):
             member.commit(proposal)  # tells the others
 
@@ -221,7 +221,7 @@ class Gathering:
         return max([member.view, *(self._told[peer].view for peer in member.inbound if peer in self._told)])
 
     def _rosters(self) -> list[Roster]:
-        """That view, and those that may have been committed since."""
+        """The last committed view, and those that may have been committed since."""
         member, base = self._member, self._base()
         acked = [proposal.roster for proposal in member.acked.values()]
         for peer in member.inbound:
@@ -230,23 +230,23 @@ class Gathering:
 
     def _needed(self) -> list[int]:
         """Members that live, and all of whose unit live."""
-        gone = self._member.gone
+        gone = self._member.lost
         return [one for unit in self._base().units if not any(each in gone for each in unit) for one in unit]
 
     def _come(self, one: int) -> tuple[int, ...] | None:
-        """What a member's training thread has given to ``agree()``; ``None`` if it has not come."""
+        """The progress that a member's training thread has given to ``agree()``; ``None`` if it has not come."""
         member = self._member
         if one == member.me:
-            return member.standing
-        return self._told[one].standing if one in member.inbound and one in self._told else None
+            return member.progress
+        return self._told[one].progress if one in member.inbound and one in self._told else None
 
     def _dropped_units(self) -> bool:
         """Count members as lost if another one of their unit is; whether this member is one of them."""
         member = self._member
         for unit in self._base().units:
-            gone = [one for one in unit if one in member.gone]
+            gone = [one for one in unit if one in member.lost]
             for one in unit if gone else ():
-                if one not in member.gone:
+                if one not in member.lost:
                     member.lose(one, f"lost rank {gone[0]} of its replica", final=True)
         return self._resigned()
 
@@ -255,7 +255,7 @@ class Gathering:
         member = self._member
         missing = [one for one in self._needed() if self._come(one) is None]
         seconds = member.terms.timeout
-        now, due = member.around.now(), max(member.began + seconds, self._since + member.hearing.grace)
+        now, due = member.environment.now(), max(member.began + seconds, self._since + member.timeout.grace)
         if missing and now >= due:
             for one in missing:
                 member.lose(one, f"did not come within {seconds:g} s", final=True)
@@ -265,17 +265,17 @@ class Gathering:
     def _resigned(self) -> bool:
         """Whether this member itself is lost for the others; then another one must be the coordinator."""
         member = self._member
-        if member.me in member.gone:
+        if member.me in member.lost:
             member.advance()
             return True
         return False
 
     # -- what becomes of it ------------------------------------------------------------------------
 
-    def _propose(self, standings: dict[int, tuple[int, ...]]) -> Proposal | None:
+    def _propose(self, all_progress: dict[int, tuple[int, ...]]) -> ViewProposal | None:
         member, rosters = self._member, self._rosters()
-        units, lacks = decide(standings, rosters, member.gone.left, member.terms.minimum, member.terms.unit)
-        missing = {one: why for one, why in member.gone.reasons.items() if one in rosters[0].members}
+        units, lacks = decide(all_progress, rosters, member.lost.left, member.terms.minimum, member.terms.unit)
+        missing = {one: why for one, why in member.lost.reasons.items() if one in rosters[0].members}
         if lacks:
             listed = "; ".join(f"rank {one} {why}" for one, why in sorted(missing.items()))
             text = f"{lacks}. Missing: {listed}. Start the job again from its last checkpoint."
@@ -286,14 +286,14 @@ class Gathering:
             return None
         number = 1 + max(roster.number for roster in rosters)
         try:
-            offer = member.around.offer(number)
+            offer = member.environment.offer(number)
         except Exception as error:
             member.lose(member.me, f"could not prepare view {number}: {type(error).__name__}: {error}", final=True)
             self._resigned()
             return None
         roster = Roster(number, member.me, units)
-        steps = {one: done for one, done in member.pulse.steps.items() if one not in roster.members}
-        proposal = Proposal(roster, standings, member.gone.reasons, offer, steps)
+        steps = {one: done for one, done in member.heartbeat.steps.items() if one not in roster.members}
+        proposal = ViewProposal(roster, all_progress, member.lost.reasons, offer, steps)
         self._proposal, self._acks = proposal, {member.me}
         member.acked[proposal.key] = proposal
         for peer in proposal.roster.members:
@@ -302,8 +302,8 @@ class Gathering:
         return proposal
 
 
-class Following:
-    """Chooses the coordinator that a member follows: the lowest living one, unless others already follow another.
+class LeaderElection:
+    """Election of the coordinator: the lowest living member, unless others already follow another.
 
     Two members may take themselves for the coordinator for a while. That does no harm: a view needs the
     acknowledgement of all its members, and each of them follows one coordinator only.
@@ -323,44 +323,44 @@ class Following:
     def choose(self) -> bool:
         """Follow the lowest living member if the coordinator is lost; whether there is one."""
         member = self._member
-        while self.leader in member.gone or self.leader not in member.view.members:
-            living = [*member.others, *([member.me] if member.me not in member.gone else [])]
+        while self.leader in member.lost or self.leader not in member.view.members:
+            living = [*member.others, *([member.me] if member.me not in member.lost else [])]
             if not living:
                 return False
             self.follow(min(living), self.term + 1)
         return True
 
-    def consider(self, peer: int, state: State) -> None:
+    def consider(self, peer: int, state: MemberState) -> None:
         """Perhaps follow the coordinator that another member names."""
         member, leader = self._member, state.leader
         if leader == self.leader:
             self.term = max(self.term, state.term)
-        elif leader in member.gone:
+        elif leader in member.lost:
             return
         elif peer == self.leader:  # it is not the coordinator (any more)
             self.follow(leader, max(self.term, state.term) + (leader == member.me))
         elif leader != member.me and (state.term, -leader) > (self.term, -self.leader):
-            silence = member.hearing.silence(self.leader, member.around.now())
-            if member.leads or (peer == leader and silence > member.hearing.grace / 2):
+            silence = member.timeout.silence(self.leader, member.environment.now())
+            if member.is_coordinator or (peer == leader and silence > member.timeout.grace / 2):
                 self.follow(leader, state.term)
 
     def follow(self, leader: int, term: int) -> None:
         """Follow another coordinator, or become it."""
         member = self._member
-        member.gathering.spread()  # the last news of this member, if it was the coordinator
+        member.view_change.spread()  # the last news of this member, if it was the coordinator
         if (old := member.outbound.pop(self.leader, None)) is not None:
             old.close()
-        self.leader, self.term, member.watching.asked = leader, term, {}
-        member.gathering.begin()
-        member.hearing.expect([leader], member.around.now())
+        self.leader, self.term, member.detector.asked = leader, term, {}
+        member.view_change.begin()
+        member.timeout.expect([leader], member.environment.now())
         member.hurry(leader)
 
 
 _LINGER = 0.5  # seconds in which the coordinator waits for others to leave as well
 
 
-class Farewell:
-    """Says that a member ends, until those that must know it have confirmed it.
+class Shutdown:
+    """Shutdown of a member: it says that it ends, until those that must know it have confirmed it.
 
     A member tells the coordinator, which tells the others. All often leave at the same moment; so a coordinator that
     leaves waits for the others a little. Then it tells those that remain, and they follow the next one.
@@ -379,27 +379,27 @@ class Farewell:
 
     def begin(self, how: str | None) -> None:
         """The member ends: with an error, or because its run is over."""
-        waits = how is None and self._member.leads
-        self._due = self._member.around.now() + (_LINGER if waits else 0.0)
-        self._message = self._member.pulse.along({"k": "bye", "how": how})
+        waits = how is None and self._member.is_coordinator
+        self._due = self._member.environment.now() + (_LINGER if waits else 0.0)
+        self._message = self._member.heartbeat.along({"k": "bye", "how": how})
         self._member.advance()
 
     @property
     def done(self) -> bool:
         """Whether the member may go."""
         member = self._member
-        return self._confirmed or (self._said and member.leads and self._heard.issuperset(member.others))
+        return self._confirmed or (self._said and member.is_coordinator and self._heard.issuperset(member.others))
 
     def advance(self) -> None:
         """Say it, if it is time."""
         member = self._member
-        if self._message and not self._said and (member.around.now() >= self._due or not member.others):
+        if self._message and not self._said and (member.environment.now() >= self._due or not member.others):
             self._said = True
-            member.gathering.spread()
+            member.view_change.spread()
             for channel in (*member.inbound.values(), *member.outbound.values()):
                 channel.send(self._message)
 
-    def opened(self, channel: Channel) -> None:
+    def opened(self, channel: MemberChannel) -> None:
         """Say it on a new connection."""
         if self._said:
             channel.send(self._message)
@@ -409,23 +409,23 @@ class Farewell:
         self._heard.add(peer)
         self._confirmed = self._confirmed or peer == self._member.leader
 
-    def received(self, channel: Channel, how: str | None) -> None:
+    def received(self, channel: MemberChannel, how: str | None) -> None:
         """Another member says that it ends."""
         member = self._member
-        if not (self._said and member.leads):  # otherwise it must tell the next coordinator
+        if not (self._said and member.is_coordinator):  # otherwise it must tell the next coordinator
             channel.send({"k": "heard"})
         if how is not None:
             member.lose(channel.peer, how, final=True)
-        elif member.gone.leaves(channel.peer):
-            member.around.note("left", channel.peer)
-            member.gathering.tell()
+        elif member.lost.leaves(channel.peer):
+            member.environment.note("left", channel.peer)
+            member.view_change.tell()
 
 
 LEFT = "has left: its run was over"
 
 
-class Casualties:
-    """Members that are lost, and those that have left because their run was over.
+class LostMembers:
+    """Lost members, and those that have left because their run was over.
 
     Args:
         me: this member.
@@ -433,7 +433,7 @@ class Casualties:
 
     def __init__(self, me: int) -> None:
         self._me = me
-        self._lost: dict[int, Loss] = {}
+        self._lost: dict[int, LossReason] = {}
         self.left: set[int] = set()
 
     def __contains__(self, member: int) -> bool:
@@ -441,14 +441,14 @@ class Casualties:
 
     @property
     def reasons(self) -> dict[int, str]:
-        """Why members do not take part any more."""
+        """Reasons why members do not take part any more."""
         return {**{member: loss.why for member, loss in self._lost.items()}, **dict.fromkeys(self.left, LEFT)}
 
     def lose(self, member: int, why: str, final: bool) -> bool:
         """Count a member as lost; whether that is new."""
         if member in self.left or (member in self._lost and (self._lost[member].final or not final)):
             return False
-        self._lost[member] = Loss(why, final)
+        self._lost[member] = LossReason(why, final)
         return True
 
     def leaves(self, member: int) -> bool:
@@ -479,12 +479,12 @@ class Casualties:
         for member in left:
             self.leaves(member)
         final = {member: loss for member, loss in self._lost.items() if loss.final}
-        told = {member: Loss(*loss) for member, loss in lost if member != self._me and member not in self.left}
+        told = {member: LossReason(*loss) for member, loss in lost if member != self._me and member not in self.left}
         self._lost = {**told, **final}
 
 
-class Pulse:
-    """Sends heartbeats, and takes in what others say of themselves.
+class Heartbeat:
+    """Heartbeats: sends them, and takes in what others say of themselves.
 
     How many steps a member has done is in its heartbeats, and in the first message on a connection and the last one.
     So what is known of it is up to a heartbeat old.
@@ -504,21 +504,21 @@ class Pulse:
     def tick(self, now: float) -> None:
         """Send a heartbeat, if it is time."""
         member = self._member
-        if now - self._sent < member.hearing.beat:
+        if now - self._sent < member.timeout.beat:
             return
         self._sent = now
-        beat = self.along({"k": "beat", "v": round(member.around.busy(), 2)})
+        beat = self.along({"k": "beat", "v": round(member.environment.busy(), 2)})
         for channel in (*member.inbound.values(), *member.outbound.values()):
             channel.send(beat)
 
     def along(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message that says, too, how far this member has come."""
-        return {**message, "steps": self._member.around.steps()}
+        return {**message, "steps": self._member.environment.steps()}
 
     def take(self, peer: int, message: Mapping[str, Any]) -> None:
         """Another member has sent a message, of any kind."""
         if message["k"] == "beat":
-            self._member.hearing.busy(peer, float(message.get("v", 1.0)))
+            self._member.timeout.busy(peer, float(message.get("v", 1.0)))
         if "steps" in message:
             self.learn({peer: int(message["steps"])})
 
@@ -528,8 +528,8 @@ class Pulse:
             self.steps[peer] = max(done, self.steps.get(peer, done))
 
 
-class Watching:
-    """Judges the silence of others: the coordinator that of all members, a member that of the coordinator.
+class FailureDetector:
+    """Failure detector: the coordinator judges the silence of all members, a member that of the coordinator.
 
     If the coordinator is silent, members ask others whether they are alive before they give it up. So all that are on
     the other side of a broken network are known at once.
@@ -552,16 +552,16 @@ class Watching:
     def tick(self) -> None:
         """Some time has passed."""
         member = self._member
-        now, grace = member.around.now(), member.hearing.grace
-        for other in member.others if member.leads else [member.leader]:
-            silence = member.hearing.silence(other, now)
+        now, grace = member.environment.now(), member.timeout.grace
+        for other in member.others if member.is_coordinator else [member.leader]:
+            silence = member.timeout.silence(other, now)
             if silence > grace:
-                asked = {} if member.leads else dict(self.asked)
+                asked = {} if member.is_coordinator else dict(self.asked)
                 member.lose(other, f"has not been heard of for {silence:.1f} s")
                 for silent, since in asked.items():
                     if now - since > 0.4 * grace:
                         member.lose(silent, f"has not been heard of for {now - since:.1f} s")
-            elif silence > grace / 2 and not member.leads:
+            elif silence > grace / 2 and not member.is_coordinator:
                 self._ask(now)
 
     def _ask(self, now: float) -> None:
@@ -582,8 +582,8 @@ _ENOUGH, _LISTENED = 8, 8.0  # gaps to learn from, and seconds in which they wer
 _PERIODS, _PERIOD = 10, 60.0  # for how many periods a long gap is remembered, and the seconds of one
 
 
-class Hearing:
-    """Judges how long a member has been silent.
+class AdaptiveTimeout:
+    """Timeout that adapts to the gaps between a member's messages.
 
     What is learned is how late a heartbeat of the last ten minutes was at most, over all members: what keeps one of
     them busy may well happen to another one. Where processes wait for a core, a silence means less; members tell each
@@ -644,7 +644,7 @@ class Hearing:
         """A member is heard on a new connection: it need not have said anything before."""
         self._last[member] = now
 
-    def hear(self, member: int, now: float) -> None:
+    def message_came(self, member: int, now: float) -> None:
         """A message has come from a member."""
         if member in self._last and self._last[member] < now:
             self._learn(now - self._last[member], now)
@@ -673,8 +673,8 @@ class Hearing:
         self._last = {member: max(now, last) for member, last in self._last.items()}
 
 
-class Terms(NamedTuple):
-    """What the user has asked for.
+class MembershipTerms(NamedTuple):
+    """Options of the user.
 
     Attributes:
         grace: seconds of silence after which a member counts as lost; ``None``: learned from how often members are
@@ -690,13 +690,13 @@ class Terms(NamedTuple):
     unit: str = "replica"
 
 
-class Agreed(NamedTuple):
-    """A view that its members have agreed on.
+class AgreedView(NamedTuple):
+    """View on which its members have agreed.
 
     Attributes:
         number: of the view.
         members: ids of those that take part, ascending.
-        standings: what each of them gave to :meth:`Membership.agree`.
+        progress: what each of them gave to :meth:`Membership.agree`.
         lost: members of the view before that do not take part any more, each with the reason, which completes
             "rank 3 ...".
         offer: what the coordinator's ``offer`` returned.
@@ -707,15 +707,15 @@ class Agreed(NamedTuple):
 
     number: int
     members: tuple[int, ...]
-    standings: dict[int, tuple[int, ...]]
+    progress: dict[int, tuple[int, ...]]
     lost: dict[int, str]
     offer: Any
     host: int
     steps: dict[int, int]
 
 
-class Event(NamedTuple):
-    """Something that a monitor may show.
+class MembershipEvent(NamedTuple):
+    """Event for a monitor.
 
     Attributes:
         time: when, by ``time.time()``.
@@ -735,73 +735,73 @@ _TICK = 0.02  # seconds: it is not worthwhile to look at all members more often
 
 
 class Member:
-    """What a member knows of the others, and how it answers what happens.
+    """Member of a job: its knowledge of the others, and its answers to what happens.
 
     It follows the coordinator: the lowest living member of the last view. If the coordinator is lost, the next one
-    takes its place, and its part is then done by :class:`Gathering`.
+    takes its place, and its part is then done by :class:`ViewChange`.
 
     Args:
         me: id of this member.
         first: the first view.
         terms: what the user has asked for.
-        around: what it needs of the outside.
+        environment: what it needs of the outside.
 
     Attributes:
         view: the last one that was committed.
         acked: proposals that were acknowledged since. They may have been committed by others.
-        gone: who is lost or has left.
+        lost: who is lost or has left.
         changing: whether a new view is wanted.
-        standing: what the training thread gave to ``agree()``; ``None`` if it is not there.
+        progress: what the training thread gave to ``agree()``; ``None`` if it is not there.
         agreed: the last view that was committed while the training thread waited for it.
         over: why this member must end.
     """
 
-    def __init__(self, me: int, first: Roster, terms: Terms, around: Surroundings) -> None:
-        self.me, self.view, self.terms, self.around = me, first, terms, around
-        self.hearing = Hearing(terms.grace, len(first.members))
-        self.acked: dict[Key, Proposal] = {}
-        self.gone = Casualties(me)
+    def __init__(self, me: int, first: Roster, terms: MembershipTerms, environment: MemberEnvironment) -> None:
+        self.me, self.view, self.terms, self.environment = me, first, terms, environment
+        self.timeout = AdaptiveTimeout(terms.grace, len(first.members))
+        self.acked: dict[Key, ViewProposal] = {}
+        self.lost = LostMembers(me)
         self.changing, self.began = False, 0.0
-        self.standing: tuple[int, ...] | None = None
-        self.agreed: Proposal | None = None
+        self.progress: tuple[int, ...] | None = None
+        self.agreed: ViewProposal | None = None
         self.over: str | None = None
-        self.inbound: dict[int, Channel] = {}
-        self.outbound: dict[int, Channel] = {}
+        self.inbound: dict[int, MemberChannel] = {}
+        self.outbound: dict[int, MemberChannel] = {}
         self._ticked = float("-inf")
         self._stirred = False
-        self.following, self.watching, self.gathering = Following(self), Watching(self), Gathering(self)
-        self.farewell, self.pulse = Farewell(self), Pulse(self)
-        first_contact = around.now() + max(terms.timeout - self.hearing.grace, 0.0)
-        self.hearing.expect(self.others, first_contact)  # they may begin later
+        self.election, self.detector, self.view_change = LeaderElection(self), FailureDetector(self), ViewChange(self)
+        self.shutdown, self.heartbeat = Shutdown(self), Heartbeat(self)
+        first_contact = environment.now() + max(terms.timeout - self.timeout.grace, 0.0)
+        self.timeout.expect(self.others, first_contact)  # they may begin later
         # Attempts to connect: how many, and time of the next. Members connect to the coordinator by themselves.
-        self._tries = {peer: (0, around.now() + 1.0) for peer in self.others if self.leads}
+        self._tries = {peer: (0, environment.now() + 1.0) for peer in self.others if self.is_coordinator}
 
     # -- what is known -----------------------------------------------------------------------------
 
     @property
     def others(self) -> list[int]:
         """Members of the last view that live, as far as is known, without this one."""
-        return [m for m in self.view.members if m != self.me and m not in self.gone]
+        return [m for m in self.view.members if m != self.me and m not in self.lost]
 
     @property
     def leader(self) -> int:
         """The coordinator, as far as this member knows."""
-        return self.following.leader
+        return self.election.leader
 
     @property
-    def leads(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether this member is the coordinator."""
         return self.leader == self.me
 
     def state(self) -> dict[str, Any]:
         """The message that says where this member stands."""
         acked = [proposal.roster for proposal in self.acked.values()]
-        state = [self.leader, self.following.term, self.view, acked, self.standing, self.changing]
-        return self.pulse.along({"k": "state", "v": state})
+        state = [self.leader, self.election.term, self.view, acked, self.progress, self.changing]
+        return self.heartbeat.along({"k": "state", "v": state})
 
     def left_out(self, peer: int) -> dict[str, Any]:
         """The message to a member that does not take part any more."""
-        why = self.gone.reasons.get(peer, "was not among those that went on")
+        why = self.lost.reasons.get(peer, "was not among those that went on")
         text = (
             f"it has been left out since view {self.view.number}: it {why}. The others go on without it. Start it "
             "again if the job lets replicas join."
@@ -810,9 +810,9 @@ class Member:
 
     # -- what the training thread does -------------------------------------------------------------
 
-    def come(self, standing: tuple[int, ...]) -> None:
+    def come(self, progress: tuple[int, ...]) -> None:
         """The training thread has come to the agreement."""
-        self.standing = standing
+        self.progress = progress
         self.change()
         self._tell_leader()
         self.advance()
@@ -824,46 +824,46 @@ class Member:
     def change(self) -> None:
         """Ask for a new view."""
         if not self.changing:
-            self.changing, self.began = True, self.around.now()
-            self.around.note("changing", self.me)
-            self.gathering.tell()
+            self.changing, self.began = True, self.environment.now()
+            self.environment.note("changing", self.me)
+            self.view_change.tell()
 
     def lose(self, member: int, why: str, final: bool = False) -> None:
         """Count a member as lost."""
-        if not self.gone.lose(member, why, final):
+        if not self.lost.lose(member, why, final):
             return
-        self.watching.heard(member)
-        self.around.note("lost", member, why)
+        self.detector.heard(member)
+        self.environment.note("lost", member, why)
         for channels in (self.inbound, self.outbound):
             if channel := channels.pop(member, None):
                 channel.close()
         if member in self.view.members:
             self.change()
-        self.gathering.tell()
+        self.view_change.tell()
 
     def finish(self, text: str) -> None:
         """This member must end."""
         if self.over is None:
             self.over = text
             self.changing = True
-            self.around.note("over", self.me, text)
+            self.environment.note("over", self.me, text)
 
     # -- what happens on connections ---------------------------------------------------------------
 
-    def opened(self, channel: Channel) -> None:
+    def opened(self, channel: MemberChannel) -> None:
         """A connection can be used."""
-        self.hearing.meet(channel.peer, self.around.now())
+        self.timeout.meet(channel.peer, self.environment.now())
         if not channel.mine:
             old, self.inbound[channel.peer] = self.inbound.get(channel.peer), channel
             if old is not None:
                 old.close()
-            self.gathering.forget(channel.peer)
+            self.view_change.forget(channel.peer)
         channel.send(self.state())
-        if not channel.mine and self.gone.reasons:
-            self.gathering.inform(channel)
-        self.farewell.opened(channel)
+        if not channel.mine and self.lost.reasons:
+            self.view_change.inform(channel)
+        self.shutdown.opened(channel)
 
-    def closed(self, channel: Channel, refused: bool) -> None:
+    def closed(self, channel: MemberChannel, refused: bool) -> None:
         """A connection has ended, or nobody listens at its other end."""
         peer = channel.peer
         channels = self.outbound if channel.mine else self.inbound
@@ -871,37 +871,37 @@ class Member:
             return
         del channels[peer]
         if not channel.mine:
-            self.gathering.forget(peer)
+            self.view_change.forget(peer)
         tries, _ = self._tries.get(peer, (0, 0.0))
-        self._tries[peer] = (tries + 1, self.around.now() + (min(0.05 * 2**tries, 1.0) if tries else 0.0))
+        self._tries[peer] = (tries + 1, self.environment.now() + (min(0.05 * 2**tries, 1.0) if tries else 0.0))
         if refused:
             self.lose(peer, GONE)
         self._stirred = True
 
-    def received(self, channel: Channel, message: dict[str, Any]) -> None:
+    def received(self, channel: MemberChannel, message: dict[str, Any]) -> None:
         """A message has come."""
         peer = channel.peer
-        self.hearing.hear(peer, self.around.now())
+        self.timeout.message_came(peer, self.environment.now())
         if peer == self.leader:
-            self.watching.asked = {}
+            self.detector.asked = {}
         kind, value = message["k"], message.get("v", ())
-        self.pulse.take(peer, message)
+        self.heartbeat.take(peer, message)
         if kind == "beat":
             return
         if kind == "state":
-            self._state(channel, State.read(value))
+            self._state(channel, MemberState.read(value))
         elif kind == "news" and peer == self.leader:
-            self.gone.read(value)
+            self.lost.read(value)
             if message["changing"]:
                 self.change()
         elif kind == "bye":
-            self.farewell.received(channel, message["how"])
+            self.shutdown.received(channel, message["how"])
         elif kind == "heard":
-            self.farewell.heard(peer)
+            self.shutdown.heard(peer)
         elif kind == "propose" and channel is self.outbound.get(self.leader):
-            self._acknowledge(channel, Proposal.read(value))
+            self._acknowledge(channel, ViewProposal.read(value))
         elif kind == "ack" and channel is self.inbound.get(peer):
-            self.gathering.acknowledged(peer, tuple(value))
+            self.view_change.acknowledged(peer, tuple(value))
         elif kind == "commit" and tuple(value) in self.acked:
             self.commit(self.acked[tuple(value)])
             if peer != self.leader:
@@ -910,10 +910,10 @@ class Member:
             self.finish(value)
         self._stirred = True
 
-    def _state(self, channel: Channel, state: State) -> None:
+    def _state(self, channel: MemberChannel, state: MemberState) -> None:
         peer = channel.peer
-        self._tries[peer] = (0, self.around.now() + (0.0 if peer == self.leader else 0.5))
-        self.watching.heard(peer)
+        self._tries[peer] = (0, self.environment.now() + (0.0 if peer == self.leader else 0.5))
+        self.detector.heard(peer)
         if peer not in self.view.members and state.view.key <= self.view.key:
             channel.send(self.left_out(peer))
             return
@@ -921,14 +921,14 @@ class Member:
             self.commit(self.acked[state.view.key])
         if self.view.key in [roster.key for roster in state.acked]:  # it was not there to hear of it
             channel.send({"k": "commit", "v": self.view.key})
-            self.gathering.tell()  # perhaps there is a change again
-            state = state._replace(view=self.view, standing=None, changing=False)
-        if self.gone.returns(peer):
-            self.around.note("returned", peer)
-            self.gathering.tell()
-        self.following.consider(peer, state)
+            self.view_change.tell()  # perhaps there is a change again
+            state = state._replace(view=self.view, progress=None, changing=False)
+        if self.lost.returns(peer):
+            self.environment.note("returned", peer)
+            self.view_change.tell()
+        self.election.consider(peer, state)
         if not channel.mine:
-            self.gathering.stands(peer, state)
+            self.view_change.stands(peer, state)
         elif peer == self.leader:
             if state.changing:
                 self.change()
@@ -936,42 +936,42 @@ class Member:
             self.outbound.pop(peer, None)  # it was only asked whether it is alive
             channel.close()
 
-    def _acknowledge(self, channel: Channel, proposal: Proposal) -> None:
-        if self.standing is not None and self.me in proposal.roster.members and proposal.key > self.view.key:
+    def _acknowledge(self, channel: MemberChannel, proposal: ViewProposal) -> None:
+        if self.progress is not None and self.me in proposal.roster.members and proposal.key > self.view.key:
             self.acked[proposal.key] = proposal
-            self.pulse.learn(proposal.steps)
+            self.heartbeat.learn(proposal.steps)
             channel.send({"k": "ack", "v": proposal.key})
         else:
             channel.send(self.state())
 
-    def commit(self, proposal: Proposal) -> None:
+    def commit(self, proposal: ViewProposal) -> None:
         """A view has been committed."""
         if self.over is not None or proposal.key != max(self.acked):
             return  # a later view has been acknowledged, which is the one that counts
         self.view, self.acked = proposal.roster, {}
-        self.gone.take_back(self.view.members)
+        self.lost.take_back(self.view.members)
         for member, why in proposal.lost.items():
-            self.gone.lose(member, why, final=True)
+            self.lost.lose(member, why, final=True)
         for peer, channel in self.inbound.items():
             stays = peer in self.view.members
             channel.send({"k": "commit", "v": self.view.key} if stays else self.left_out(peer))
-        self.gathering.committed()
-        self.around.note("agreed", proposal.roster.number)
-        if self.standing is None:
+        self.view_change.committed()
+        self.environment.note("agreed", proposal.roster.number)
+        if self.progress is None:
             self.change()  # the training thread does not wait for it any more
             return
-        self.agreed, self.standing, self.changing = proposal, None, False
+        self.agreed, self.progress, self.changing = proposal, None, False
 
     # -- what time brings --------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Messages have come, or some time has passed: do what can be done now."""
-        now = self.around.now()
+        now = self.environment.now()
         if now - self._ticked >= _TICK:
             self._ticked, self._stirred = now, True
-            self.pulse.tick(now)
+            self.heartbeat.tick(now)
             if self.over is None:
-                self.watching.tick()
+                self.detector.tick()
         if self._stirred:
             self._stirred = False
             self.advance()
@@ -979,28 +979,28 @@ class Member:
     @property
     def connected(self) -> bool:
         """Whether there are all connections that should be there."""
-        return all(one in self.inbound for one in self.others) if self.leads else self.leader in self.outbound
+        return all(one in self.inbound for one in self.others) if self.is_coordinator else self.leader in self.outbound
 
     def restart(self) -> None:
         """This process itself did not run for a while: others' silence in that time means nothing."""
-        now = self.around.now()
-        self.hearing.restart(now)
-        self.watching.asked = {}
-        self.gathering.void()
+        now = self.environment.now()
+        self.timeout.restart(now)
+        self.detector.asked = {}
+        self.view_change.void()
         self.began = now if self.changing else self.began
 
     def advance(self) -> None:
         """Do what can be done now."""
-        self.farewell.advance()
+        self.shutdown.advance()
         if self.over is not None:
             return
-        if not self.following.choose():
-            self.finish(f"rank {self.me} {self.gone.reasons[self.me]}, and nobody else remains.")
-        elif self.leads:
-            self.gathering.advance()
+        if not self.election.choose():
+            self.finish(f"rank {self.me} {self.lost.reasons[self.me]}, and nobody else remains.")
+        elif self.is_coordinator:
+            self.view_change.advance()
         else:
             self.reach(self.leader)
-            for other in list(self.watching.asked):
+            for other in list(self.detector.asked):
                 self.reach(other)
 
     def hurry(self, peer: int) -> None:
@@ -1010,8 +1010,8 @@ class Member:
     def reach(self, peer: int) -> None:
         """Connect to a member, unless there is a connection or the last attempt was just now."""
         _, due = self._tries.get(peer, (0, 0.0))
-        if peer not in self.outbound and self.around.now() >= due:
+        if peer not in self.outbound and self.environment.now() >= due:
             try:
-                self.outbound[peer] = self.around.connect(peer)
+                self.outbound[peer] = self.environment.connect(peer)
             except OSError:  # too many open files, say
-                self._tries[peer] = (0, self.around.now() + 1.0)
+                self._tries[peer] = (0, self.environment.now() + 1.0)

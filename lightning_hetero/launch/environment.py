@@ -85,7 +85,7 @@ class RaggedEnvironment(ClusterEnvironment):
         self.inner.teardown()
 
 
-class RegroupedEnvironment(RaggedEnvironment):
+class RenumberedEnvironment(RaggedEnvironment):
     """The environment of a rank that has got another number, since others were lost.
 
     Args:

@@ -1,4 +1,4 @@
-"""Watches the processes that the popen launcher has started, and says which one failed."""
+"""Launchers that watch the processes they have started, and say which one failed."""
 
 import atexit
 import functools
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_hetero.comm.objects import packed, unpacked
+from lightning_hetero.comm.object_collectives import pack_value, unpack_value
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.launch.script import passed_on
 from lightning_hetero.lightning_compat import (
@@ -54,7 +54,7 @@ class ObservedLauncher(SubprocessScriptLauncher):
     ) -> None:
         super().__init__(**kwargs)
         self.grace, self.survive, self.around = grace, survive, around
-        self.observer: Observer | None = None  # of the processes that it has started
+        self.observer: ProcessObserver | None = None  # of the processes that it has started
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ class ObservedLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         with passed_on(), _named_as_starter():
             start_ranks(self)
-        observer = self.observer = Observer(self.procs, None if self.survive else self.grace)
+        observer = self.observer = ProcessObserver(self.procs, None if self.survive else self.grace)
         observer.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -85,7 +85,7 @@ class ObservedLauncher(SubprocessScriptLauncher):
             raise
 
     def ended(self) -> str | None:
-        """Which process of this machine has ended that others need to begin, in words; ``None``: none has."""
+        """The process of this machine that has ended and that others need to begin, in words; ``None``: none has."""
         if self.observer is not None:
             return self.observer.ended()
         starter = _starter()
@@ -103,17 +103,17 @@ def _named_as_starter() -> Iterator[None]:
 
 
 @functools.cache
-def _starter() -> "Starter | None":
+def _starter() -> "ParentProcess | None":
     """The process that has started this one, if it was a launcher of this package."""
     pid = os.environ.pop(_STARTER, None)  # not for processes that this one starts
     if pid is None:
         return None
-    starter = Starter(int(pid))
+    starter = ParentProcess(int(pid))
     starter.start()
     return starter
 
 
-class Starter(threading.Thread):
+class ParentProcess(threading.Thread):
     """The process that has started this one. If it ends, this one does not stay behind.
 
     Args:
@@ -164,7 +164,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
-class Observer(threading.Thread):
+class ProcessObserver(threading.Thread):
     """Says which child failed, and ends what is left of the job after a grace.
 
     Args:
@@ -205,7 +205,7 @@ class Observer(threading.Thread):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def ended(self) -> str | None:
-        """Which child has failed, and how, in words; ``None``: none has."""
+        """The child that has failed, and how, in words; ``None``: none has."""
         failed = self._failed()
         return None if not failed else f"local rank {failed[0][0]} {_how(failed[0][1])}"
 
@@ -261,7 +261,7 @@ class GivesBack(Protocol):
     """
 
     def give_back(self) -> Any:
-        """What to send, once the run has ended, from the node's first rank; anything that can be pickled."""
+        """Data to send, once the run has ended, from the node's first rank; anything that can be pickled."""
 
     def take_back(self, given: Any) -> None:
         """Hold what that callback, or strategy, has sent."""
@@ -279,14 +279,14 @@ class ReturningLauncher(MultiProcessingLauncher):
     def get_extra_results(self, trainer: "pl.Trainer") -> dict[str, Any]:
         given = [(_kind(one), one.give_back()) for one in _giving(trainer)]
         path = Path(tempfile.mkdtemp(), "callbacks.pickle")
-        path.write_bytes(packed(given))
+        path.write_bytes(pack_value(given))
         return {**super().get_extra_results(trainer), _FILE: str(path)}
 
     @override
     def update_main_process_results(self, trainer: "pl.Trainer", extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         path = Path(extra[_FILE])
-        given = unpacked(path.read_bytes())
+        given = unpack_value(path.read_bytes())
         shutil.rmtree(path.parent)
         waiting = _giving(trainer)
         for kind, what in given:  # callbacks that a module has brought along exist in the other process only

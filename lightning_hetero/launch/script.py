@@ -1,4 +1,4 @@
-"""Runs an unchanged script with the strategy strings registered: ``python -m lightning_hetero script.py args``."""
+"""Runner of an unchanged script with the strategy strings: ``python -m lightning_hetero script.py args``."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""What a forecast starts from: ranks, links and a model, as measured or as assumed."""
+"""Cluster of a forecast: ranks, links and a model, as measured or as assumed."""
 
 import math
 import re
@@ -27,7 +27,7 @@ BUCKET, LEAST, TRAVEL = 25 * 2**20, 2**20, 0.01
 HANDLING = 5e8
 
 
-class Way(NamedTuple):
+class LinkModel(NamedTuple):
     """A link: a message of ``n`` bytes takes ``latency + n / bandwidth`` seconds.
 
     Attributes:
@@ -36,8 +36,8 @@ class Way(NamedTuple):
 
     Example::
 
-        >>> from lightning_hetero.planning.cluster import Way
-        >>> gigabit = Way(0.0002, 125e6)
+        >>> from lightning_hetero.planning.cluster import LinkModel
+        >>> gigabit = LinkModel(0.0002, 125e6)
         >>> round(gigabit.all_reduce(100e6, 2), 4), round(gigabit.pair(100e6), 4)
         (0.8004, 0.8002)
     """
@@ -60,7 +60,7 @@ class Way(NamedTuple):
 
 
 #: In place of a link that no two ranks have, so that nobody has measured it: memory.
-MEMORY = Way(2e-5, 5e9)
+MEMORY = LinkModel(2e-5, 5e9)
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Cluster:
 
     Example: two nodes of two ranks, 25 million parameters, 0.3 s a step of 64 samples each, 1 Gbit::
 
-        >>> from lightning_hetero.planning.cluster import Cluster, Way
+        >>> from lightning_hetero.planning.cluster import Cluster, LinkModel
         >>> from lightning_hetero.batching.shares import Cost
         >>> rank = Cost(0.02, 0.28 / 64)
-        >>> cluster = Cluster(((rank, rank), (rank, rank)), 256, 100e6, Way(2e-5, 5e9), Way(2e-4, 125e6))
+        >>> cluster = Cluster(((rank, rank), (rank, rank)), 256, 100e6, LinkModel(2e-5, 5e9), LinkModel(2e-4, 125e6))
         >>> cluster.world, round(cluster.even, 3), round(cluster.split, 3)
         (4, 0.3, 0.3)
     """
@@ -93,8 +93,8 @@ class Cluster:
     nodes: tuple[tuple[Cost, ...], ...]
     samples: int
     size: float
-    within: Way
-    between: Way
+    within: LinkModel
+    between: LinkModel
     hidden: float = HIDDEN
     handling: float = HANDLING
     given: tuple[int, ...] = ()
@@ -194,9 +194,10 @@ class Cluster:
 
         Example: 0.4 s of gradients behind a step of 0.6 s, in many buckets and in one::
 
-            >>> from lightning_hetero.planning.cluster import Cluster, Way
+            >>> from lightning_hetero.planning.cluster import Cluster, LinkModel
             >>> from lightning_hetero.batching.shares import Cost
-            >>> cluster = Cluster(((Cost(0.2, 0.01),), (Cost(0.2, 0.01),)), 80, 4e6, Way(0, 1e9), Way(0, 1e7))
+            >>> nodes = ((Cost(0.2, 0.01),), (Cost(0.2, 0.01),))
+            >>> cluster = Cluster(nodes, 80, 4e6, LinkModel(0, 1e9), LinkModel(0, 1e7))
             >>> round(cluster.exposed(0.4, cluster.split), 3), cluster.exposed(0.4, cluster.split, by_link=False)
             (0.105, 0.4)
         """
@@ -219,7 +220,7 @@ FIRST, LAST = 1 << 16, 1 << 24
 ROUNDS = 30
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """The way between two ranks.
 
     Attributes:
@@ -234,12 +235,12 @@ class Link(NamedTuple):
 
     def all_reduce(self, size: int, members: int) -> float:
         """Seconds for a ring all-reduce of ``size`` bytes, if all links are like this one."""
-        return Way(self.latency, self.bandwidth).all_reduce(size, members)
+        return LinkModel(self.latency, self.bandwidth).all_reduce(size, members)
 
 
-def slowest(some: Sequence[Link], size: float) -> Way | None:
+def slowest(some: Sequence[MeasuredLink], size: float) -> LinkModel | None:
     """The link over which a message of ``size`` bytes takes longest; ``None``: there is no link."""
-    return max((Way(link.latency, link.bandwidth) for link in some), key=lambda way: way.pair(size), default=None)
+    return max((LinkModel(link.latency, link.bandwidth) for link in some), key=lambda way: way.pair(size), default=None)
 
 
 def pairs(nodes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -256,7 +257,7 @@ def pairs(nodes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], list[t
     return within, between
 
 
-def measure(chosen: Sequence[tuple[int, int]]) -> list[Link]:
+def measure_links(chosen: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
     """Measure one pair of ranks after the other, over gloo (collective).
 
     Raises:
@@ -271,10 +272,10 @@ def measure(chosen: Sequence[tuple[int, int]]) -> list[Link]:
             elif dist.get_rank() == pair[1]:
                 _answer(pair[0])
         links.append(gather(link, "the speed of links")[pair[0]])
-    return [Link(*link) for link in links]
+    return [MeasuredLink(*link) for link in links]
 
 
-def _time(pair: tuple[int, int]) -> Link:
+def _time(pair: tuple[int, int]) -> MeasuredLink:
     _there_and_back(pair[1], 1)  # opens the connection
     latency = median(_there_and_back(pair[1], 1) for _ in range(ROUNDS)) / 2
     elements = FIRST
@@ -284,7 +285,7 @@ def _time(pair: tuple[int, int]) -> Link:
             break
         elements *= 4
     dist.send(torch.zeros(1, dtype=torch.int64), pair[1])  # that was all
-    return Link(pair, latency, 4 * elements / max(seconds - latency, 1e-9))
+    return MeasuredLink(pair, latency, 4 * elements / max(seconds - latency, 1e-9))
 
 
 def _there_and_back(other: int, elements: int) -> float:

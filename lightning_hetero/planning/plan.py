@@ -13,19 +13,19 @@ from rich.table import Table
 
 from lightning_hetero.batching.shares import Cost, too_slow
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.planning.choice import changes, draw, efficiencies
-from lightning_hetero.planning.cluster import HANDLING, MEMORY, Cluster, Way
+from lightning_hetero.planning.cluster import HANDLING, MEMORY, Cluster, LinkModel
 from lightning_hetero.planning.predictions import Prediction, predictions
+from lightning_hetero.planning.strategy_choice import changes, draw, efficiencies
 
 MOST_RANKS = 100_000
 #: Of the files of ``lightning-hetero doctor --save``; the first ones had no number.
 FORMAT = 1
-#: What a user may say of a cluster that was measured; the rest of :class:`Wish` describes its ranks, which are known.
+#: Options that a user may give for a measured cluster; the rest of :class:`ClusterOptions` describes its ranks.
 OVER_A_FILE = ("nodes", "params", "batch", "link", "latency", "inside", "handling")
 
 
-class Wish(NamedTuple):
-    """What a user gives instead of measurements.
+class ClusterOptions(NamedTuple):
+    """Options that describe a cluster, instead of measurements.
 
     Attributes:
         nodes: their number.
@@ -54,7 +54,7 @@ class Wish(NamedTuple):
     handling: float = HANDLING
 
 
-def of_wish(wish: Wish) -> Cluster:
+def cluster_from_options(wish: ClusterOptions) -> Cluster:
     """The cluster that a user describes.
 
     Args:
@@ -76,11 +76,11 @@ def of_wish(wish: Wish) -> Cluster:
     costs = [Cost(fixed / speed, each / speed) for speed in wish.speeds]
     ranks = [costs[i % len(costs)] for i in range(world)]
     nodes = tuple(tuple(ranks[i : i + wish.ranks]) for i in range(0, world, wish.ranks))
-    ways = Way(MEMORY.latency, wish.inside), Way(wish.latency, wish.link)
+    ways = LinkModel(MEMORY.latency, wish.inside), LinkModel(wish.latency, wish.link)
     return Cluster(nodes, wish.batch * world, 4 * wish.params, *ways, handling=wish.handling)
 
 
-def of_file(path: Path) -> Cluster:
+def cluster_from_file(path: Path) -> Cluster:
     """The cluster that ``lightning-hetero doctor --save`` has measured.
 
     Args:
@@ -97,7 +97,10 @@ def of_file(path: Path) -> Cluster:
         if found["format"] > FORMAT:
             raise ValueError(f"format {found['format']}, of a later version; this one reads up to {FORMAT}")
         nodes = tuple(tuple(Cost(*cost) for cost in node) for node in found["nodes"])
-        ways = _way(found, "within", any(len(node) > 1 for node in nodes)), _way(found, "between", len(nodes) > 1)
+        ways = (
+            _link_model(found, "within", any(len(node) > 1 for node in nodes)),
+            _link_model(found, "between", len(nodes) > 1),
+        )
         return Cluster(nodes, found["samples"] * sum(map(len, nodes)), found["size"], *ways)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
@@ -105,12 +108,12 @@ def of_file(path: Path) -> Cluster:
         ) from error
 
 
-def of_file_but(path: Path, over: Mapping[str, Any]) -> tuple[Cluster, bool]:
+def cluster_from_file_and_options(path: Path, over: Mapping[str, Any]) -> tuple[Cluster, bool]:
     """The cluster of a file, but for what a user knows better.
 
     Args:
         path: of the file.
-        over: fields of :class:`Wish` that count instead. More nodes are like those that were measured.
+        over: fields of :class:`ClusterOptions` that count instead. More nodes are like those that were measured.
 
     Returns:
         The cluster, and whether the link between nodes is known: the file of one node has none.
@@ -125,15 +128,15 @@ def of_file_but(path: Path, over: Mapping[str, Any]) -> tuple[Cluster, bool]:
             f"--from you can give {others}."
         )
     _check(over)
-    cluster = of_file(path)
+    cluster = cluster_from_file(path)
     linked = len(cluster.nodes) > 1 or "link" in over
     if not linked and ("latency" in over or over.get("nodes", 1) > 1):
         raise ConfigurationError(
             f"{path} is of one node, so no link between nodes was measured: give its rate, too, such as --link 1gbit."
         )
-    way = cluster.between if len(cluster.nodes) > 1 else Way(Wish().latency, Wish().link)
+    way = cluster.between if len(cluster.nodes) > 1 else LinkModel(ClusterOptions().latency, ClusterOptions().link)
     if linked:
-        link = Way(over.get("latency", way.latency), over.get("link", way.bandwidth))
+        link = LinkModel(over.get("latency", way.latency), over.get("link", way.bandwidth))
         cluster = replace(cluster, between=link)
     cluster = replace(
         cluster,
@@ -156,11 +159,11 @@ def few_enough(ranks: int) -> None:
         raise ConfigurationError(f"{ranks} ranks are more than {MOST_RANKS}: give fewer --nodes, or a smaller --most.")
 
 
-def _way(found: Mapping[str, Any], name: str, used: bool) -> Way:
+def _link_model(found: Mapping[str, Any], name: str, used: bool) -> LinkModel:
     """A link of the file; memory, if no two ranks have it."""
     if used and found.get(name) is None:
         raise KeyError(name)
-    return Way(*found[name]) if used else MEMORY
+    return LinkModel(*found[name]) if used else MEMORY
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -184,11 +187,11 @@ _SELDOM = (
 
 
 def run(measured: Path | None, given: Mapping[str, Any], every: int, wire: str, most: int, out: Path | None) -> None:
-    """What the command does.
+    """Run the command.
 
     Args:
         measured: a file of ``doctor --save``. Default: the cluster is described.
-        given: fields of :class:`~lightning_hetero.planning.plan.Wish` that the user has given.
+        given: fields of :class:`~lightning_hetero.planning.plan.ClusterOptions` that the user has given.
         every: as for :func:`plan`.
         wire: as for :func:`plan`.
         most: as for :func:`plan`; left out if no link between nodes is known.
@@ -197,7 +200,11 @@ def run(measured: Path | None, given: Mapping[str, Any], every: int, wire: str, 
     Raises:
         ConfigurationError: as for :func:`plan`, or there is no such cluster.
     """
-    cluster, linked = (of_wish(Wish(**given)), True) if measured is None else of_file_but(measured, given)
+    cluster, linked = (
+        (cluster_from_options(ClusterOptions(**given)), True)
+        if measured is None
+        else cluster_from_file_and_options(measured, given)
+    )
     plan(cluster, every, wire, most if linked else None, out)
 
 
@@ -316,7 +323,7 @@ def why(cluster: Cluster, found: Sequence[Prediction]) -> list[str]:
     return lines
 
 
-def _link(way: Way) -> str:
+def _link(way: LinkModel) -> str:
     return f"{way.bandwidth / 1e6:.4g} MB/s and {_ms(way.latency)} between nodes"
 
 

@@ -11,7 +11,7 @@ _FRAGMENTS = 4
 _ANY, _WIDE, _NONE = tuple(WIRES), ("fp32", "bf16"), ("fp32",)
 
 
-class Kind(NamedTuple):
+class StrategyKind(NamedTuple):
     """Strategies that differ in little.
 
     Attributes:
@@ -64,12 +64,12 @@ _AUTO = {"moving_rate": "auto"}
 _NODES = {"replica": "node"}
 #: An all-reduce between all replicas.
 AVERAGES = (
-    Kind("hetero_node", "NodeAverageStrategy", "every_n_steps", nodes=True),
-    Kind("hetero_easgd", "EASGDStrategy", options=_AUTO),
-    Kind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO),
-    Kind("hetero_diloco", "DiLoCoStrategy", options=_NODES, nodes=True),
-    Kind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, behind="a step"),
-    Kind(
+    StrategyKind("hetero_node", "NodeAverageStrategy", "every_n_steps", nodes=True),
+    StrategyKind("hetero_easgd", "EASGDStrategy", options=_AUTO),
+    StrategyKind("hetero_eamsgd", "EAMSGDStrategy", options=_AUTO),
+    StrategyKind("hetero_diloco", "DiLoCoStrategy", options=_NODES, nodes=True),
+    StrategyKind("hetero_easgd_overlap", "EASGDOverlapStrategy", options=_AUTO, behind="a step"),
+    StrategyKind(
         "hetero_diloco (streaming)",
         "DiLoCoStrategy",
         options={"fragments": _FRAGMENTS, **_NODES},
@@ -79,7 +79,7 @@ AVERAGES = (
     ),
 )
 #: The same, every few steps, whatever is asked for.
-DASO = Kind(
+DASO = StrategyKind(
     "hetero_daso",
     "DASOStrategy",
     None,
@@ -89,22 +89,26 @@ DASO = Kind(
 )
 #: Replicas that visit a center, in turn or as they come.
 CENTERS = (
-    Kind("hetero_easgd_round_robin", "EASGDRoundRobinStrategy", options=_AUTO, wires=_WIDE),
-    Kind("hetero_easgd_async", "EASGDAsyncStrategy", options=_AUTO, wires=_WIDE, behind="a step", repeatable=False),
-    Kind("hetero_measgd_async", "MEASGDAsyncStrategy", options=_AUTO, wires=_WIDE, behind="a step", repeatable=False),
-    Kind("hetero_diloco_async", "DiLoCoAsyncStrategy", wires=_NONE, repeatable=False),
+    StrategyKind("hetero_easgd_round_robin", "EASGDRoundRobinStrategy", options=_AUTO, wires=_WIDE),
+    StrategyKind(
+        "hetero_easgd_async", "EASGDAsyncStrategy", options=_AUTO, wires=_WIDE, behind="a step", repeatable=False
+    ),
+    StrategyKind(
+        "hetero_measgd_async", "MEASGDAsyncStrategy", options=_AUTO, wires=_WIDE, behind="a step", repeatable=False
+    ),
+    StrategyKind("hetero_diloco_async", "DiLoCoAsyncStrategy", wires=_NONE, repeatable=False),
 )
 #: Replicas that meet in pairs.
 PAIRS = (
-    Kind("hetero_gossip", "GossipStrategy", "every_n_steps", wires=_WIDE, behind="a step"),
-    Kind("hetero_gossip_push_sum", "GossipPushSumStrategy", "every_n_steps", wires=_WIDE),
-    Kind("hetero_gossip_async", "GossipAsyncStrategy", "every_n_steps", wires=_WIDE, repeatable=False),
-    Kind("hetero_noloco", "NoLoCoStrategy", wires=_WIDE),
+    StrategyKind("hetero_gossip", "GossipStrategy", "every_n_steps", wires=_WIDE, behind="a step"),
+    StrategyKind("hetero_gossip_push_sum", "GossipPushSumStrategy", "every_n_steps", wires=_WIDE),
+    StrategyKind("hetero_gossip_async", "GossipAsyncStrategy", "every_n_steps", wires=_WIDE, repeatable=False),
+    StrategyKind("hetero_noloco", "NoLoCoStrategy", wires=_WIDE),
 )
 
 
 class Prediction(NamedTuple):
-    """What a strategy makes of a cluster.
+    """Prediction for a strategy on a cluster.
 
     Attributes:
         name: the strategy string.
@@ -135,7 +139,7 @@ class Prediction(NamedTuple):
 
 
 def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Prediction]:
-    """What every strategy makes of a cluster, the fastest first, but last those that could exchange too seldom.
+    """Predictions for every strategy on a cluster, the fastest first, but last those that could exchange too seldom.
 
     Args:
         cluster: the ranks, links and model.
@@ -154,7 +158,7 @@ def predictions(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[P
 
 
 class _Load(NamedTuple):
-    """What a step holds.
+    """Load of a step.
 
     Attributes:
         work: seconds.
@@ -184,7 +188,7 @@ def _gradients(cluster: Cluster, name: str, work: float, by_link: bool) -> Predi
     return _made(cluster, name, load, exact=True)
 
 
-def _average(cluster: Cluster, every: int, wire: str, kind: Kind) -> Prediction:
+def _average(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Prediction:
     """An all-reduce between replicas, once in a while; of fragments in turn that is the same."""
     gradients, seconds, sent = _between(cluster, WIRES[kind.wire(wire)], kind.nodes)
     waited = kind.waited(seconds, cluster.split + gradients, every)  # it passes behind the gradients, too
@@ -192,7 +196,7 @@ def _average(cluster: Cluster, every: int, wire: str, kind: Kind) -> Prediction:
     return _made(cluster, kind, load, kind.given(every, wire))
 
 
-def _center(cluster: Cluster, every: int, wire: str, kind: Kind) -> Prediction:
+def _center(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Prediction:
     """Replicas visit a center on the first node, which serves one after the other.
 
     Nobody does the steps of another rank: the slowest one, with its visits, says when all are done.
@@ -211,7 +215,7 @@ def _visit(cluster: Cluster, node: int, size: float) -> float:
     return (cluster.between if node else cluster.within).visit(size)
 
 
-def _pairs(cluster: Cluster, every: int, wire: str, kind: Kind) -> Prediction:
+def _pairs(cluster: Cluster, every: int, wire: str, kind: StrategyKind) -> Prediction:
     """Pairs of ranks swap parameters, drawn at random; ranks of a node share its link."""
     size = cluster.size * WIRES[kind.wire(wire)]
     if len(cluster.nodes) == 1:
@@ -235,7 +239,7 @@ def _pairs(cluster: Cluster, every: int, wire: str, kind: Kind) -> Prediction:
 
 
 def _between(cluster: Cluster, part: float, nodes: bool) -> tuple[float, float, float]:
-    """What replicas that are nodes, or ranks, exchange, at a part of fp32's bytes.
+    """Bytes that replicas, nodes or ranks, exchange, at a part of fp32's bytes.
 
     Returns:
         Seconds of each step in which ranks wait for gradients within a replica; seconds of an all-reduce between
@@ -258,7 +262,7 @@ def _ring(size: float, members: int, nodes: int) -> float:
 
 
 def _made(
-    cluster: Cluster, kind: Kind | str, load: _Load, options: dict[str, Any] | None = None, exact: bool = False
+    cluster: Cluster, kind: StrategyKind | str, load: _Load, options: dict[str, Any] | None = None, exact: bool = False
 ) -> Prediction:
     step, options = load.work + load.exposed, options or {}
     speed, sent = cluster.samples / step, load.sent if len(cluster.nodes) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Keeps the parameters of a replica the same where its ranks compute on unlike devices."""
+"""Drift check: the parameters of a replica stay the same where its ranks compute on unlike devices."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from lightning_hetero.comm.topology import widest
 
 
 class Drift(NamedTuple):
-    """How far the parameters of a rank are from those of the first one.
+    """Distance of a rank's parameters from those of the first one.
 
     Attributes:
         rank: which one.
@@ -27,8 +27,8 @@ class Drift(NamedTuple):
     name: str
 
 
-class SameParameters:
-    """Compares the parameters of a replica's ranks now and then.
+class ParameterDriftCheck:
+    """Check, now and then, that a replica's ranks hold the same parameters.
 
     All ranks step with the same gradients, to the last bit. But kinds of devices round differently within an optimizer,
     and what differs in the last bit grows with the steps. So every :attr:`EVERY` optimizer steps the ranks compare a
@@ -97,7 +97,7 @@ def sums_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def drifts(rows: Sequence[Tensor], ranks: Sequence[int], names: Sequence[str]) -> list[Drift]:
-    """How far each rank but the first is from the first one.
+    """Distance of each rank but the first from the first one.
 
     Args:
         rows: of each rank, as :func:`sums_of` returns them.

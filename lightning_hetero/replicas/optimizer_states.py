@@ -1,4 +1,4 @@
-"""What optimizers go on from, wherever it was saved; and their hyperparameters, which ranks must share."""
+"""Optimizer states, restored wherever they were saved; and hyperparameters, which ranks must share."""
 
 import math
 import zlib
@@ -62,7 +62,7 @@ def _numbers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, float]]:
                         yield called, value.item()
 
 
-def number_of(settings: Mapping[str, float]) -> int:
+def settings_number(settings: Mapping[str, float]) -> int:
     """A number that differs where hyperparameters differ by more than machines do."""
     return zlib.crc32(" ".join(f"{value:.4g}" for value in settings.values()).encode())
 

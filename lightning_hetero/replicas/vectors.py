@@ -1,4 +1,4 @@
-"""Packs a replica's values into a few flat vectors: one message is far cheaper than one per layer."""
+"""Replica values, packed into a few flat vectors: one message is far cheaper than one per layer."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_hetero.comm.failures import collective
 
 #: Cuts a model into fragments; see :class:`Replica`.
-Cut = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
+Partition = Callable[[nn.Module, Mapping[str, int]], Callable[[str], int]]
 
 
 class Replica:
@@ -45,7 +45,7 @@ class Replica:
         excluded: Sequence[str] = (),
         buffers: Collection[str] | None = None,
         *,
-        cut: Cut | None = None,
+        cut: Partition | None = None,
     ) -> None:
         self._settle = settle
         self._trainable = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
@@ -146,23 +146,23 @@ class Replica:
         parameters = dict(self._module.named_parameters())
         share([parameters[name].data for name in names])
 
-    def anew(self) -> "Replica":
+    def with_current_trainable(self) -> "Replica":
         """The same model's replica with the parameters that are trainable now."""
         return type(self)(self._module, self._settle, self._excluded, self._exchanged, cut=self._cut)
 
-    def kept(self) -> dict[str, Tensor]:
+    def unexchanged_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that are not exchanged, such as counters and masks, by name."""
         travel = {id(value) for group in self._groups for value in group}
         return {name: b.detach().cpu().clone() for name, b in self._module.named_buffers() if id(b) not in travel}
 
     @torch.no_grad()
-    def keep(self, buffers: Mapping[str, Tensor]) -> None:
-        """Write buffers as :meth:`kept` returns them."""
+    def set_unexchanged_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Write buffers as :meth:`unexchanged_buffers` returns them."""
         own = dict(self._module.named_buffers())
         for name, value in buffers.items():
             own[name].copy_(value)
 
-    def broken(self) -> str | None:
+    def first_nonfinite(self) -> str | None:
         """The name of the first value that is not finite; ``None``: all are."""
         values = (value for group in self._groups for value in group)
         return next((self._names[id(value)] for value in values if not value.isfinite().all()), None)
@@ -192,7 +192,7 @@ class Replica:
             unflatten(flat, group)
 
     @torch.no_grad()
-    def mend(self, flats: Sequence[Tensor]) -> None:
+    def replace_nonfinite(self, flats: Sequence[Tensor]) -> None:
         """Replace the values of the model that are NaN or infinite.
 
         Args:
@@ -290,8 +290,8 @@ def share_values(module: nn.Module) -> None:
     share(tensor.data for tensor in (*module.parameters(), *module.buffers()))
 
 
-class Regrowth:
-    """Brings vectors from one layout into another: values keep what they had, by their names.
+class LayoutChange:
+    """Change of a layout of vectors: values keep what they had, by their names.
 
     Args:
         old: the layout until now.
@@ -308,7 +308,7 @@ class Regrowth:
         self.left = [name for name in old.names if name not in after]
 
     @torch.no_grad()
-    def settle(self, flats: Sequence[Tensor]) -> None:
+    def write_dropped(self, flats: Sequence[Tensor]) -> None:
         """Let the model take over what the new layout no longer has.
 
         Args:

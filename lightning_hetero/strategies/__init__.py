@@ -2,7 +2,7 @@
 
 import lightning.pytorch  # noqa: F401  before any part of this package, as it triggers the registration
 
-from lightning_hetero.algorithms.base import Averager, Facts, Outcome, Run, StepContext
+from lightning_hetero.algorithms.base import Averager, FitInfo, Outcome, StepContext, Traits
 from lightning_hetero.strategies.algorithms import (
     DASOStrategy,
     DiLoCoAsyncStrategy,
@@ -38,7 +38,7 @@ __all__ = [
     "EASGDOverlapStrategy",
     "EASGDRoundRobinStrategy",
     "EASGDStrategy",
-    "Facts",
+    "FitInfo",
     "GossipAsyncStrategy",
     "GossipPushSumStrategy",
     "GossipStrategy",
@@ -49,8 +49,8 @@ __all__ = [
     "NodeAverageStrategy",
     "Outcome",
     "ReplicaStrategy",
-    "Run",
     "StepContext",
+    "Traits",
     "register",
     "strategy_for",
 ]

@@ -1,4 +1,4 @@
-"""`hetero_ddp`: data-parallel training on ranks of unequal speed, exact against one process."""
+"""The strategy classes: `hetero_ddp`, and one class for each algorithm between replicas."""
 
 from collections.abc import Mapping
 from inspect import Parameter, signature
@@ -15,8 +15,8 @@ from lightning_hetero.algorithms.diloco import OuterAverager
 from lightning_hetero.algorithms.diloco_async import OuterAsyncAverager
 from lightning_hetero.algorithms.easgd import EAMSGDAverager, ElasticAverager, OverlappedElasticAverager
 from lightning_hetero.algorithms.easgd_async import (
-    AsyncAverager,
-    AsyncMomentumAverager,
+    AsyncElasticAverager,
+    AsyncMomentumElasticAverager,
     HogwildAverager,
     RoundRobinAverager,
 )
@@ -75,13 +75,14 @@ class HeteroDDPStrategy(HeteroStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            raise_on_all(self._gradients.problem(self), "the Trainer's precision")
+            raise_on_all(self._gradients.problem(self.precision_plugin), "the Trainer's precision")
         super().setup(trainer)
 
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        self._gradients.register(self)
+        assert self.job is not None
+        self._gradients.register(self.model, self.job)
 
     @override
     def teardown(self) -> None:
@@ -89,7 +90,7 @@ class HeteroDDPStrategy(HeteroStrategy):
         super().teardown()
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if not self.collectives.alone():
             self._gradients.add_to(checkpoint)
@@ -231,7 +232,7 @@ class EASGDRoundRobinStrategy(ReplicaStrategy):
     """
 
 
-@with_options_of(AsyncAverager, replica="rank")
+@with_options_of(AsyncElasticAverager, replica="rank")
 class EASGDAsyncStrategy(ReplicaStrategy):
     """Replicas train apart, tied to a center by an elastic force; each exchanges with it every tau steps of its own.
 
@@ -249,7 +250,7 @@ class EASGDAsyncStrategy(ReplicaStrategy):
     """
 
 
-@with_options_of(AsyncMomentumAverager, replica="rank")
+@with_options_of(AsyncMomentumElasticAverager, replica="rank")
 class MEASGDAsyncStrategy(ReplicaStrategy):
     """Asynchronous EASGD with heavy-ball momentum: ``v <- mu v - eta g;  x <- x + v - alpha (x - c)``.
 

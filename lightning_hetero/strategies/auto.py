@@ -11,85 +11,34 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.algorithms.automatic import UndecidedAverager
+from lightning_hetero.algorithms.automatic import AutoAverager
 from lightning_hetero.algorithms.base import Averager
-from lightning_hetero.batching.planner import Regrouping, Report
+from lightning_hetero.batching.planner import Repartition, Report
 from lightning_hetero.batching.sampler import ShareSampler
 from lightning_hetero.batching.shares import Cost
-from lightning_hetero.checkpoint.format import Identity
+from lightning_hetero.checkpoint.format import CheckpointIdentity
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.comm.view import Member, View
+from lightning_hetero.comm.view import ReplicaMember, View
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.planning import cluster
-from lightning_hetero.planning.choice import Choice, Wish, choose
-from lightning_hetero.planning.cluster import MEMORY, Cluster, Way
+from lightning_hetero.planning.cluster import MEMORY, Cluster, LinkModel
+from lightning_hetero.planning.strategy_choice import AutoLimits, Choice, choose
 from lightning_hetero.replicas.vectors import share_values
-from lightning_hetero.sections import FORMAT, KEY, part_of
-from lightning_hetero.strategies import fit, saving
+from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.default_groups import beyond
 from lightning_hetero.strategies.guards import two_points
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
-
-def divided(strategy: "ReplicaStrategy") -> View:
-    """The view of the same ranks, with the replicas that the strategy asks for now."""
-    assert strategy.job is not None
-    view = strategy.job.view
-    members = tuple(Member(id, ranks) for id, ranks in enumerate(strategy.replicas(view.topology)))
-    return replace(view, number=view.number + 1, replicas=members, ranks_leave=len(members) == 1)
-
-
-def unchangeable(strategy: "ReplicaStrategy") -> str | None:
-    """Why the replicas of this fit cannot be divided, in words; ``None`` if they can."""
-    module, callbacks = strategy.trainer.lightning_module, strategy.trainer.callbacks  # type: ignore[attr-defined]
-    if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
-        return "SyncBatchNorm takes its statistics over all ranks"
-    if (hook := lightning_compat.comm_hook(strategy)) is not None and not getattr(hook[1], "__module__", "").startswith(
-        "torch."
-    ):
-        return "ddp_comm_hook may average over all ranks"
-    if (problem := beyond(module, strategy.optimizers, divided(strategy).replica.ranks)) is not None:
-        return str(problem).partition(",")[0]
-    if names := [type(callback).__name__ for callback in callbacks if averages_weights(callback)]:
-        return f"{names[0]} has begun to average the weights of one replica"
-    if two_points(strategy.optimizers) is not None:
-        return "the optimizer keeps an average of the weights of one replica (it has `train()` and `eval()`)"
-    if any(not isinstance(source, ShareSampler) for source in strategy.share.loaders.sources()):
-        return "the training data is no map-style dataset that this package splits"
-    return None
-
-
-def divide(strategy: "ReplicaStrategy") -> None:
-    """Let the replicas that the strategy asks for now go on from the weights that all hold (collective).
-
-    Args:
-        strategy: between two windows, with equal weights on all ranks, and its new averager to be made.
-    """
-    assert strategy.job is not None
-    share, former = strategy.share, strategy.job
-    share.listen()  # leave nothing in flight
-    start = max(gather(share.loaders.next_step(), "the next batch to draw"))
-    job = Job(divided(strategy), former.timeout, former.within)
-    kept = tuple(range(former.view.world))
-    fit.rebuild(strategy, job, Regrouping(kept, start, share.heard))
-    share_values(strategy.trainer.lightning_module)  # unlike devices round differently, and buffers are each rank's own
-    strategy.begin_apart()
-    fit.renew_model(strategy)
-    if strategy.stop_request is not None:
-        strategy.stop_request.move(job.store("stop"))
-    fit.begin(strategy)
-    strategy.timer.restart()
-
-
 _TRIES = 10  # times that it waits for the ranks' speeds
 _PAIRS = 4  # links of each kind that are measured, or it would take long on many nodes
 
 
-@with_options_of(UndecidedAverager)
+@with_options_of(AutoAverager)
 class AutoStrategy(ReplicaStrategy):
     """Begins as `hetero_ddp`, which is exact, measures, and changes to the fastest strategy if that gains enough.
 
@@ -110,7 +59,7 @@ class AutoStrategy(ReplicaStrategy):
         trainer = Trainer(strategy=AutoStrategy(gain=0.3, deterministic=True), accelerator="cpu", devices=2)
     """
 
-    algorithm: UndecidedAverager
+    algorithm: AutoAverager
     chosen: ReplicaStrategy | None = None  #: What goes on; ``None``: ``hetero_ddp``.
     choice: Choice | None = None  #: The latest one, with its arithmetic; ``None``: nothing has been chosen yet.
     stays = False  #: Whether it has chosen to stay with ``hetero_ddp``.
@@ -174,8 +123,8 @@ class AutoStrategy(ReplicaStrategy):
     def _choose(self) -> None:
         """Choose, and change, on all ranks after the same step (collective)."""
         with self.timer.waiting():
-            self.share.listen()
-            if problem := next(filter(None, gather(unchangeable(self), "whether replicas can change")), None):
+            self.share.apply_reports()
+            if problem := next(filter(None, gather(self._unchangeable(), "whether replicas can change")), None):
                 self._stay(f"{problem}, so that the replicas cannot change within this fit.")
                 return
             if self._cluster(MEMORY, MEMORY) is None:
@@ -188,7 +137,7 @@ class AutoStrategy(ReplicaStrategy):
             assert measured is not None
             step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
             algorithm = self.algorithm
-            wish = Wish(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
+            wish = AutoLimits(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
             self.choice = choose(measured, step, wish)
             if self.choice.prediction is None:
                 self._stay(self.choice.why)
@@ -196,7 +145,7 @@ class AutoStrategy(ReplicaStrategy):
             self._next = 0
             self._take(self.choice.prediction.name, self.choice.prediction.options)
             rank_zero_info(f"hetero_auto goes on as {self.choice.prediction.strategy}. {self.choice.why}")
-            divide(self)
+            self._divide()
 
     def _stay(self, why: str) -> None:
         self._next, self.stays = 0, True
@@ -209,12 +158,12 @@ class AutoStrategy(ReplicaStrategy):
         assert self.job is not None
         return [list(ranks) for ranks in self.job.view.topology.nodes]
 
-    def _measured(self, pairs: list[tuple[int, int]], size: float) -> Way:
+    def _measured(self, pairs: list[tuple[int, int]], size: float) -> LinkModel:
         """The slowest of some links for a message of ``size`` bytes (collective)."""
         some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
-        return cluster.slowest(cluster.measure(some), size) or MEMORY
+        return cluster.slowest(cluster.measure_links(some), size) or MEMORY
 
-    def _cluster(self, within: Way, between: Way) -> Cluster | None:
+    def _cluster(self, within: LinkModel, between: LinkModel) -> Cluster | None:
         """What has been measured, the same on all ranks; ``None``: not yet, or it is not known how large steps are."""
         planner, reports = self.share.planner, self.share.reports
         if planner.learns or not planner.total or len(reports) != planner.world:
@@ -234,6 +183,48 @@ class AutoStrategy(ReplicaStrategy):
     def _batches(self) -> int:
         """Of an optimizer step."""
         return self.trainer.accumulate_grad_batches
+
+    def _divided(self) -> View:
+        """The view of the same ranks, with the replicas that the chosen strategy asks for now."""
+        assert self.job is not None
+        view = self.job.view
+        members = tuple(ReplicaMember(id, ranks) for id, ranks in enumerate(self.replicas(view.topology)))
+        return replace(view, number=view.number + 1, replicas=members, ranks_leave=len(members) == 1)
+
+    def _unchangeable(self) -> str | None:
+        """Why the replicas of this fit cannot be divided, in words; ``None`` if they can."""
+        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
+            return "SyncBatchNorm takes its statistics over all ranks"
+        if (hook := lightning_compat.comm_hook(self)) is not None and not getattr(hook[1], "__module__", "").startswith(
+            "torch."
+        ):
+            return "ddp_comm_hook may average over all ranks"
+        if (problem := beyond(module, self.optimizers, self._divided().replica.ranks)) is not None:
+            return str(problem).partition(",")[0]
+        if names := [type(callback).__name__ for callback in callbacks if averages_weights(callback)]:
+            return f"{names[0]} has begun to average the weights of one replica"
+        if two_points(self.optimizers) is not None:
+            return "the optimizer keeps an average of the weights of one replica (it has `train()` and `eval()`)"
+        if any(not isinstance(source, ShareSampler) for source in self.share.loaders.sources()):
+            return "the training data is no map-style dataset that this package splits"
+        return None
+
+    def _divide(self) -> None:
+        """Let the replicas that the chosen strategy asks for now go on from the weights that all hold (collective).
+
+        Between two windows, in which all ranks hold equal weights.
+        """
+        assert self.job is not None
+        share, former = self.share, self.job
+        share.apply_reports()  # leave nothing in flight
+        start = max(gather(share.loaders.next_step(), "the next batch to draw"))
+        job = Job(self._divided(), former.timeout, former.within)
+        kept = tuple(range(former.view.world))
+        self.rebuild(job, Repartition(kept, start, share.reports_applied))
+        share_values(self.trainer.lightning_module)  # unlike devices round differently, and buffers are each rank's own
+        self.begin_apart()
+        self.continue_in_view()
 
     # -- what is kept ------------------------------------------------------------------------------
 
@@ -261,12 +252,12 @@ class AutoStrategy(ReplicaStrategy):
             self._take(decision["strategy"], {**decision["options"], "replica": decision["replica"]})
 
     @override
-    def _identity(self) -> Identity:
+    def _identity(self) -> CheckpointIdentity:
         own = super()._identity()
         return own if self.chosen is None else own._replace(algorithm=type(self.chosen).saved_as)
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if (decision := self._decision()) is not None:
             checkpoint.setdefault(KEY, {"format": FORMAT})["choice"] = decision
@@ -283,8 +274,8 @@ class AutoStrategy(ReplicaStrategy):
             fits = trainer.state.fn == TrainerFn.FITTING
         if choice is not None and fits and self.chosen is None and self.job is not None:
             self._recall(choice)
-            self.build(Job(divided(self), self.job.timeout, self.job.within))
-            self._rank_state.read(checkpoint, self)  # the loaders are new ones
+            self.build(Job(self._divided(), self.job.timeout, self.job.within))
+            self._rank_state.read(checkpoint)  # the loaders are new ones
             rank_zero_info(f"hetero_auto goes on as {choice['strategy']}, as chosen before the checkpoint was saved.")
         return checkpoint
 

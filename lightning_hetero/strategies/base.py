@@ -1,6 +1,6 @@
-"""The Lightning face of every strategy: overrides only. One training step reads from top to bottom."""
+"""The Lightning face of every strategy: one training step that reads from top to bottom, and other overrides."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,170 +14,38 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from typing_extensions import override
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.algorithms.engine import Engine, SingleReplica
-from lightning_hetero.batching.accounting import Workshare
-from lightning_hetero.batching.planner import Regrouping
-from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.checkpoint.format import readable, warn_of_replicas
+from lightning_hetero.checkpoint.format import explain_unreadable, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
-from lightning_hetero.comm import failures, waits
-from lightning_hetero.comm.collectives import Collectives
+from lightning_hetero.comm import failures, threads, waits
+from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.comm.job import Job, tell_failure
+from lightning_hetero.comm.job import announce_failure
+from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import DisagreementError
-from lightning_hetero.replicas.drift import SameParameters
-from lightning_hetero.strategies import fit, join, saving
-from lightning_hetero.strategies.default_groups import LentGroups
-from lightning_hetero.strategies.guards import check_beyond, check_setup, running, served
+from lightning_hetero.errors import DisagreementError, UnsupportedError
+from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
+from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
+from lightning_hetero.strategies import capacity, saving
+from lightning_hetero.strategies.default_groups import beyond
+from lightning_hetero.strategies.guards import check_model, check_trainer
+from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
 from lightning_hetero.strategies.position import describe, tell_while_waiting
-from lightning_hetero.strategies.recovery import GoingOn
-from lightning_hetero.strategies.recovery_policy import Survival
-from lightning_hetero.strategies.replica_ddp import share_buffers, take_unfrozen_in
-from lightning_hetero.strategies.signals import StopRequest, handle_sigterm
-from lightning_hetero.strategies.training_step import (
-    TrainingStep,
-    apply,
-    evaluation_step,
-    explain_unused,
-    values_shared,
-)
+from lightning_hetero.strategies.recovery import PeerRecovery
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP, share_buffers
+from lightning_hetero.strategies.signals import StopRequest, end_at_once
+from lightning_hetero.strategies.training_step import EvaluationStep, apply, explain_unused, values_shared
 
 _PATIENCE = 5.0  # seconds
 
 
-def begin(strategy: "HeteroStrategy") -> None:
-    """A batch is on its way to the device."""
-    strategy.survival.again(lambda: strategy.step.begin(strategy.trainer))
-
-
-def forward(strategy: "HeteroStrategy", run: Callable[[], Any], batch: Any) -> Any:
-    """Run the module's ``training_step``. With manual optimization that is all of a step.
-
-    Args:
-        strategy: in a fit.
-        run: runs it.
-        batch: its first argument.
-    """
-    strategy.survival.again(lambda: strategy.engine.before_window())
-    take_unfrozen_in(strategy)
-
-    def step() -> Any:
-        with strategy.step.forward(strategy.trainer, batch):
-            return run()
-
-    output = strategy.survival.step(step, left_out=lambda: None)
-    if not strategy.trainer.lightning_module.automatic_optimization:
-        if strategy.step.passes == 0:
-            strategy.survival.again(lambda: _none_ran_backward(strategy))
-        window_ended(strategy)
-    return output
-
-
-def _none_ran_backward(strategy: "HeteroStrategy") -> None:
-    """See that no rank of the replica has run a backward pass on this batch, as this one has not.
-
-    Raises:
-        DisagreementError: others have, it seems. They wait for this rank's gradients.
-    """
-    assert strategy.job is not None
-    with strategy.timer.waiting():
-        silent = strategy.job.others_skip(strategy.share.step, _PATIENCE, strategy.options.limit.total_seconds())
-    if silent:
-        others = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-        raise DisagreementError(
-            f"rank {strategy.global_rank} ran no backward pass in `training_step` at {describe(strategy.trainer)}, and "
-            f"{others} of its replica did: with gradients to average they wait for this rank, and would get those of "
-            "its next batch. With manual optimization all ranks must run the same number of backward passes on a "
-            "batch. Where a rank has nothing to learn from its part, let it run "
-            "`self.manual_backward(0.0 * loss)` instead of returning early."
-        )
-
-
-def backward(
-    strategy: "HeteroStrategy",
-    loss: Tensor,
-    optimizer: Optimizer | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Tensor:
-    """Run a backward pass of the loss, weighed by this rank's samples.
-
-    Args:
-        strategy: in a fit.
-        loss: the mean over this rank's samples.
-        optimizer: that is to step, where Lightning knows it.
-        args: of the user's ``manual_backward``.
-        kwargs: of the user's ``manual_backward``.
-    """
-    trainer, module, precision = strategy.trainer, strategy.trainer.lightning_module, strategy.precision_plugin
-    loss = strategy.step.weigh(loss, trainer.accumulate_grad_batches)
-    strategy.pre_backward(loss)
-    loss = precision.pre_backward(loss, module)
-    with strategy.step.backward(trainer, loss, strategy.optimizers):
-        precision.backward(loss, module, optimizer, *args, **kwargs)
-    loss = precision.post_backward(loss, module)
-    strategy.post_backward(loss)
-    if module.automatic_optimization and lightning_compat.accumulates(trainer):
-        strategy.step.batch_ended(trainer)
-    return loss
-
-
-def optimize(
-    strategy: "HeteroStrategy", optimizer: Optimizer, closure: Callable[[], Any], stepping: Callable[[Callable], Any]
-) -> Any:
-    """Let an optimizer step. With automatic optimization that makes the gradients first, and ends a window.
-
-    Args:
-        strategy: in a fit.
-        optimizer: that is to step.
-        closure: makes the gradients.
-        stepping: lets it step, given the closure.
-    """
-
-    def step() -> Any:
-        with strategy.step.hooks():
-            return strategy.step.optimize(strategy.trainer, optimizer, closure, stepping)
-
-    output = strategy.survival.step(step, left_out=lambda: lightning_compat.leave_out(closure))
-    if strategy.trainer.lightning_module.automatic_optimization:
-        window_ended(strategy)  # before schedulers and callbacks
-    return output
-
-
-def window_ended(strategy: "HeteroStrategy") -> None:
-    """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
-    strategy.survival.again(lambda: strategy.step.batch_ended(strategy.trainer, window=True))
-    strategy.step.window_ended()
-    if (same := strategy.parts.same) is not None:
-        _compare(strategy, same)
-    apply(strategy.survival.exchange(lambda: strategy.engine.exchange()), type(strategy).__name__)
-    strategy.survival.again(lambda: strategy.engine.met())
-
-
-def _compare(strategy: "HeteroStrategy", same: SameParameters) -> None:
-    """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
-    begun = False
-
-    def once() -> None:  # after a loss not again: others may have completed it
-        nonlocal begun
-        if not begun:
-            begun = True
-            with strategy.timer.waiting():
-                same.stepped(strategy.trainer.lightning_module, lambda: describe(strategy.trainer))
-
-    strategy.survival.again(once)
-
-
 @with_shared_options
-class HeteroStrategy(DDPStrategy):
+class HeteroStrategy(JobStrategy):
     """Base of the strategies: splits batches by speed, and weighs gradients by samples within a replica.
 
     Arguments by position, and options that are not listed here, are those of Lightning's ``DDPStrategy``, such as
@@ -199,41 +67,14 @@ class HeteroStrategy(DDPStrategy):
 
     def __init__(self, accelerator: Accelerator | None = None, *args: Any, **kwargs: Any) -> None:
         check_accelerator(accelerator)
-        self.options, kwargs = Options.taken_from(kwargs, type(self))
-        super().__init__(accelerator, *args, **kwargs)
-        self.timer = StepTimer(torch.device("cpu"))
-        self.collectives = Collectives(self.timer, partial(fit.alone, self), partial(fit.loss_counts, self))
-        self._rank_state, self._shards = saving.RankState(self.options), Shards()
-        self.lent = LentGroups()
-        self.survival = GoingOn(self) if self.options.on_peer_loss == "continue" else Survival()
+        options, kwargs = Options.taken_from(kwargs, type(self))
+        super().__init__(options, accelerator, *args, **kwargs)
+        self._evaluation = EvaluationStep(self.collectives)
+        self._rank_state, self._shards = saving.RankState(self), Shards()
+        if self.survives:
+            self.survival = PeerRecovery(self)
 
-    job: Job | None = None  # once this process has joined
-    entry: join.Entry | None = None  # if it joins a job that runs, until training starts
-    share: Workshare
-    engine: Engine
-    step: TrainingStep
-    parts: fit.Parts
-    stop_request: StopRequest | None = None  # of the latest fit
-    evaluated: float | None = 0.0  # samples of this rank in the running evaluation; None if they are unknown
-    monitored: MonitoredMetrics | None = None  # of the latest run
-
-    #: What a strategy has of its job, or of a fit. A copy has yet to join.
-    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request", "monitored")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: options, and what the Trainer has set, but no connections."""
-        state = {name: value for name, value in super().__getstate__().items() if name not in self.of_the_job}
-        if isinstance(self.model, DistributedDataParallel):
-            state["_model"] = self.model.module
-        return state
-
-    def algorithm_options(self) -> dict[str, Any]:
-        """Options beyond those that all strategies share, by name; they must be the same on every rank."""
-        return {"on_nan": self.options.on_nan}
-
-    def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
-        return (tuple(range(topology.world)),)
+    # -- the job -----------------------------------------------------------------------------------
 
     @property
     def cluster(self) -> Topology | None:
@@ -251,35 +92,35 @@ class HeteroStrategy(DDPStrategy):
         return None if self.job is None else self.job.data_group()
 
     @override
-    def set_world_ranks(self) -> None:
-        self.parallel_devices = fit.devices(self)
-        super().set_world_ranks()
-
-    @override
     def _configure_launcher(self) -> None:
-        self._launcher = fit.launcher(self)
+        if self.options.start_method != "popen":
+            self._launcher = ReturningLauncher(self, self.options.start_method)
+            return
+        growth = self.survival.growth
+        self._launcher = ObservedLauncher(
+            cluster_environment=RaggedEnvironment(self.environment),
+            num_processes=self.num_processes,
+            num_nodes=self.num_nodes,
+            survive=self.survives,
+            around=None if growth is None else growth.until_done,
+        )
 
     @override
     def setup_distributed(self) -> None:
         reset_seed()
         self.set_world_ranks()
-        fit.connect(self)
+        if self.entry is None:
+            check_process_group(failures.watched(), self.survives)
+            if self.job is None and (growth := self.survival.growth) is not None:
+                growth.enter_running_job()
+            trainer = lightning_compat.trainer_of(self.lightning_module)
+            if self.survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+                threads.freeze_gc()  # before others wait for this rank
+        self.join_world()
         if self.job is None:
-            self.build(fit.join_job(self))
-
-    def build(self, job: Job, regrouping: Regrouping | None = None) -> fit.Parts | None:
-        """Make what depends on who takes part, by the job's view (collective); returns what was there before.
-
-        In the midst of a fit ``regrouping`` says which of the former ranks remain.
-        """
-        former = None if self.job is None else self.parts
-        parts = fit.make_parts(self, job, former, regrouping)
-        self.job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
-        return former
-
-    def make_engine(self, job: Job, share: Workshare) -> Engine:
-        """What happens between replicas."""
-        return SingleReplica(self.options.rebalance_every_n_steps)
+            if (growth := self.survival.growth) is not None:
+                growth.resume()
+            self.build(self.join_job())
 
     # -- model -------------------------------------------------------------------------------------
 
@@ -287,29 +128,62 @@ class HeteroStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         lightning_compat.keep_batch_samplers(trainer)
         tell_while_waiting(trainer)
-        check_setup(self, trainer, self._layer_sync)
+        self._check_setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             failures.begin_fit()
             self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync, self.lent)
-        self.stop_request = handle_sigterm(self, trainer)
+        self.stop_request = self._handle_sigterm(trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
             super().setup(trainer)
-        join.share_rest(self)
+        if (growth := self.survival.growth) is not None:
+            growth.share_rest()
         if trainer.state.fn == TrainerFn.FITTING:
-            check_beyond(self)
+            self._check_groups()
         self.monitored = MonitoredMetrics(trainer, self.collectives, self.monitored)
         self.parts.loaders.begin(trainer)
 
-    @override
-    def configure_ddp(self) -> None:
-        self.model = self.parts.wrapped(self)
+    def _check_setup(self, trainer: pl.Trainer) -> None:
+        """Refuse a Trainer and a model that would hang or be wrong (collective).
+
+        Raises:
+            UnsupportedError: a setting of this rank's.
+            DisagreementError: another rank's, or one that differs between ranks.
+        """
+        assert self.job is not None
+        check_trainer(trainer, self._layer_sync, self.root_device, self.job.view)
+        if trainer.state.fn == TrainerFn.FITTING and self.options.max_batch_size == "auto":
+            raise_on_all(capacity.problem(self.options, trainer), "the search for the largest batches")
+        check_model(trainer.lightning_module)
+
+    def _check_groups(self) -> None:
+        """Refuse parts of a model, and optimizers, that go over the ranks of several replicas (collective).
+
+        Raises:
+            UnsupportedError: names what goes too far.
+            DisagreementError: something of another rank's.
+        """
+        assert self.job is not None
+        assert self.lightning_module is not None
+        if (view := self.job.view).count > 1:
+            problem = beyond(self.lightning_module, self.optimizers, view.replica.ranks)
+            raise_on_all(problem, "the model and its optimizers")
+
+    def _handle_sigterm(self, trainer: pl.Trainer) -> StopRequest | None:
+        """What SIGTERM does in the run that is set up: in a fit it is a request to stop (collective)."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            end_at_once(trainer)
+            return None
+        assert self.job is not None
+        store = self.job.store(f"stop/{self.broadcast(next(StopRequest.fits))}")
+        return StopRequest(trainer, store, self.options.limit.total_seconds(), self._save_and_stop, self.survival)
+
+    def _save_and_stop(self) -> None:
+        """All ranks have been asked to stop: save, and let no rank count as lost that ends now (collective)."""
+        saving.save_to_resume(self.trainer)
+        self.share.apply_reports()  # leave nothing in flight
+        self.survival.end()
 
     # -- data --------------------------------------------------------------------------------------
-
-    @property
-    def trainer(self) -> pl.Trainer:
-        """The Trainer that this strategy serves."""
-        return served(self)
 
     @property
     @override
@@ -318,7 +192,12 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        trainer = running(self)
+        trainer = lightning_compat.trainer_of(self.lightning_module)
+        if self.job is None or trainer is None or trainer.state.stage is None:
+            raise UnsupportedError(
+                "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
+                "follow from where a run stands, and all ranks set it up together: pass it to one of these."
+            )
         return self.parts.loaders.process(dataloader, trainer)
 
     # -- a step ------------------------------------------------------------------------------------
@@ -326,33 +205,123 @@ class HeteroStrategy(DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None:
-            begin(self)
+            self.survival.again(lambda: self.step.begin(self.trainer))
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, partial(super().training_step, *args, **kwargs), args[0] if args else None)
+        """Run the module's ``training_step``. With manual optimization that is all of a step."""
+        self.survival.again(lambda: self.engine.before_window())
+        if isinstance(self.model, ReplicaDDP) and self.model.outgrown():
+            self.wrap_anew()
+        run, batch = partial(super().training_step, *args, **kwargs), args[0] if args else None
+
+        def step() -> Any:
+            with self.step.forward(self.trainer, batch):
+                return run()
+
+        output = self.survival.step(step, left_out=lambda: None)
+        if not self.trainer.lightning_module.automatic_optimization:
+            if self.step.passes == 0:
+                self.survival.again(self._none_ran_backward)
+            self._window_ended()
+        return output
+
+    def _none_ran_backward(self) -> None:
+        """See that no rank of the replica has run a backward pass on this batch, as this one has not.
+
+        Raises:
+            DisagreementError: others have, it seems. They wait for this rank's gradients.
+        """
+        assert self.job is not None
+        with self.timer.waiting():
+            silent = self.job.others_skip(self.share.step, _PATIENCE, self.options.limit.total_seconds())
+        if silent:
+            others = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+            raise DisagreementError(
+                f"rank {self.global_rank} ran no backward pass in `training_step` at {describe(self.trainer)}, and "
+                f"{others} of its replica did: with gradients to average they wait for this rank, and would get those "
+                "of its next batch. With manual optimization all ranks must run the same number of backward passes on "
+                "a batch. Where a rank has nothing to learn from its part, let it run "
+                "`self.manual_backward(0.0 * loss)` instead of returning early."
+            )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return backward(self, closure_loss, optimizer, args, kwargs)
+        """Run a backward pass of the loss, weighed by this rank's samples."""
+        trainer, module, precision = self.trainer, self.trainer.lightning_module, self.precision_plugin
+        loss = self.step.weigh(closure_loss, trainer.accumulate_grad_batches)
+        self.pre_backward(loss)
+        loss = precision.pre_backward(loss, module)
+        with self.step.backward(trainer, loss, self.optimizers):
+            precision.backward(loss, module, optimizer, *args, **kwargs)
+        loss = precision.post_backward(loss, module)
+        self.post_backward(loss)
+        if module.automatic_optimization and lightning_compat.accumulates(trainer):
+            self.step.batch_ended(trainer)
+        return loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Let an optimizer step. With automatic optimization that makes the gradients first, and ends a window."""
         stepping = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        return optimize(self, optimizer, closure, stepping)
+
+        def step() -> Any:
+            with self.step.hooks():
+                return self.step.optimize(self.trainer, optimizer, closure, stepping)
+
+        output = self.survival.step(step, left_out=lambda: lightning_compat.mark_executed(closure))
+        if self.trainer.lightning_module.automatic_optimization:
+            self._window_ended()  # before schedulers and callbacks
+        return output
+
+    def _window_ended(self) -> None:
+        """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
+        self.survival.again(lambda: self.step.batch_ended(self.trainer, window=True))
+        self.step.window_ended()
+        self._compare_parameters()
+        apply(self.survival.exchange(lambda: self.engine.exchange()), type(self).__name__)
+        self.survival.again(lambda: self.engine.exchange_completed())
+
+    def _compare_parameters(self) -> None:
+        """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
+        if (same := self.parts.same) is None:
+            return
+        begun = False
+
+        def once() -> None:  # after a loss not again: others may have completed it
+            nonlocal begun
+            if not begun:
+                begun = True
+                with self.timer.waiting():
+                    same.stepped(self.trainer.lightning_module, lambda: describe(self.trainer))
+
+        self.survival.again(once)
 
     # -- evaluation --------------------------------------------------------------------------------
 
-    validation_step = evaluation_step("validation_step", "val_step_context")
-    test_step = evaluation_step("test_step", "test_step_context")
-    predict_step = evaluation_step("predict_step", "predict_step_context")
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        step, context = self.trainer.lightning_module.validation_step, self.precision_plugin.val_step_context()
+        return self._evaluation.run(self.trainer, step, context, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        step, context = self.trainer.lightning_module.test_step, self.precision_plugin.test_step_context()
+        return self._evaluation.run(self.trainer, step, context, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        step, context = self.trainer.lightning_module.predict_step, self.precision_plugin.predict_step_context()
+        return self._evaluation.run(self.trainer, step, context, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
         collective("share buffers", lambda: share_buffers(self.model))  # as DDP would
-        self.engine.hold(collective("find the consensus", lambda: self.engine.look(self.trainer.sanity_checking)))
+        self.engine.hold(
+            collective("find the consensus", lambda: self.engine.evaluation_values(self.trainer.sanity_checking))
+        )
 
     @override
     def on_validation_end(self) -> None:
@@ -367,14 +336,14 @@ class HeteroStrategy(DDPStrategy):
         super().on_train_start()
         self.parts.finite.begin(searching=lightning_compat.searches_lr(self.trainer))
         self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off")
-        self._rank_state.begin(self)
+        self._rank_state.begin()
         self.survival.begin()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self.survival.again(lambda: self.step.batch_ended(self.trainer))
-        self.survival.again(lambda: self.share.listen())  # leave nothing in flight
+        self.survival.again(lambda: self.share.apply_reports())  # leave nothing in flight
         if self.stop_request is not None:
             self.stop_request.finish()
         self.survival.end()
@@ -395,8 +364,8 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.survival.end() if fit.stopped(self) else self.survival.failed(exception)
-        tell_failure(exception)
+        self.survival.end() if self.stopped else self.survival.failed(exception)
+        announce_failure(exception)
         lightning_compat.forget_loader_that_failed(lightning_compat.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)
 
@@ -431,14 +400,17 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return saving.copied_for_join(self, super().lightning_module_state_dict())
+        state = super().lightning_module_state_dict()
+        return saving.copied_for_join(self.checkpoint_io, self.lightning_module, state)
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        with self._rank_state.saving(checkpoint, self) as portable:
-            super().save_checkpoint(portable, filepath, storage_options)
-            saving.keep_in_memory(self, checkpoint, filepath)
+        with self._rank_state.saving(checkpoint) as whole:
+            super().save_checkpoint(whole, filepath, storage_options)
+            if saving.others_join(self.checkpoint_io) and not self.is_global_zero:
+                # Kept on each rank: rank 0 may be lost before it sends its own.
+                self.checkpoint_io.save_checkpoint(portable(checkpoint), filepath)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -448,13 +420,13 @@ class HeteroStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with readable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
-            return self._rank_state.read(super().load_checkpoint(checkpoint_path, *args, **kwargs), self)
+        with explain_unreadable(checkpoint_path):  # Lightning passes `weights_only` from 2.6 on
+            return self._rank_state.read(super().load_checkpoint(checkpoint_path, *args, **kwargs))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._rank_state.load(checkpoint, self)
+        self._rank_state.load(checkpoint)
         self._restore_replicas(checkpoint)
 
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -27,21 +27,21 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.batching.preserved import untouched
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.sampler import FixedBatches, ShareSampler
+from lightning_hetero.batching.state_backup import StateBackup
 from lightning_hetero.batching.streams import SharedStreamLoader
+from lightning_hetero.checkpoint import random_states
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.collectives import Trial
-from lightning_hetero.comm.threads import alone
+from lightning_hetero.comm.collectives import Collectives, TrialBatch
+from lightning_hetero.comm.object_collectives import CPU
+from lightning_hetero.comm.threads import without_process_group
 from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError, UnsupportedError
-from lightning_hetero.sections import FORMAT, KEY, part_of
 from lightning_hetero.strategies.options import Options, memory_per_rank
-from lightning_hetero.strategies.replica_ddp import wrap_anew
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.strategies.base import HeteroStrategy
 
 _NAME = "capacity"
 _USED = 0.9  # of the samples that fit, the part that a rank takes: memory gets fragmented, others can be longer
@@ -79,26 +79,35 @@ class Capacity:
         if (kept := part_of(checkpoint).get(_NAME)) is not None:
             self.found, self.basis, self._module = kept["found"], kept["basis"], None
 
-    def begin(self, strategy: "HeteroStrategy") -> None:
+    def begin(self, trainer: "pl.Trainer", share: BatchAccounting, collectives: Collectives) -> bool:
         """Training is about to start: limit the ranks to what fits, and search for it if it is unknown (collective).
+
+        Args:
+            trainer: runs the fit.
+            share: this rank's part of the work.
+            collectives: of the strategy.
+
+        Returns:
+            Whether batches were tried.
 
         Raises:
             UnsupportedError: the data do not allow it, or a trial failed on some rank.
             ShareError: not even the least batch fits on some rank, or all of them together do not make a global batch.
         """
         if self.options.max_batch_size != "auto":
-            return
-        share, module = strategy.share, strategy.trainer.lightning_module
-        loaders = lightning_compat.combined_loader(strategy.trainer)
+            return False
+        module = trainer.lightning_module
+        loaders = lightning_compat.combined_loader(trainer)
         assert loaders is not None
         batches = Batches(loaders)
-        own = [_name_of(strategy.root_device), _memory(strategy)]
-        basis = [*gather(own, "devices and their memory"), batches.total]
-        if not self._known(basis, module):
-            with strategy.timer.waiting(), torch.random.fork_rng(devices=[]):
+        memory = memory_of(self.options, trainer.world_size, trainer.global_rank)
+        basis = [*gather([_name_of(trainer.strategy.root_device), memory], "devices and their memory"), batches.total]
+        searches = not self._known(basis, module)
+        if searches:
+            with share.timer.waiting(), torch.random.fork_rng(devices=[]):
                 batches.draw()
-            self.found, self.basis = _search(strategy, batches, [memory for _, memory in basis[:-1]]), basis
-            wrap_anew(strategy)  # DDP has counted the backward passes
+            search = _Search(trainer, collectives, batches, max(share.planner.least, 1))
+            self.found, self.basis = search.run([memory for _, memory in basis[:-1]]), basis
         self._module = weakref.ref(module)
         assert self.found is not None
         if sum(self.found) < batches.total:
@@ -114,8 +123,9 @@ class Capacity:
                     f"max_batch_size='auto': the shares that you have asked for, {asked} of a batch, do not fit into "
                     f"the memory of all ranks. They are {shares} now. Use a smaller global batch to keep the shares."
                 )
-            _draw_anew(strategy)
-        strategy.timer.restart()
+            _draw_anew(trainer, share)
+        share.timer.restart()
+        return searches
 
     def _known(self, basis: list[Any], module: Any) -> bool:
         """Whether what was found holds here; the same on all ranks."""
@@ -131,16 +141,16 @@ class Capacity:
         return False
 
 
-def problem(strategy: "HeteroStrategy", trainer: "pl.Trainer") -> HeteroError | None:
+def problem(options: Options, trainer: "pl.Trainer") -> HeteroError | None:
     """Why this rank cannot search for its largest batch, if it cannot."""
-    device = strategy.root_device
+    device = trainer.strategy.root_device
     try:
-        memory = _memory(strategy)
+        memory = memory_of(options, trainer.world_size, trainer.global_rank)
     except HeteroError as error:
         return error
     if memory is None and device.type != "cuda":
         return ConfigurationError(
-            f"max_batch_size='auto' on {device.type} (rank {strategy.global_rank}) needs a limit: a device that is no "
+            f"max_batch_size='auto' on {device.type} (rank {trainer.global_rank}) needs a limit: a device that is no "
             "CUDA device does not say when its memory is full, so the machine would swap, or end the job. Give "
             "max_batch_memory, such as '8GiB', or a list with one amount per rank."
         )
@@ -152,11 +162,9 @@ def problem(strategy: "HeteroStrategy", trainer: "pl.Trainer") -> HeteroError | 
     return None
 
 
-def _memory(strategy: "HeteroStrategy") -> int | None:
-    """Bytes that a step may take on this rank, if they are limited."""
-    assert strategy.job is not None
-    view = strategy.job.view
-    return memory_per_rank(strategy.options.max_batch_memory, view.world)[view.rank]
+def memory_of(options: Options, world: int, rank: int) -> int | None:
+    """Bytes that a step may take on a rank, if they are limited."""
+    return memory_per_rank(options.max_batch_memory, world)[rank]
 
 
 def _name_of(device: torch.device) -> str:
@@ -170,36 +178,92 @@ def _name_of(device: torch.device) -> str:
 # -- the search ------------------------------------------------------------------------------------
 
 
-def _search(strategy: "HeteroStrategy", batches: "Batches", memory: list[int | None]) -> list[int]:
-    """The most samples of each rank (collective)."""
-    least = max(strategy.share.planner.least, 1)
-    error: Exception | None = None
-    own: tuple[int, str | None]  # samples of the largest batch that fits, or the error of a trial
-    try:
-        own = _fitting(strategy, batches, memory[strategy.global_rank], least), None
-    except Exception as failure:
-        error, own = failure, (0, f"{type(failure).__name__}: {str(failure).rstrip('.')}")
-    everyone = gather(own, "the batch sizes that fit")
-    for rank, (_, failed) in enumerate(everyone):
-        if failed is not None:
-            raise UnsupportedError(
-                f"max_batch_size='auto': rank {rank} could not try a batch: {failed}. A trial runs training_step and "
-                "the backward pass on one rank alone, without hooks. Correct the error, or give max_batch_size as "
-                "numbers."
-            ) from error
-    fitting = [samples for samples, _ in everyone]
-    if small := [rank for rank, samples in enumerate(fitting) if samples == 0]:
-        raise ShareError(
-            f"max_batch_size='auto': not even a batch of {least} fits into the memory of rank(s) {small}. (Given as "
-            f"max_batch_memory: {memory} bytes.) Take a smaller model, leave these ranks out, or raise "
-            "max_batch_memory if the devices have more."
+@dataclass
+class _Search:
+    """The search for the largest batch of each rank.
+
+    Attributes:
+        trainer: runs the fit.
+        collectives: of the strategy.
+        batches: makes batches to try.
+        least: samples that a rank takes at least.
+    """
+
+    trainer: "pl.Trainer"
+    collectives: Collectives
+    batches: "Batches"
+    least: int
+
+    def run(self, memory: list[int | None]) -> list[int]:
+        """The most samples of each rank (collective).
+
+        Args:
+            memory: bytes that a step may take on each rank; ``None``: what the device has.
+
+        Raises:
+            UnsupportedError: a trial failed on some rank.
+            ShareError: not even the least batch fits on some rank.
+        """
+        batches, least = self.batches, self.least
+        error: Exception | None = None
+        own: tuple[int, str | None]  # samples of the largest batch that fits, or the error of a trial
+        try:
+            own = self._fitting(memory[self.trainer.global_rank]), None
+        except Exception as failure:
+            error, own = failure, (0, f"{type(failure).__name__}: {str(failure).rstrip('.')}")
+        everyone = gather(own, "the batch sizes that fit")
+        for rank, (_, failed) in enumerate(everyone):
+            if failed is not None:
+                raise UnsupportedError(
+                    f"max_batch_size='auto': rank {rank} could not try a batch: {failed}. A trial runs training_step "
+                    "and the backward pass on one rank alone, without hooks. Correct the error, or give max_batch_size "
+                    "as numbers."
+                ) from error
+        fitting = [samples for samples, _ in everyone]
+        if small := [rank for rank, samples in enumerate(fitting) if samples == 0]:
+            raise ShareError(
+                f"max_batch_size='auto': not even a batch of {least} fits into the memory of rank(s) {small}. (Given "
+                f"as max_batch_memory: {memory} bytes.) Take a smaller model, leave these ranks out, or raise "
+                "max_batch_memory if the devices have more."
+            )
+        found = [usable(samples, least, batches.total) for samples in fitting]
+        rank_zero_info(
+            f"max_batch_size='auto': of a global batch of {batches.total} samples {fitting} fit on the ranks; they "
+            f"take at most {found}."
         )
-    found = [usable(samples, least, batches.total) for samples in fitting]
-    rank_zero_info(
-        f"max_batch_size='auto': of a global batch of {batches.total} samples {fitting} fit on the ranks; they take at "
-        f"most {found}."
-    )
-    return found
+        return found
+
+    def _fitting(self, memory: int | None) -> int:
+        """Samples of the largest batch that fits on this rank; nothing is logged meanwhile."""
+        trainer, batches, unit = self.trainer, self.batches, self.batches.unit
+        module, loggers = trainer.lightning_module, trainer.loggers
+        trials = Trials(module, trainer.strategy.optimizers, trainer.strategy.root_device, memory)
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            with trials.begun():
+                vars(module).update(log=_log_nothing, log_dict=_log_nothing)  # undone with the trial
+                units = largest(
+                    lambda units: trials.fits(partial(self._step, units * unit)),
+                    -(-self.least // unit),
+                    batches.total // unit,
+                )
+        finally:
+            trainer.loggers = loggers
+        return units * unit
+
+    def _step(self, samples: int) -> None:
+        """The forward and backward pass of a batch, as a step of the fit runs them, but without the other ranks."""
+        trainer, strategy, batches = self.trainer, self.trainer.strategy, self.batches
+        module, precision = trainer.lightning_module, strategy.precision_plugin
+        batch = lightning_compat.before_transfer(module, precision.convert_input(batches.of(samples)))
+        batch = Strategy.batch_to_device(strategy, batch, strategy.root_device)
+        trial = TrialBatch(batches.sizes(samples), trainer.world_size)
+        with self.collectives.trying(trial), precision.train_step_context():
+            output = module.training_step(*lightning_compat.step_arguments(trainer, batch))
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor):
+            with self.collectives.trying(trial):
+                module.backward(loss)
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
@@ -236,46 +300,13 @@ def usable(fitting: int, least: int, most: int) -> int:
     return most if fitting >= most else max(least, int(_USED * fitting))
 
 
-def _fitting(strategy: "HeteroStrategy", batches: "Batches", memory: int | None, least: int) -> int:
-    """Samples of the largest batch that fits on this rank; nothing is logged meanwhile."""
-    trainer, unit = strategy.trainer, batches.unit
-    module, loggers = trainer.lightning_module, trainer.loggers
-    trials = Trials(module, strategy.optimizers, strategy.root_device, memory)
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        with trials.begun():
-            vars(module).update(log=_log_nothing, log_dict=_log_nothing)  # they go again with all that trials change
-            units = largest(
-                lambda units: trials.fits(partial(_step, strategy, batches, units * unit)),
-                -(-least // unit),
-                batches.total // unit,
-            )
-    finally:
-        trainer.loggers = loggers
-    return units * unit
-
-
 def _log_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _step(strategy: "HeteroStrategy", batches: "Batches", samples: int) -> None:
-    """The forward and backward pass of a batch, as a step of the fit runs them, but without the other ranks."""
-    trainer, module, precision = strategy.trainer, strategy.trainer.lightning_module, strategy.precision_plugin
-    batch = lightning_compat.before_transfer(module, precision.convert_input(batches.of(samples)))
-    batch = DDPStrategy.batch_to_device(strategy, batch, strategy.root_device)
-    trial = Trial(batches.sizes(samples), strategy.world_size)
-    with strategy.collectives.trying(trial), precision.train_step_context():
-        output = module.training_step(*lightning_compat.step_arguments(trainer, batch))
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, Tensor):
-        with strategy.collectives.trying(trial):
-            module.backward(loss)
-
-
-def _draw_anew(strategy: "HeteroStrategy") -> None:
+def _draw_anew(trainer: "pl.Trainer", share: BatchAccounting) -> None:
     """Let batches be drawn again, of the new sizes, that workers have prefetched."""
-    loaders, combined = strategy.share.loaders, lightning_compat.combined_loader(strategy.trainer)
+    loaders, combined = share.loaders, lightning_compat.combined_loader(trainer)
     sources = loaders.sources()
     assert combined is not None
     begun = [getattr(getattr(source, "batch_sampler", source), "begun", None) for source in sources]
@@ -283,15 +314,36 @@ def _draw_anew(strategy: "HeteroStrategy") -> None:
         return
     with ExitStack() as stack:
         for source in reversed(sources):
-            stack.enter_context(loaders.moments[source].again())  # type: ignore[attr-defined]
+            stack.enter_context(loaders.moments[source].replay())  # type: ignore[attr-defined]
         for loader in combined.flattened:
             reader = getattr(loader, "loader", loader)
             if getattr(reader, "persistent_workers", False):  # they have drawn random numbers for their batches
                 object.__setattr__(reader, "_iterator", None)
-        lightning_compat.fetch_anew(strategy.trainer)
+        lightning_compat.fetch_anew(trainer)
 
 
 # -- trials ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def preserve_state(*things: Any, device: torch.device = CPU) -> Iterator[None]:
+    """What happens in this block leaves modules, optimizers and random states as they are.
+
+    See :class:`~lightning_hetero.batching.state_backup.StateBackup` for what that covers.
+
+    Args:
+        *things: modules and optimizers.
+        device: on which this rank computes.
+    """
+    numbers = random_states.current(device)
+    kept = StateBackup()
+    for thing in things:
+        kept.keep(thing)
+    try:
+        yield
+    finally:
+        kept.restore()
+        random_states.restore(numbers, device)
 
 
 class Trials:
@@ -319,7 +371,11 @@ class Trials:
     def begun(self) -> Iterator[None]:
         """Try batches in this block. After it, all is as it was before."""
         try:
-            with untouched(self._module, *self._optimizers, device=self._device), alone(), torch.enable_grad():
+            with (
+                preserve_state(self._module, *self._optimizers, device=self._device),
+                without_process_group(),
+                torch.enable_grad(),
+            ):
                 self._ready = not self._runs_out(self._fill)
                 yield
         finally:

@@ -1,4 +1,4 @@
-"""Lets what goes over all ranks by default go over this rank's replica, or refuses it.
+"""Collectives that go over all ranks by default: replaced by the replica's group, or refused.
 
 In PyTorch the default of a process group is ``dist.group.WORLD``. Where replicas train apart, that would average what
 is to differ between them. This is the table:
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import waits
-from lightning_hetero.comm.waits import is_world, noticing
+from lightning_hetero.comm.waits import is_world, observe_collectives
 from lightning_hetero.errors import HeteroError, UnsupportedError
 
 #: What follows where a loss is normalised over several ranks by the user.
@@ -40,7 +40,7 @@ _SUMS = ("all_reduce", "reduce")
 _NOBODY: Any = dist.GroupMember.NON_GROUP_MEMBER
 
 
-class LentGroups:
+class GroupOverrides:
     """Puts the replica's group where the default was, and the default back at the end of a fit."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def register_hook(
     state: Any,
     hook: Callable[..., Any],
     group: dist.ProcessGroup,
-    lent: LentGroups,
+    lent: GroupOverrides,
     several: bool,
 ) -> None:
     """Give DDP a user's communication hook, which may not go over all ranks where there are several replicas.
@@ -114,7 +114,7 @@ def register_hook(
 
     @wraps(hook)
     def within(state: Any, bucket: dist.GradBucket) -> Any:
-        with noticing(refuse):
+        with observe_collectives(refuse):
             return hook(state, bucket)
 
     ddp.register_comm_hook(state, within if several else hook)
@@ -149,7 +149,7 @@ def _holders(module: torch.nn.Module, optimizers: Sequence[Any]) -> Iterator[tup
             yield f"{type(part).__name__} ({name})", part
 
 
-class Noticed:
+class CollectiveObserver:
     """Takes the collectives that a training step calls for waiting, and warns of those that may make a loss wrong.
 
     Args:
@@ -166,15 +166,15 @@ class Noticed:
 
     def forward(self) -> AbstractContextManager[None]:
         """A block in which a training step runs."""
-        return noticing(self._in_forward)
+        return observe_collectives(self._in_forward)
 
     def backward(self) -> AbstractContextManager[None]:
         """A block in which a backward pass runs."""
-        return noticing(self._notice)
+        return observe_collectives(self._notice)
 
     def hooks(self) -> AbstractContextManager[None]:
         """A block in which the hooks around a backward pass and an optimizer's step run."""
-        return noticing(self._in_hooks)
+        return observe_collectives(self._in_hooks)
 
     def _in_hooks(self, name: str, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
         return nullcontext() if waits.here()[0] else self._notice(name, group, "a hook of the training step")

@@ -1,7 +1,7 @@
-"""What is refused before training starts, and why; on every rank."""
+"""Checks before training starts: Trainer, model and fit that would hang or be wrong are refused on every rank."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,108 +18,31 @@ from lightning_hetero.batching.sampler import ShareSampler
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
-from lightning_hetero.lightning_compat import saves_by_time, trainer_of, validation_interval
-from lightning_hetero.strategies import capacity
-from lightning_hetero.strategies.default_groups import beyond
+from lightning_hetero.lightning_compat import saves_by_time, validation_interval
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_hetero.strategies.base import HeteroStrategy
-    from lightning_hetero.strategies.replica import ReplicaStrategy
 
-
-def running(strategy: "HeteroStrategy") -> "pl.Trainer":
-    """The Trainer of a strategy, if it runs something for which a dataloader can be set up.
-
-    Raises:
-        UnsupportedError: nothing is running.
-    """
-    trainer = trainer_of(strategy.lightning_module)
-    if strategy.job is None or trainer is None or trainer.state.stage is None:
-        raise UnsupportedError(
-            "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
-            "follow from where a run stands, and all ranks set it up together: pass it to one of these."
-        )
-    return trainer
-
-
-def served(strategy: "HeteroStrategy") -> "pl.Trainer":
-    """The Trainer of a strategy.
-
-    Raises:
-        UnsupportedError: it has none yet.
-    """
-    if (trainer := trainer_of(strategy.lightning_module)) is None:
-        raise UnsupportedError(
-            "strategy.trainer is there from the beginning of a fit, validation, test or prediction on: a Trainer tells "
-            "its strategy of itself with the model. Ask for it there, such as in a callback's hook."
-        )
-    return trainer
-
-
-def check_setup(strategy: "HeteroStrategy", trainer: "pl.Trainer", layer_sync: Any) -> None:
-    """Refuse a Trainer and a model that would hang or be wrong (collective).
-
-    Args:
-        strategy: that is set up.
-        trainer: this rank's.
-        layer_sync: its plugin for BatchNorm, if any.
-
-    Raises:
-        UnsupportedError: a setting of this rank's.
-        DisagreementError: another rank's, or one that differs between ranks.
-    """
-    assert strategy.job is not None
-    view = strategy.job.view
-    connected = len(view.replica.ranks) == 1 or view.topology.backend(view.replica.ranks) is not None
-    check_trainer(trainer, layer_sync, strategy.root_device, view.ranks, connected)
-    if trainer.state.fn == TrainerFn.FITTING and strategy.options.max_batch_size == "auto":
-        raise_on_all(capacity.problem(strategy, trainer), "the search for the largest batches")
-    check_model(trainer.lightning_module)
-
-
-def check_beyond(strategy: "HeteroStrategy") -> None:
-    """Refuse parts of a model, and optimizers, that go over the ranks of several replicas (collective).
-
-    Args:
-        strategy: that has been set up for a fit.
-
-    Raises:
-        UnsupportedError: names what goes too far.
-        DisagreementError: something of another rank's.
-    """
-    assert strategy.job is not None
-    assert strategy.lightning_module is not None
-    if (view := strategy.job.view).count > 1:
-        problem = beyond(strategy.lightning_module, strategy.optimizers, view.replica.ranks)
-        raise_on_all(problem, "the model and its optimizers")
-
-
-def check_trainer(
-    trainer: "pl.Trainer",
-    layer_sync: Any,
-    device: torch.device,
-    replicas: Sequence[Sequence[int]],
-    connected: bool = True,
-) -> None:
+def check_trainer(trainer: "pl.Trainer", layer_sync: Any, device: torch.device, view: View) -> None:
     """Refuse settings that would hang or be wrong (collective).
 
     Args:
         trainer: this rank's.
         layer_sync: its plugin for BatchNorm, if any.
         device: this rank's.
-        replicas: the ranks of each.
-        connected: whether one library connects the devices of this rank's replica.
+        view: who takes part.
 
     Raises:
         UnsupportedError: a setting of this rank's.
         DisagreementError: another rank's, or one that differs between ranks.
     """
+    ranks = view.replica.ranks
+    connected = len(ranks) == 1 or view.topology.backend(ranks) is not None
     raise_on_all(_unsupported(trainer, layer_sync, device, connected), "the Trainer's settings")
     rows = gather((device.type, str(trainer.precision)), "precisions and devices")
-    if problem := precision_problem(rows, replicas):
+    if problem := precision_problem(rows, view.ranks):
         raise problem
     # Under 16-mixed Lightning gives CPUs bf16-mixed.
     by_device = all(precision == ("bf16-mixed" if kind == "cpu" else "16-mixed") for kind, precision in rows)
@@ -216,20 +139,6 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
     return None
 
 
-def met(strategy: "ReplicaStrategy") -> "ReplicaStrategy":
-    """A strategy of which the traffic is asked for.
-
-    Raises:
-        UnsupportedError: its ranks have not met yet.
-    """
-    if strategy.job is None:
-        raise UnsupportedError(
-            "strategy.traffic is there from the beginning of a fit on: it counts what exchanges have cost since the "
-            "ranks have met. Ask for it during the fit, or after it."
-        )
-    return strategy
-
-
 def unfreezing(trainer: "pl.Trainer", module: torch.nn.Module) -> HeteroError | None:
     """Why a callback cannot unfreeze what it has frozen, if there is one."""
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
@@ -242,7 +151,7 @@ def unfreezing(trainer: "pl.Trainer", module: torch.nn.Module) -> HeteroError | 
             return UnsupportedError(
                 f"{name} has frozen {frozen[0]}{' and others' if len(frozen) > 1 else ''}, to unfreeze them during the "
                 "fit. The strategy's averager does not say that it can go on with other parameters. Let it say so "
-                f"(facts = Facts(regrows=True)), or use hetero_ddp, which {name} works with."
+                f"(traits = Traits(supports_unfreezing=True)), or use hetero_ddp, which {name} works with."
             )
     return None
 
@@ -317,20 +226,26 @@ def go_on_with(module: torch.nn.Module, trainable: Collection[str] | None) -> No
         )
 
 
-def unsurvivable(strategy: "HeteroStrategy", view: View) -> HeteroError | None:
-    """Why this fit could not go on without a rank; ``None`` if it can.
+def unsurvivable(
+    view: View, least: int, sources: Iterable[Any], callbacks: Iterable[Callback], center: str | None, strategy: str
+) -> HeteroError | None:
+    """Why a fit could not go on without a rank; ``None`` if it can.
 
     Args:
-        strategy: of a fit that is about to take its first step.
         view: who takes part.
+        least: the option ``min_replicas``.
+        sources: of the training data.
+        callbacks: of the Trainer.
+        center: where the algorithm has its center, if it has one.
+        strategy: its name.
     """
-    least, found = strategy.options.min_replicas, len(view.units)
+    found = len(view.units)
     if found < least:
         what = "ranks" if view.ranks_leave else "replicas"
         return ConfigurationError(
             f"min_replicas={least}, but this job has {found} {what}. Start more, or ask for fewer."
         )
-    others = [source for source in strategy.share.loaders.sources() if not isinstance(source, ShareSampler)]
+    others = [source for source in sources if not isinstance(source, ShareSampler)]
     if any(isinstance(getattr(source, "sampler", None), DistributedSampler) for source in others):
         return UnsupportedError(
             "on_peer_loss='continue' with a DistributedSampler that you have made: it gives each rank a fixed part of "
@@ -344,13 +259,13 @@ def unsurvivable(strategy: "HeteroStrategy", view: View) -> HeteroError | None:
             "What an iterable dataset has given to a lost rank cannot be given to others. Use a map-style dataset, or "
             "on_peer_loss='error' with checkpoints to start again from."
         )
-    names = [type(callback).__name__ for callback in _callbacks(strategy) if averages_weights(callback)]
+    names = [type(callback).__name__ for callback in callbacks if averages_weights(callback)]
     if names and view.count > 1:
         return UnsupportedError(
-            f"on_peer_loss='continue' together with {', '.join(names)} under {type(strategy).__name__}: updates "
+            f"on_peer_loss='continue' together with {', '.join(names)} under {strategy}: updates "
             "of averaged weights in which a rank is lost cannot be repeated. Leave the callback out, or use hetero_ddp."
         )
-    if getattr(getattr(strategy, "algorithm", None), "center", None) == "mpi":
+    if center == "mpi":
         return UnsupportedError(
             "on_peer_loss='continue' with center='mpi': MPI ends all ranks when one dies. Use center='thread'."
         )
@@ -363,15 +278,11 @@ def unsurvivable(strategy: "HeteroStrategy", view: View) -> HeteroError | None:
     return None
 
 
-def say_what_launchers_do(strategy: "HeteroStrategy") -> None:
+def say_what_launchers_do(strategy: str) -> None:
     """Say which launchers end all ranks when one of them dies, whatever the strategy does."""
     agents = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if agents:
         rank_zero_info(
-            f"{type(strategy).__name__}: torchrun ends all ranks of its machine when one of them dies. To go on "
+            f"{strategy}: torchrun ends all ranks of its machine when one of them dies. To go on "
             "without it, start one torchrun for each replica, or let the Trainer start the ranks."
         )
-
-
-def _callbacks(strategy: "HeteroStrategy") -> list[Any]:
-    return strategy.trainer.callbacks  # type: ignore[attr-defined]

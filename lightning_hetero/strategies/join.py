@@ -1,4 +1,4 @@
-"""Lets processes that are started later take part in a fit that runs.
+"""Elastic joining: processes that are started later take part in a running fit.
 
 Joining is resuming. All ranks agree on a batch, as they do when they are asked to stop, and make a checkpoint there, in
 memory. Then they begin the fit again from it, with the newcomers, in a world of more ranks.
@@ -11,8 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,10 +20,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.checkpoint.snapshot import MemoryFiles
+from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm import failures, threads
 from lightning_hetero.comm.agreement import gather, of_rank, raise_on_all
-from lightning_hetero.comm.failures import deadline, of_communication
+from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import begin_world, default_store
 from lightning_hetero.comm.job import open_store
 from lightning_hetero.comm.stores import store_at
@@ -36,45 +35,25 @@ from lightning_hetero.elastic.join_requests import (
     JobGoneError,
     JoinRequests,
     LauncherStore,
-    answers,
-    ask,
-    other_job,
+    is_other_job,
+    job_answers,
+    request_to_join,
 )
-from lightning_hetero.elastic.protocol import Agreed
+from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError
 from lightning_hetero.replicas.vectors import share
-from lightning_hetero.strategies import numbering, saving
+from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.guards import settings
-from lightning_hetero.strategies.recovery_policy import Loss
+from lightning_hetero.strategies.job import JobStrategy
+from lightning_hetero.strategies.numbering import launched
+from lightning_hetero.strategies.options import Options
+from lightning_hetero.strategies.recovery_policy import Entry, MembershipChange, Newcomers
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
-
-if TYPE_CHECKING:
-    from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.version import __version__
 
 
-def card(strategy: "HeteroStrategy") -> dict[str, Any]:
-    """What must be the same in a job and in a process that joins it; for JSON."""
-    from lightning_hetero import __version__
-
-    module = strategy.lightning_module
-    assert module is not None
-    options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
-    known = not is_overridden("configure_model", module)  # else there may be no parameters yet
-    model = [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()] if known else None
-    return json.loads(
-        json.dumps(
-            {
-                "version": __version__,
-                "options": {name: repr(value) for name, value in options.items()},
-                "settings": {name: repr(value) for name, value in settings(module.trainer).items()},
-                "model": model,
-            }
-        )
-    )
-
-
-def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """In words, why a process with another card cannot take part; ``None`` if it can."""
+def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Why a process that differs from the job in these values cannot take part; ``None`` if it can."""
     if other.get("version") != ours["version"]:
         return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
     for part, words in (("options", "options"), ("settings", "Trainer's settings")):
@@ -93,12 +72,12 @@ def misfit(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     return None
 
 
-def fits(strategy: "HeteroStrategy", world: int) -> bool:
+def fits(options: Options, world: int) -> bool:
     """Whether the user's options can be met by so many ranks."""
     try:
-        strategy.options.planner(world)
-        if strategy.options.ranks_per_node is not None:
-            consecutive(world, strategy.options.ranks_per_node)
+        options.planner(world)
+        if options.ranks_per_node is not None:
+            consecutive(world, options.ranks_per_node)
     except HeteroError:
         return False
     return True
@@ -109,76 +88,14 @@ _SUCCESSION = 10.0  # seconds in which the next rank takes over when the first o
 _HERE = timedelta(seconds=15)  # in which all newcomers come to the new store
 
 
-class Entry(NamedTuple):
-    """How this rank begins a fit that more ranks take part in than before.
-
-    Attributes:
-        admission: its place.
-        files: with the checkpoint.
-        replica: id of the replica to which this rank belonged; ``None`` if it is new.
-        since: when this rank stopped training, or was admitted, by ``time.monotonic()``.
-        lost: ranks that were lost since then, each with the reason.
-    """
-
-    admission: Admission
-    files: MemoryFiles
-    replica: int | None
-    since: float
-    lost: Mapping[int, str] = MappingProxyType({})
-
-
-# -- a process that is started later ---------------------------------------------------------------
-
-
-def addresses(strategy: "HeteroStrategy", came_later: bool = False) -> list[JobAddress]:
-    """Where a running job says how it is reached.
-
-    Args:
-        strategy: of this process.
-        came_later: whether the process has joined: even if its launcher has given it rank 0, it hosts no store there.
-    """
-    cluster, file = numbering.launched(strategy), strategy.options.join_file
-    found: list[JobAddress] = [] if file is None else [AddressFile(file)]
-    # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
-    if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        hosted = cluster.global_rank() == 0 and not came_later
-        found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))
-    return found
-
-
-def find(strategy: "HeteroStrategy") -> Entry | None:
-    """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
-
-    Raises:
-        JoinRefusedError: this process does not fit the job.
-        UnsupportedError: there is a job, but this process does not train.
-        CommunicationError: the job was there, and is gone.
-    """
-    if strategy.options.on_peer_loss != "continue":
-        return None
-    trainer = lightning_compat.trainer_of(strategy.lightning_module)
-    for place in addresses(strategy):
-        address = _living(place, strategy.options.limit)
-        if address is None:
-            continue
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
-            raise UnsupportedError(
-                f"a job runs already, as {place} says, and this process would join it, but it does not call fit() "
-                "first. Start a process that trains, or give this one no join_file."
-            )
-        admission = _admitted(strategy, place, address)
-        return Entry(admission, MemoryFiles(PATH, strategy.checkpoint_io), None, time.monotonic())
-    return None
-
-
 def _living(place: JobAddress, limit: timedelta) -> Any:
     """The address of a job that runs, if there is one; if its first rank has just been lost, that of the next one."""
     address, until = place.read(limit), math.inf
-    while address is not None and not answers(address):
+    while address is not None and not job_answers(address):
         before, address = address, place.read(min(limit, timedelta(seconds=_SUCCESSION)))
         until = min(until, time.monotonic() + _SUCCESSION) if address == before else math.inf
         if time.monotonic() > until:
-            if address is not None and other_job(address):
+            if address is not None and is_other_job(address):
                 raise JoinRefusedError(
                     f"{place} names a job at {address[0]}:{address[1]}. A job runs there, but not with the secret that "
                     "stands in the place: it was changed, or it is left from an earlier job. If that job is yours, let "
@@ -188,52 +105,6 @@ def _living(place: JobAddress, limit: timedelta) -> Any:
             return None
         time.sleep(0.2)
     return address
-
-
-def _admitted(strategy: "HeteroStrategy", place: JobAddress, address: Any) -> Admission:
-    limit = strategy.options.limit
-
-    def waits() -> None:
-        print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
-        threads.leave_out()  # while the ranks of the job agree on a step
-
-    own = card(strategy)
-    while True:
-        try:
-            return ask(address, own, limit, waits)
-        except JobGoneError as error:
-            if (address := _living(place, min(limit, timedelta(seconds=_SUCCESSION)))) is None:
-                raise CommunicationError(f"this process could not join the job that {place} names: {error}") from error
-
-
-# -- all ranks -------------------------------------------------------------------------------------
-
-
-def enter(strategy: "HeteroStrategy", entry: Entry, store: dist.Store | None) -> None:
-    """Meet all ranks of the new view, and get the checkpoint (collective over them).
-
-    Args:
-        strategy: in a fit.
-        entry: how this rank enters it.
-        store: with which the ranks meet, if this rank has it already.
-
-    Raises:
-        CommunicationError: not all have come.
-    """
-    view, rank, *_ = entry.admission
-    limit = strategy.options.limit
-    with deadline("join the job"):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store = store or store_at(entry.admission.store, limit)
-        here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
-        if rank >= here:
-            raise CommunicationError("this process was too late: the job has gone on without it.")
-        begin_world(store, view, rank, here, limit)
-    entry = entry._replace(admission=entry.admission._replace(world=here))
-    numbering.renumber(strategy, rank, here)
-    entry.files.share(rank, entry.admission.before, here)
-    strategy.entry = entry
 
 
 def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> int:
@@ -253,38 +124,6 @@ def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> in
     return int(store.get("world"))
 
 
-def resume(strategy: "HeteroStrategy") -> None:
-    """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
-    if strategy.entry is not None:
-        strategy.checkpoint_io = strategy.entry.files
-        lightning_compat.resume_by(strategy.trainer, lambda *_: PATH)
-
-
-def share_rest(strategy: "HeteroStrategy") -> None:
-    """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
-    if strategy.entry is None:
-        return
-    assert strategy.lightning_module is not None
-    loaded, module = strategy.entry.files.loaded, strategy.lightning_module
-    values = (*module.named_parameters(), *module.named_buffers())
-    share(value.data for name, value in values if name not in loaded)
-
-
-def entered(strategy: "HeteroStrategy") -> Loss | None:
-    """Training begins: from now on files are files again; returns the change, if this rank has entered."""
-    entry = strategy.entry
-    if entry is None:
-        return None
-    assert strategy.job is not None
-    strategy.checkpoint_io, strategy.entry = entry.files.usual, None
-    entry.files.clear()
-    view, seconds = strategy.job.view, time.monotonic() - entry.since
-    joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
-    if not joined and not lost:
-        return None
-    return Loss(view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined)
-
-
 MOST = 5  # times that a process asks again; others may be started again and again, and be wrong each time
 
 
@@ -296,37 +135,9 @@ def wrong_are_others(entry: Entry, error: Exception) -> bool:
         error: with which the fit could not begin.
     """
     if not isinstance(error, HeteroError) or not error.of_ranks:
-        return of_communication(error)  # some rank has ended, with an error of its own or without a word
+        return is_communication_error(error)  # some rank has ended, with an error of its own or without a word
     _, rank, _, before, _ = entry.admission
     return rank not in error.of_ranks and max(error.of_ranks) >= before
-
-
-def ask_again(strategy: "HeteroStrategy", error: Exception) -> Entry:
-    """Ask the job once more to let this process in, as if it had just been started.
-
-    Args:
-        strategy: of this process, which has left the fit.
-        error: with which that could not begin.
-
-    Raises:
-        JoinRefusedError: the job has come to its end, or does not take this process.
-        CommunicationError: the job is gone.
-    """
-    entry, strategy.entry = strategy.entry, None
-    assert entry is not None
-    strategy.checkpoint_io = entry.files.usual
-    failures.forget()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    what = str(error).strip().split("\n")[0]
-    print(f"lightning_hetero: this process could not join because of others, and asks the job again ({what}).")
-    found = find(strategy)
-    if found is None:
-        raise CommunicationError(
-            "this process could not join a job because of others that came at the same moment, and when it asked again "
-            f"the job was gone. Start it again to begin a job. Before: {error}"
-        ) from error
-    return found
 
 
 class BeginAgainError(Exception):
@@ -342,19 +153,15 @@ class BeginAgainError(Exception):
         self.entry, self.store = entry, store
 
 
-class Growth:
-    """The part of the ranks that are there.
+class ElasticJoin(Newcomers):
+    """Elastic joining, seen from one process: it asks a job to take it in, or takes others in.
 
     Args:
         strategy: of the fit.
-
-    Attributes:
-        terminated: whether SIGTERM has come while the fit ended, to begin again: then it is to stop at its first step.
     """
 
-    def __init__(self, strategy: "HeteroStrategy") -> None:
+    def __init__(self, strategy: JobStrategy) -> None:
         self._strategy = strategy
-        self.terminated = False
         self._between = False  # the fit has ended, and has not begun again
         self._requests: JoinRequests | None = None  # on the first rank
         self._ended: JoinRequests | None = None
@@ -362,6 +169,177 @@ class Growth:
         self._written: list[JobAddress] = []
         self._leaving: Entry | None = None  # how this rank is about to begin again
         self._came_later = False  # whether this process has joined a job that ran
+
+    # -- a process that is started later -----------------------------------------------------------
+
+    def enter_running_job(self) -> None:
+        """Join the job that runs already, if there is one (collective over its ranks)."""
+        if (found := self.find()) is not None:
+            self.enter(found, None)
+
+    def find(self) -> Entry | None:
+        """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
+
+        Raises:
+            JoinRefusedError: this process does not fit the job.
+            UnsupportedError: there is a job, but this process does not train.
+            CommunicationError: the job was there, and is gone.
+        """
+        strategy = self._strategy
+        trainer = lightning_compat.trainer_of(strategy.lightning_module)
+        for place in self.addresses():
+            address = _living(place, strategy.options.limit)
+            if address is None:
+                continue
+            if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+                raise UnsupportedError(
+                    f"a job runs already, as {place} says, and this process would join it, but it does not call fit() "
+                    "first. Start a process that trains, or give this one no join_file."
+                )
+            admission = self._admitted(place, address)
+            return Entry(admission, MemoryCheckpointIO(PATH, strategy.checkpoint_io), None, time.monotonic())
+        return None
+
+    def _admitted(self, place: JobAddress, address: Any) -> Admission:
+        strategy = self._strategy
+        limit = strategy.options.limit
+
+        def waits() -> None:
+            print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
+            threads.freeze_gc()  # while the ranks of the job agree on a step
+
+        own = self.card()
+        while True:
+            try:
+                return request_to_join(address, own, limit, waits)
+            except JobGoneError as error:
+                if (address := _living(place, min(limit, timedelta(seconds=_SUCCESSION)))) is None:
+                    what = f"this process could not join the job that {place} names: {error}"
+                    raise CommunicationError(what) from error
+
+    def _ask_again(self, error: Exception) -> Entry:
+        """Ask the job once more to let this process in, as if it had just been started.
+
+        Args:
+            error: with which that could not begin.
+
+        Raises:
+            JoinRefusedError: the job has come to its end, or does not take this process.
+            CommunicationError: the job is gone.
+        """
+        strategy = self._strategy
+        entry, strategy.entry = strategy.entry, None
+        assert entry is not None
+        strategy.checkpoint_io = entry.files.usual
+        failures.forget()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        what = str(error).strip().split("\n")[0]
+        print(f"lightning_hetero: this process could not join because of others, and asks the job again ({what}).")
+        found = self.find()
+        if found is None:
+            raise CommunicationError(
+                "this process could not join a job because of others that came at the same moment, and when it asked "
+                f"again the job was gone. Start it again to begin a job. Before: {error}"
+            ) from error
+        return found
+
+    def addresses(self) -> list[JobAddress]:
+        """Where a running job says how it is reached.
+
+        A process that has joined hosts no store, even if its launcher has given it rank 0.
+        """
+        strategy = self._strategy
+        cluster, file = launched(strategy.environment), strategy.options.join_file
+        found: list[JobAddress] = [] if file is None else [AddressFile(file)]
+        # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
+        if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            hosted = cluster.global_rank() == 0 and not self._came_later
+            found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))
+        return found
+
+    def card(self) -> dict[str, Any]:
+        """What must be the same in a job and in a process that joins it; for JSON."""
+        strategy = self._strategy
+        module = strategy.lightning_module
+        assert module is not None
+        options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
+        known = not is_overridden("configure_model", module)  # else there may be no parameters yet
+        model = [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()] if known else None
+        return json.loads(
+            json.dumps(
+                {
+                    "version": __version__,
+                    "options": {name: repr(value) for name, value in options.items()},
+                    "settings": {name: repr(value) for name, value in settings(module.trainer).items()},
+                    "model": model,
+                }
+            )
+        )
+
+    # -- all ranks ---------------------------------------------------------------------------------
+
+    def enter(self, entry: Entry, store: dist.Store | None) -> None:
+        """Meet all ranks of the new view, and get the checkpoint (collective over them).
+
+        Args:
+            entry: how this rank enters it.
+            store: with which the ranks meet, if this rank has it already.
+
+        Raises:
+            CommunicationError: not all have come.
+        """
+        strategy = self._strategy
+        view, rank, *_ = entry.admission
+        limit = strategy.options.limit
+        with deadline("join the job"):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            store = store or store_at(entry.admission.store, limit)
+            here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
+            if rank >= here:
+                raise CommunicationError("this process was too late: the job has gone on without it.")
+            begin_world(store, view, rank, here, limit)
+        entry = entry._replace(admission=entry.admission._replace(world=here))
+        strategy.renumber(rank, here)
+        entry.files.share(rank, entry.admission.before, here)
+        strategy.entry = entry
+
+    def resume(self) -> None:
+        """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
+        strategy = self._strategy
+        if strategy.entry is not None:
+            strategy.checkpoint_io = strategy.entry.files
+            lightning_compat.resume_by(strategy.trainer, lambda *_: PATH)
+
+    def share_rest(self) -> None:
+        """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
+        strategy = self._strategy
+        if strategy.entry is None:
+            return
+        assert strategy.lightning_module is not None
+        loaded, module = strategy.entry.files.loaded, strategy.lightning_module
+        values = (*module.named_parameters(), *module.named_buffers())
+        share(value.data for name, value in values if name not in loaded)
+
+    def entered(self) -> MembershipChange | None:
+        """Training begins: from now on files are files again; returns the change, if this rank has entered."""
+        strategy = self._strategy
+        entry = strategy.entry
+        if entry is None:
+            return None
+        assert strategy.job is not None
+        strategy.checkpoint_io, strategy.entry = entry.files.usual, None
+        entry.files.clear()
+        view, seconds = strategy.job.view, time.monotonic() - entry.since
+        joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
+        if not joined and not lost:
+            return None
+        return MembershipChange(
+            view.number, lost, view.world, len(view.units), seconds, 0, strategy.trainer.global_step, joined
+        )
+
+    # -- ranks that take part, and take others in --------------------------------------------------
 
     def begin(self) -> None:
         """Let others find this job (collective).
@@ -378,7 +356,7 @@ class Growth:
             problem = error
         raise_on_all(problem, "a fit that other processes may join")
 
-    def go_on(self) -> None:
+    def continue_after_loss(self) -> None:
         """Others were lost: this may be the first rank now."""
         try:
             self.open()
@@ -399,10 +377,10 @@ class Growth:
         if strategy.job.view.rank != 0:
             return
         if self._requests is None:
-            interface, limit = numbering.interface(strategy), strategy.options.limit
-            self._requests = JoinRequests(interface, limit, lambda other: misfit(card(strategy), other))
+            interface, limit = strategy.interface, strategy.options.limit
+            self._requests = JoinRequests(interface, limit, lambda other: incompatibility(self.card(), other))
             self._claim()
-        self._written = self._written or addresses(strategy, self._came_later)
+        self._written = self._written or self.addresses()
         for place in self._written:
             place.write(self._requests.address)
 
@@ -411,7 +389,7 @@ class Growth:
         file = self._strategy.options.join_file
         follows = self._strategy.survival.view or self._strategy.entry is not None  # what stands there is this job's
         there = None if file is None or follows else AddressFile(file).read()
-        if there is not None and answers(there):
+        if there is not None and job_answers(there):
             raise JoinRefusedError(
                 f"another job has written join_file={file!r} in the meantime, and runs at {there[0]}:{there[1]}. "
                 "Start this process again to join it, or give this job another file."
@@ -445,7 +423,7 @@ class Growth:
         """How many of those that wait the job can take in: the user's options may allow some numbers of ranks only."""
         assert self._strategy.job is not None
         world = self._strategy.job.view.world
-        return max((more for more in range(waiting + 1) if fits(self._strategy, world + more)), default=0)
+        return max((more for more in range(waiting + 1) if fits(self._strategy.options, world + more)), default=0)
 
     def admit(self) -> None:
         """Begin the fit again with the newcomers, if there are any still (collective).
@@ -457,13 +435,13 @@ class Growth:
         assert strategy.job is not None
         view, trainer, limit = strategy.job.view, strategy.trainer, strategy.options.limit
         newcomers = [] if requests is None else requests.invite(self._most(requests.waiting))
-        store, address = open_store(numbering.interface(strategy), limit) if newcomers else (None, ("", 0))
+        store, address = open_store(strategy.interface, limit) if newcomers else (None, ("", 0))
         more, address = of_rank((len(newcomers), address), 0)
         if not more:
             return
         world = view.world + more
         rank_zero_info(f"{more} rank(s) join after step {trainer.global_step}: the fit goes on with {world} ranks.")
-        files = MemoryFiles(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy))
+        files = MemoryCheckpointIO(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy.precision_plugin))
         strategy.checkpoint_io = files
         admission = Admission(view.number + 1, view.rank, world, view.world, address)
         self._leaving = Entry(admission, files, view.replica.id, began)
@@ -471,7 +449,7 @@ class Growth:
             trainer.save_checkpoint(PATH)
         finally:
             strategy.checkpoint_io = files.usual
-        strategy.survival.again(strategy.share.listen)  # leave nothing in flight
+        strategy.survival.again(strategy.share.apply_reports)  # leave nothing in flight
         if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
             if requests is not None:
                 requests.put_off(newcomers)
@@ -480,7 +458,7 @@ class Growth:
             requests.admit(newcomers, view.number + 1, view.world, address)
         raise BeginAgainError(self._leaving, store)
 
-    def again(self, agreed: Agreed, store: dist.Store | None) -> BeginAgainError:
+    def again(self, agreed: AgreedView, store: dist.Store | None) -> BeginAgainError:
         """How this rank begins again with those that remain, since some of them have left the fit already.
 
         Args:
@@ -504,33 +482,82 @@ class Growth:
             self._requests.close(over)
             self._ended, self._requests = self._requests, None  # its store stays, to give the answer
 
+    # -- begin again -------------------------------------------------------------------------------
 
-def until_done(strategy: "HeteroStrategy", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the Trainer, and begin a fit again where ranks join it."""
-    growth, again, asked = strategy.survival.growth, None, 0
-    assert growth is not None
-    growth.terminated = False
-    with sigterm_noted(growth.note_sigterm):
-        while True:
-            try:
-                if again is not None:
-                    strategy.entry = again.entry
-                    enter(strategy, again.entry, again.store)
-                return function(*args, **kwargs)
-            except BeginAgainError as grows:
-                again = grows
-            except Exception as error:
-                if asked < MOST and _may_ask_again(strategy, error):
-                    _leave_fit(strategy, growth)
-                    growth.asks()
-                    again, asked = BeginAgainError(ask_again(strategy, error), None), asked + 1
-                    continue
-                if again is None or (again := _without_newcomers(strategy, again, error)) is None:
-                    raise
-            _leave_fit(strategy, growth)
+    def until_done(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the Trainer, and begin a fit again where ranks join it."""
+        strategy, again, asked = self._strategy, None, 0
+        self.terminated = False
+        with sigterm_noted(self.note_sigterm):
+            while True:
+                try:
+                    if again is not None:
+                        strategy.entry = again.entry
+                        self.enter(again.entry, again.store)
+                    return function(*args, **kwargs)
+                except BeginAgainError as grows:
+                    again = grows
+                except Exception as error:
+                    if asked < MOST and self._may_ask_again(error):
+                        self._leave_fit()
+                        self.asks()
+                        again, asked = BeginAgainError(self._ask_again(error), None), asked + 1
+                        continue
+                    if again is None or (again := self._without_newcomers(again, error)) is None:
+                        raise
+                self._leave_fit()
+
+    def _without_newcomers(self, former: BeginAgainError, error: Exception) -> BeginAgainError | None:
+        """How those that remain go on if the fit cannot begin with the newcomers, or without one of them.
+
+        Returns:
+            ``None`` if there is another reason.
+        """
+        strategy = self._strategy
+        entry = strategy.entry
+        if (
+            entry is None
+            or entry.replica is None
+            or not (isinstance(error, HeteroError) or is_communication_error(error))
+        ):
+            return None  # training has begun, or this is a newcomer
+        view, rank, world, before, address = entry.admission
+        if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
+            alone = Admission(view + 1, rank, before, before, address)
+            again = BeginAgainError(entry._replace(admission=alone), former.store)
+        else:
+            if world == before and not remaining[0].lost:
+                return None
+            again = among(entry, *remaining)
+        if again.entry.admission.rank == 0 and world > before:
+            left_out = f"{world - before} rank(s) could not join, and the fit goes on without: {error}"
+            warnings.warn(left_out, stacklevel=2)
+        return again
+
+    def _may_ask_again(self, error: Exception) -> bool:
+        """Whether this process is new, and others are why it could not join."""
+        entry = self._strategy.entry
+        return entry is not None and entry.replica is None and wrong_are_others(entry, error)
+
+    def _leave_fit(self) -> None:
+        """End what belongs to the fit so far, on this rank."""
+        strategy = self._strategy
+        trainer, request = strategy.trainer, strategy.stop_request
+        self.leaves()
+        strategy.survival.pause()
+        module, stage = trainer.lightning_module, TrainerFn.FITTING
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            callback.teardown(trainer, module, stage)
+        for user in (trainer.datamodule, module):  # type: ignore[attr-defined]
+            if user is not None:
+                user.teardown(stage)
+        lightning_compat.tear_down(trainer)
+        self.terminated |= request is not None and request.requested  # after all had asked each other
+        for name in strategy.of_the_job:
+            vars(strategy).pop(name, None)
 
 
-def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> BeginAgainError:
+def among(entry: Entry, agreed: AgreedView, me: int, store: dist.Store | None) -> BeginAgainError:
     """How a rank begins again with those that remain, without newcomers.
 
     Args:
@@ -542,48 +569,3 @@ def among(entry: Entry, agreed: Agreed, me: int, store: dist.Store | None) -> Be
     rank, world, view = agreed.members.index(me), len(agreed.members), max(agreed.number, entry.admission.view + 1)
     admission = Admission(view, rank, world, world, agreed.offer)
     return BeginAgainError(entry._replace(admission=admission, lost={**entry.lost, **agreed.lost}), store)
-
-
-def _without_newcomers(strategy: "HeteroStrategy", former: BeginAgainError, error: Exception) -> BeginAgainError | None:
-    """How those that remain go on if the fit cannot begin with the newcomers, or without one of them.
-
-    Returns:
-        ``None`` if there is another reason.
-    """
-    entry = strategy.entry
-    if entry is None or entry.replica is None or not (isinstance(error, HeteroError) or of_communication(error)):
-        return None  # training has begun, or this is a newcomer
-    view, rank, world, before, address = entry.admission
-    if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
-        alone = Admission(view + 1, rank, before, before, address)
-        again = BeginAgainError(entry._replace(admission=alone), former.store)
-    else:
-        if world == before and not remaining[0].lost:
-            return None
-        again = among(entry, *remaining)
-    if again.entry.admission.rank == 0 and world > before:
-        warnings.warn(f"{world - before} rank(s) could not join, and the fit goes on without: {error}", stacklevel=2)
-    return again
-
-
-def _may_ask_again(strategy: "HeteroStrategy", error: Exception) -> bool:
-    """Whether this process is new, and others are why it could not join."""
-    entry = strategy.entry
-    return entry is not None and entry.replica is None and wrong_are_others(entry, error)
-
-
-def _leave_fit(strategy: "HeteroStrategy", growth: Growth) -> None:
-    """End what belongs to the fit so far, on this rank."""
-    trainer, request = strategy.trainer, strategy.stop_request
-    growth.leaves()
-    strategy.survival.pause()
-    module, stage = trainer.lightning_module, TrainerFn.FITTING
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        callback.teardown(trainer, module, stage)
-    for user in (trainer.datamodule, module):  # type: ignore[attr-defined]
-        if user is not None:
-            user.teardown(stage)
-    lightning_compat.tear_down(trainer)
-    growth.terminated |= request is not None and request.requested  # after all had asked each other
-    for name in strategy.of_the_job:
-        vars(strategy).pop(name, None)

@@ -1,4 +1,4 @@
-"""Gives every dataloader a sampler that follows the plan."""
+"""The dataloaders of a fit, each with a sampler that follows the plan."""
 
 import copy
 import math
@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.batching.accounting import GlobalSizes
-from lightning_hetero.batching.planner import Plan, Planner, Regrouping
+from lightning_hetero.batching.accounting import GlobalBatchSizes
+from lightning_hetero.batching.planner import Plan, Planner, Repartition
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     Drawn,
@@ -26,7 +26,7 @@ from lightning_hetero.batching.sampler import (
     GlobalBatches,
     GroupedBatches,
     Position,
-    Seat,
+    RankSlot,
     ShareSampler,
     WholeBatches,
     check_enough,
@@ -35,16 +35,16 @@ from lightning_hetero.batching.sampler import (
     makes_whole_batches,
 )
 from lightning_hetero.batching.streams import (
+    BatchRequests,
     EvaluatedStream,
-    Peers,
-    Requests,
     SharedStream,
     SharedStreamLoader,
     SizedStream,
     Stream,
+    StreamCollectives,
     VaryingBatchSizes,
 )
-from lightning_hetero.checkpoint.random_states import Moment
+from lightning_hetero.checkpoint.random_states import LoaderSeedState
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.errors import DataError, HeteroError, UnsupportedError
 from lightning_hetero.lightning_compat import (
@@ -155,10 +155,10 @@ def described(loader: Any, kind: Kind, agreed: bool) -> dict[str, Any]:
     }
 
 
-Source = ShareSampler | Stream | SharedStreamLoader
+LoaderSource = ShareSampler | Stream | SharedStreamLoader
 
 
-def source_of(loader: Any) -> Source | None:
+def source_of(loader: Any) -> LoaderSource | None:
     """Where a loader of :class:`~lightning_hetero.strategies.loaders.Loaders` has its parts of batches from."""
     if isinstance(loader, Stream | SharedStreamLoader):
         return loader
@@ -215,7 +215,7 @@ class Loaders:
         planner: Planner,
         begin: Callable[[], Position],
         broadcast: Callable[[Any], Any],
-        peers: Callable[[int | None], Peers],
+        peers: Callable[[int | None], StreamCollectives],
         size_of: Callable[[Any], float],
         global_batch_size: int | None,
         sized_by_user: bool,
@@ -226,9 +226,9 @@ class Loaders:
         self._global_batch_size = global_batch_size
         self._sized_by_user, self._balance_iterable = sized_by_user, balance_iterable
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
-        self.moments: WeakKeyDictionary[Source, Moment] = WeakKeyDictionary()  # when a source was made
+        self.moments: WeakKeyDictionary[LoaderSource, LoaderSeedState] = WeakKeyDictionary()  # when a source was made
         self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
-        self.sizes = GlobalSizes(planner.world, global_batch_size)
+        self.sizes = GlobalBatchSizes(planner.world, global_batch_size)
         self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
         self._trainer: pl.Trainer | None = None  # of the running fit, validation, test or prediction
         self._evaluates_by: Plan | None = None  # in the running fit, once it has validated
@@ -245,20 +245,20 @@ class Loaders:
         self._evaluates_by = self._evaluates_by or self.planner.in_force()
         return self._evaluates_by
 
-    def take_over(self, former: "Loaders", regrouping: Regrouping) -> None:
+    def continue_from(self, former: "Loaders", repartition: Repartition) -> None:
         """Go on with the loaders of an earlier view, in the midst of a fit."""
         self.combined, self.moments, self.evaluated = former.combined, former.moments, former.evaluated
-        self.own_sizes = [former.own_sizes[rank] for rank in regrouping.kept]
+        self.own_sizes = [former.own_sizes[rank] for rank in repartition.kept]
         self.sizes = former.sizes
         self._trainer, planner = former._trainer, self.planner
-        if list(regrouping.kept) == list(range(former.planner.world)):  # nobody has left
+        if list(repartition.kept) == list(range(former.planner.world)):  # nobody has left
             self._evaluates_by = former._evaluates_by
         for evaluated in self.evaluated:
-            evaluated.regroup(self.rank, planner.world, self.evaluation_plan, lambda: planner.found)
+            evaluated.repartition(self.rank, planner.world, self.evaluation_plan, lambda: planner.found)
         for source in self.sources():
             assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
-            seat = Seat(self.rank, tuple(self.replica), self._shares, regrouping.start)
-            source.regroup(seat, regrouping.kept, self._begin_pass)
+            seat = RankSlot(self.rank, tuple(self.replica), self._shares, repartition.start)
+            source.repartition(seat, repartition.kept, self._begin_pass)
             source.before_draw = planner.ready
             if isinstance(order := source.sampler, AgreedOrder):
                 order.agree_by(self._broadcast, lambda: self.rank == 0)
@@ -277,7 +277,7 @@ class Loaders:
             self.combined = lambda: combined_loader(trainer)
             made = self.training(loader, sharded)
             if (source := source_of(made)) is not None:
-                self.moments[source] = Moment(getattr(loader, "generator", None))
+                self.moments[source] = LoaderSeedState(getattr(loader, "generator", None))
             return made
         return self.evaluation(loader, sharded, stage.dataloader_prefix or "validation")
 
@@ -317,7 +317,7 @@ class Loaders:
 
     # -- what was drawn ----------------------------------------------------------------------------
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[LoaderSource]:
         """Where the parts of a training batch come from, one per loader."""
         combined = self.combined()
         found = [] if combined is None else [source_of(loader) for loader in combined.flattened]
@@ -326,7 +326,7 @@ class Loaders:
     def next_step(self) -> int:
         """The first step that this rank has not drawn yet."""
         samplers = [getattr(source, "batch_sampler", source) for source in self.sources()]
-        ahead = [s.next_step for s in samplers if isinstance(s, ShareSampler | VaryingBatchSizes | Requests)]
+        ahead = [s.next_step for s in samplers if isinstance(s, ShareSampler | VaryingBatchSizes | BatchRequests)]
         return max(ahead, default=0)  # streams of the user's own sizes follow no plan
 
     def take(self) -> Drawn:
@@ -384,7 +384,7 @@ class Loaders:
     def _shared(self, loader: Any) -> SharedStreamLoader:
         total = self._batch_size(loader)
         self.planner.expect(total)
-        requests = Requests(total, self.planner.ready, self._begin_pass)
+        requests = BatchRequests(total, self.planner.ready, self._begin_pass)
         add_worker_init_fn(loader, self.rank)
         return SharedStreamLoader(loader, requests, self.rank, self.replica, self.planner.least)
 
@@ -467,7 +467,7 @@ class Loaders:
             )
 
     @staticmethod
-    def _size_at(source: Source, in_epoch: int, mode: str) -> int:
+    def _size_at(source: LoaderSource, in_epoch: int, mode: str) -> int:
         if not isinstance(source, ShareSampler) or not isinstance(source.batches, FixedBatches):
             raise UnsupportedError(
                 "a CombinedLoader for training needs map-style datasets with a fixed batch size: their parts of a "

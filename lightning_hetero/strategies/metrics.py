@@ -1,4 +1,4 @@
-"""What the LightningModule logs, for algorithms and callbacks that go by it; and torchmetrics on a device."""
+"""Logged values and torchmetrics over ranks with different numbers of samples."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.comm.objects import beside
+from lightning_hetero.comm.object_collectives import on_device_of
 from lightning_hetero.comm.topology import widest
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.lightning_compat import (
@@ -46,7 +46,7 @@ def count(
     samples: Callable[[], float | None],
     epoch: Callable[[], float | None],
 ) -> None:
-    """From now on, until :func:`count_as_ever`, what is logged counts by this rank's samples.
+    """From now on, until :func:`restore_counting`, what is logged counts by this rank's samples.
 
     What a step logs, and in training its hooks, counts by the samples of the batch; what a hook logs at the end of an
     epoch by those of the epoch. ``self.log(..., batch_size=n)`` goes before this.
@@ -84,7 +84,7 @@ def count(
             plain(value, *args, batch_size=batch_size, **kwargs)
         _prepare(results, logged_metric(results, fx, name, indexed), found)
         if given == 0:
-            _explain(results, name, collectives.tell_of_nothing)
+            _explain(results, name, collectives.explain_nan)
 
     results.log = log
 
@@ -93,7 +93,7 @@ def _words(fx: str, name: str) -> str:
     return f"what {fx} logs as {name!r}"
 
 
-def count_as_ever(results: Any | None) -> None:
+def restore_counting(results: Any | None) -> None:
     """End what :func:`count` has begun; idempotent."""
     if results is not None:
         vars(results).pop("log", None)
@@ -391,7 +391,7 @@ class RepeatedSync:
         if not done:  # the others have completed it, and have sent the states
             sync(_own)
             for name, state in states.items():
-                setattr(metric, name, beside(state, getattr(metric, name)))
+                setattr(metric, name, on_device_of(state, getattr(metric, name)))
 
 
 def _own(state: Tensor, group: Any = None) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The numbers of this process among the ranks, as its launcher gave them and after ranks were lost."""
+"""This process's rank: as the launcher gave it, and after ranks were lost."""
 
 import csv
 import warnings
@@ -9,50 +9,21 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_hetero.comm.job import Job
-from lightning_hetero.comm.topology import interface_towards
-from lightning_hetero.launch.environment import RegroupedEnvironment
+from lightning_hetero.launch.environment import RenumberedEnvironment
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_hetero.strategies.base import HeteroStrategy
 
-
-def interface(strategy: "HeteroStrategy") -> str:
-    """This rank's address in the network of the job."""
-    assert strategy.cluster_environment is not None
-    return interface_towards(strategy.cluster_environment.main_address)
-
-
-def launched(strategy: "HeteroStrategy") -> ClusterEnvironment:
-    """What the launcher said about this process."""
-    environment = strategy.cluster_environment
-    assert environment is not None
-    while isinstance(environment, RegroupedEnvironment):
+def launched(environment: ClusterEnvironment) -> ClusterEnvironment:
+    """What the launcher said about this process, before it got another number."""
+    while isinstance(environment, RenumberedEnvironment):
         environment = environment.inner
     return environment
 
 
-def renumber(strategy: "HeteroStrategy", rank: int, world: int) -> None:
-    """Let this process have another number, among other ranks than were launched with it."""
-    strategy.cluster_environment = RegroupedEnvironment(launched(strategy), rank, world)
-    rank_zero_only.rank = rank  # type: ignore[attr-defined]
-
-
-def take_number(strategy: "HeteroStrategy", job: Job) -> None:
-    """Let this process have its new number, and the duties of rank zero if that is it."""
-    first = not strategy.is_global_zero and job.view.rank == 0
-    renumber(strategy, job.view.rank, job.view.world)
-    if first:
-        _go_on_logging(strategy.trainer)
-        if strategy.trainer.training:
-            _show_progress(strategy.trainer)
-
-
-def _go_on_logging(trainer: "pl.Trainer") -> None:
+def continue_logs(trainer: "pl.Trainer") -> None:
     """Let loggers of files write on where the former rank zero has stopped, not from the beginning."""
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
@@ -63,7 +34,7 @@ def _go_on_logging(trainer: "pl.Trainer") -> None:
                 logger.experiment.metrics = rows
 
 
-def _show_progress(trainer: "pl.Trainer") -> None:
+def show_progress(trainer: "pl.Trainer") -> None:
     """Begin to show the progress of training on this rank, as if training and the epoch had just started."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ProgressBar):

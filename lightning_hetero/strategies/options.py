@@ -1,4 +1,4 @@
-"""The options that all strategies share: types, defaults, meaning and checks. Defined here once, for all places."""
+"""Options that all strategies share: types, defaults, meaning and checks."""
 
 import inspect
 import os
@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeVar, get_args
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.batching.finite import OnNaN
+from lightning_hetero.batching.nonfinite import OnNaN
 from lightning_hetero.batching.planner import Planner
-from lightning_hetero.checks import at_least_one, is_number, one_of, plain
 from lightning_hetero.comm.groups import Within
 from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.option_checks import at_least_one, is_number, one_of, plain
 
 
 def documented(text: str | None, options: Iterable[str], explained_by: Sequence[type]) -> str:
@@ -75,7 +75,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """The options that all strategies share.
 
     Args:
         balance: ``"auto"`` splits every global batch by measured speed; ``"off"`` evenly; a list gives each rank's

@@ -1,4 +1,4 @@
-"""Where training stands, and loaders that have to begin again there."""
+"""The position of training within the fit, and loaders that begin again there."""
 
 import math
 import weakref
@@ -6,17 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.algorithms.base import Run
-from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.checkpoint import loader_states
 from lightning_hetero.comm import waits
-from lightning_hetero.comm.topology import interface_towards
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.strategies.base import HeteroStrategy
 
 
 def position(trainer: "pl.Trainer", step: int) -> Position:
@@ -48,7 +44,7 @@ def tell_while_waiting(trainer: "pl.Trainer") -> None:
     waits.describe_batch_by(batch)
 
 
-def fetch_anew_if_moved(trainer: "pl.Trainer", share: Workshare, checkpoint: Mapping[str, Any] | None) -> None:
+def fetch_anew_if_moved(trainer: "pl.Trainer", share: BatchAccounting, checkpoint: Mapping[str, Any] | None) -> None:
     """If the loaders were set up before a checkpoint was restored, let them begin again where it stands.
 
     Args:
@@ -77,26 +73,11 @@ def begin_next_epoch(trainer: "pl.Trainer") -> None:
         trainer.fit_loop.reset_restart_stage()
 
 
-def fetch_anew_between_epochs(trainer: "pl.Trainer", share: Workshare) -> None:
+def fetch_anew_between_epochs(trainer: "pl.Trainer", share: BatchAccounting) -> None:
     """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
     samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew
     if samplers and position(trainer, share.step).batch in (0, trainer.num_training_batches):
         lightning_compat.fetch_anew(trainer)
-
-
-def run_of(strategy: "HeteroStrategy") -> Run:
-    """What is known of the job and the fit of a strategy."""
-    assert strategy.job is not None
-    assert strategy.cluster_environment is not None
-    return Run(
-        strategy.job.view.topology,
-        strategy.job.view.ranks,
-        strategy.job.groups,
-        interface_towards(strategy.cluster_environment.main_address),
-        strategy.options.on_nan == "skip",
-        lambda: length_of(strategy.trainer),
-        bool(getattr(strategy.trainer, "fast_dev_run", False)),
-    )
 
 
 def length_of(trainer: "pl.Trainer") -> tuple[float, float]:

@@ -1,70 +1,72 @@
-"""Lets a fit go on when ranks are lost: who remains agrees, joins anew, and continues."""
+"""Recovery from lost ranks: the others agree on a view, join again, and continue."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_hetero.batching.planner import PastShares, Regrouping
+from lightning_hetero.batching.planner import Repartition, ShareHistory
 from lightning_hetero.comm import threads
 from lightning_hetero.comm.agreement import gather, raise_on_all
-from lightning_hetero.comm.failures import Survivor, deadline, of_communication, repeat_by, wait_for_news
+from lightning_hetero.comm.failures import (
+    CollectiveRetry,
+    deadline,
+    is_communication_error,
+    set_repeater,
+    wait_for_news,
+)
 from lightning_hetero.comm.job import Job, open_store
 from lightning_hetero.comm.stores import store_at
+from lightning_hetero.comm.view import View
 from lightning_hetero.elastic.membership import Membership
-from lightning_hetero.elastic.protocol import Agreed, Terms
-from lightning_hetero.errors import CommunicationError
-from lightning_hetero.strategies import fit, numbering
+from lightning_hetero.elastic.protocol import AgreedView, MembershipTerms
+from lightning_hetero.errors import CommunicationError, HeteroError
 from lightning_hetero.strategies.guards import say_what_launchers_do, unsurvivable
-from lightning_hetero.strategies.join import Growth, entered
+from lightning_hetero.strategies.job import JobStrategy
+from lightning_hetero.strategies.join import ElasticJoin
 from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
 from lightning_hetero.strategies.recovery_policy import (
     LEFT,
-    Behind,
-    Count,
-    Loss,
-    Standing,
-    Survival,
+    LostSamples,
+    MembershipChange,
+    MissedWork,
+    Progress,
+    RecoveryPolicy,
     catch_up,
     count,
-    in_vain,
+    unreachable_members,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_hetero.strategies.base import HeteroStrategy
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _AGREED = 1.0  # seconds in which the news of a loss has normally come to all
 
 
-class GoingOn(Survival):
-    """Goes on among the ranks that remain.
+class PeerRecovery(RecoveryPolicy):
+    """The policy by which a fit goes on among the ranks that remain.
 
     Args:
         strategy: of the fit.
     """
 
-    def __init__(self, strategy: "HeteroStrategy") -> None:
+    def __init__(self, strategy: JobStrategy) -> None:
         super().__init__()
         self._strategy = strategy
-        self._survivor = Survivor(self._recover)
+        self._survivor = CollectiveRetry(self._recover)
         self._membership: Membership | None = None
         self._former: Membership | None = None  # of those that were there, while they begin again with others
         self._longest: float | None = None  # silence of a rank that lives, as far as is known
         self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
         self._in_step = False
         self._over = False  # training has ended
-        self._growth, self._past = Growth(strategy), PastShares()
+        self._growth, self._past = ElasticJoin(strategy), ShareHistory()
 
     @property
-    def growth(self) -> Growth:
-        """See :class:`~lightning_hetero.strategies.recovery_policy.Survival`."""
+    def growth(self) -> ElasticJoin:
+        """See :class:`~lightning_hetero.strategies.recovery_policy.RecoveryPolicy`."""
         return self._growth
 
     @property
@@ -90,27 +92,35 @@ class GoingOn(Survival):
         """
         assert self._strategy.job is not None
         view = self._strategy.job.view
-        self._survivor, self._over, self._past = Survivor(self._recover), False, PastShares()
+        self._survivor, self._over, self._past = CollectiveRetry(self._recover), False, ShareHistory()
         if self._strategy.entry is None:  # else the fit began earlier
             self.losses = []
-        raise_on_all(unsurvivable(self._strategy, view), "a fit that goes on without lost ranks")
-        say_what_launchers_do(self._strategy)
+        raise_on_all(self._unsurvivable(view), "a fit that goes on without lost ranks")
+        say_what_launchers_do(type(self._strategy).__name__)
         self._growth.begin()
         if view.world > 1:
             self._watch_each_other(self._strategy.job)
-        if (change := entered(self._strategy)) is not None:
+        if (change := self._growth.entered()) is not None:
             self.losses.append(change)
             change.warn(view)
         self._end_former()
+
+    def _unsurvivable(self, view: View) -> HeteroError | None:
+        """Why this fit could not go on without a rank; ``None`` if it can."""
+        strategy = self._strategy
+        center = getattr(getattr(strategy, "algorithm", None), "center", None)
+        sources, name = strategy.share.loaders.sources(), type(strategy).__name__
+        callbacks = strategy.trainer.callbacks  # type: ignore[attr-defined]
+        return unsurvivable(view, strategy.options.min_replicas, sources, callbacks, center, name)
 
     def _watch_each_other(self, job: Job) -> None:
         """Begin to take part in the membership of a view (collective)."""
         view, options = job.view, self._strategy.options
         grace = None if options.grace == "auto" else float(options.grace)
         unit = "rank" if view.ranks_leave else "replica"
-        terms = Terms(grace, options.min_replicas, options.limit.total_seconds(), unit)
+        terms = MembershipTerms(grace, options.min_replicas, options.limit.total_seconds(), unit)
         me, token = view.ids[view.rank], job.token()
-        interface = numbering.interface(self._strategy)
+        interface = self._strategy.interface
         self._share = self._strategy.share
         hooks: dict[str, Any] = {"on_change": self._noticed, "offer": self._offer, "steps": lambda: self._share.step}
         membership = Membership(me, interface, token, terms, **hooks)
@@ -119,12 +129,12 @@ class GoingOn(Survival):
         known = [silence for *_, silence in everyone if silence is not None]
         membership.begin(view.number, view.units, addresses, max(known, default=None))
         self._membership = membership
-        repeat_by(self._survivor)
+        set_repeater(self._survivor)
         repeat_metrics(self._strategy.lightning_module)
 
     def end(self) -> None:
         """Training has ended: from now on a lost rank is an error (collective)."""
-        threads.take_in_all()
+        threads.unfreeze_gc()
         self._over = True
         self.pause()
         self._end_former()
@@ -132,7 +142,7 @@ class GoingOn(Survival):
 
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective). Until it has begun, losses are noticed."""
-        repeat_by(None)
+        set_repeater(None)
         leave_metrics(self._strategy.lightning_module)
         if self._membership is not None:
             with suppress(CommunicationError), deadline("leave the fit"):
@@ -141,15 +151,15 @@ class GoingOn(Survival):
             self._former, self._membership = self._membership, None
             wait_for_news(False)
 
-    def remaining(self) -> tuple[Agreed, int, dist.Store | None] | None:
-        """See :class:`~lightning_hetero.strategies.recovery_policy.Survival`.
+    def remaining(self) -> tuple[AgreedView, int, dist.Store | None] | None:
+        """See :class:`~lightning_hetero.strategies.recovery_policy.RecoveryPolicy`.
 
         Raises:
             MembershipLostError: this rank cannot go on.
         """
         if self._former is None:
             return None
-        threads.cut()
+        threads.abort_sockets()
         agreed, me = self._former.agree(LEFT), self._former.me
         return agreed, me, self._store if agreed.host == me else None
 
@@ -162,8 +172,8 @@ class GoingOn(Survival):
 
     def failed(self, exception: BaseException) -> None:
         """Let the others know why this rank ends; they go on."""
-        threads.take_in_all()
-        repeat_by(None)
+        threads.unfreeze_gc()
+        set_repeater(None)
         leave_metrics(self._strategy.lightning_module)
         job, alike = self._strategy.job, getattr(exception, "on_every_rank", False)
         self._growth.end(over=alike or self._membership is None)
@@ -204,19 +214,21 @@ class GoingOn(Survival):
             self._recover(time.monotonic())  # the others wait for this rank
         return self._until_done(inside, lambda behind: behind.exchange, lambda: None)
 
-    def _until_done(self, operation: Callable[[], T], missed: Callable[[Behind], bool], instead: Callable[[], T]) -> T:
+    def _until_done(
+        self, operation: Callable[[], T], missed: Callable[[MissedWork], bool], instead: Callable[[], T]
+    ) -> T:
         while True:
             began = time.monotonic()
             try:
                 return operation()
             except RuntimeError as error:
-                if self._in_step or self._membership is None or not of_communication(error):
+                if self._in_step or self._membership is None or not is_communication_error(error):
                     raise
                 if missed(self._recover(began)):
                     return instead()
 
     @contextmanager
-    def _step(self) -> "Iterator[None]":
+    def _step(self) -> Iterator[None]:
         self._in_step = True
         try:
             yield
@@ -226,16 +238,16 @@ class GoingOn(Survival):
     def _noticed(self) -> None:
         """A rank was lost, or asks who is: wake this one up, if it waits for others. On the membership's thread."""
         if not self._over:
-            threads.cut()
+            threads.abort_sockets()
 
     # -- recovery ----------------------------------------------------------------------------------
 
     def _offer(self, number: int) -> Any:
         """Open the store of a new view on this rank."""
-        self._store, address = open_store(numbering.interface(self._strategy), self._strategy.options.limit)
+        self._store, address = open_store(self._strategy.interface, self._strategy.options.limit)
         return address
 
-    def _recover(self, stopped: float) -> Behind:
+    def _recover(self, stopped: float) -> MissedWork:
         """Agree on who remains, and go on with them (collective over them).
 
         Args:
@@ -248,59 +260,61 @@ class GoingOn(Survival):
             MembershipLostError: this rank cannot go on.
         """
         assert self._membership is not None
-        me, own, lost, known = self._membership.me, self._standing(), dict[int, str](), dict[int, int]()
+        me, own, lost, known = self._membership.me, self._progress(), dict[int, str](), dict[int, int]()
         began, limit = time.monotonic(), self._strategy.options.limit.total_seconds()
         self._in_step = False
         while True:
-            threads.cut()  # this thread has noticed the loss, other threads of this rank need not have
+            threads.abort_sockets()  # this thread has noticed the loss, other threads of this rank need not have
             agreed = self._membership.agree(own)
             lost, known = lost | agreed.lost, known | agreed.steps
-            if LEFT in map(tuple, agreed.standings.values()):  # others have left the fit, and this rank was about to
+            if LEFT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
                 raise self._growth.again(agreed, self._store if agreed.host == me else None)
             try:
                 behind, counted = self._join(agreed, own, lost, known)
                 break
             except RuntimeError as error:  # one more was lost meanwhile
-                if not of_communication(error):
+                if not is_communication_error(error):
                     raise
                 if time.monotonic() - began > limit:
-                    raise in_vain(me, limit, agreed.number, error) from error
+                    raise unreachable_members(me, limit, agreed.number, error) from error
                 _log.info("rank %d could not join view %d: %s", me, agreed.number, error)
-        self._growth.go_on()
+        self._growth.continue_after_loss()
         self._tell(lost, counted, time.monotonic() - stopped)
         return behind
 
-    def _standing(self) -> Standing:
+    def _progress(self) -> Progress:
         engine, share = self._strategy.engine, self._strategy.share
-        come = engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step(), share.heard
-        return Standing(*come, share.step, share.met if engine.lockstep else 0)
+        come = engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step(), share.reports_applied
+        return Progress(*come, share.step, share.met if engine.lockstep else 0)
 
-    def _join(self, agreed: Agreed, own: Standing, lost: dict[int, str], known: dict[int, int]) -> tuple[Behind, Count]:
+    def _join(
+        self, agreed: AgreedView, own: Progress, lost: dict[int, str], known: dict[int, int]
+    ) -> tuple[MissedWork, LostSamples]:
         strategy, survivor = self._strategy, self._survivor
         assert strategy.job is not None
         assert self._membership is not None
         me, before = self._membership.me, strategy.job.view
-        fit.abandon(strategy)
+        strategy.abandon()
         store = self._store if agreed.host == me else store_at(agreed.offer, strategy.options.limit)
         assert store is not None
         with survivor.plain():
-            job = strategy.job.among(agreed.number, agreed.members, store)
-            standings = [Standing(*agreed.standings[id]) for id in job.view.ids]
-            catch_up(survivor, standings, own)
+            job = strategy.job.for_survivors(agreed.number, agreed.members, store)
+            all_progress = [Progress(*agreed.progress[id]) for id in job.view.ids]
+            catch_up(survivor, all_progress, own)
             kept = tuple(before.ids.index(id) for id in job.view.ids)
-            reports = [standing.reports for standing in standings]
-            moved = Regrouping(kept, max(standing.next_step for standing in standings), max(reports))
-            replica = [standings[rank] for rank in job.view.replica.ranks]
-            step = own.windows < max(standing.windows for standing in replica)
-            exchange = strategy.engine.lockstep and own.meetings < max(standing.meetings for standing in standings)
-            fit.regroup(strategy, job, moved, exchange, reports.index(max(reports)), self._past)
+            reports = [progress.reports for progress in all_progress]
+            moved = Repartition(kept, max(progress.next_step for progress in all_progress), max(reports))
+            replica = [all_progress[rank] for rank in job.view.replica.ranks]
+            step = own.windows < max(progress.windows for progress in replica)
+            exchange = strategy.engine.lockstep and own.meetings < max(progress.meetings for progress in all_progress)
+            strategy.continue_with(job, moved, exchange, reports.index(max(reports)), self._past)
             self._share = strategy.share
-            fit.copy_states(strategy, [standing.windows for standing in standings])
-            return Behind(step, exchange), count(lost, known, standings, self._past, job.view.ranks_leave)
+            strategy.copy_states([progress.windows for progress in all_progress])
+            return MissedWork(step, exchange), count(lost, known, all_progress, self._past, job.view.ranks_leave)
 
-    def _tell(self, lost: dict[int, str], counted: Count, seconds: float) -> None:
+    def _tell(self, lost: dict[int, str], counted: LostSamples, seconds: float) -> None:
         assert self._strategy.job is not None
         view, step = self._strategy.job.view, self._strategy.trainer.global_step
         sizes, (samples, bound) = (view.world, len(view.units)), counted
-        self.losses.append(Loss(view.number, lost, *sizes, seconds, samples, step, bound=bound))
+        self.losses.append(MembershipChange(view.number, lost, *sizes, seconds, samples, step, bound=bound))
         self.losses[-1].warn(view)

@@ -1,27 +1,30 @@
-"""What a strategy asks where a lost rank need not end the fit."""
+"""The policy for lost ranks, and the values that recovery and joining work with."""
 
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lightning_hetero.batching.planner import PastShares
+from lightning_hetero.batching.planner import ShareHistory
+from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm.agreement import gather, of_rank
-from lightning_hetero.comm.failures import Survivor
+from lightning_hetero.comm.failures import CollectiveRetry
+from lightning_hetero.elastic.join_requests import Admission
 from lightning_hetero.errors import MembershipLostError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lightning_hetero.comm.view import View
-    from lightning_hetero.elastic.protocol import Agreed
-    from lightning_hetero.strategies.join import Growth
+    from lightning_hetero.elastic.protocol import AgreedView
 
 
-class Standing(NamedTuple):
-    """How far a rank has come.
+class Progress(NamedTuple):
+    """Progress of a rank in the fit.
 
     Attributes:
         windows: optimizer steps.
@@ -43,11 +46,11 @@ class Standing(NamedTuple):
 
 
 #: Of a rank that has left the fit to begin it again with others: nobody goes on from where it was.
-LEFT = Standing(*[-1] * len(Standing._fields))
+LEFT = Progress(*[-1] * len(Progress._fields))
 
 
-class Behind(NamedTuple):
-    """What others have completed while this rank lost its connections.
+class MissedWork(NamedTuple):
+    """Operations that others have completed while this rank lost its connections.
 
     Attributes:
         step: the running optimizer step; the weights after it are there now.
@@ -58,15 +61,15 @@ class Behind(NamedTuple):
     exchange: bool
 
 
-def catch_up(survivor: Survivor, standings: Sequence[Standing], own: Standing) -> None:
+def catch_up(survivor: CollectiveRetry, all_progress: Sequence[Progress], own: Progress) -> None:
     """Give the results of collectives to those who missed them (collective).
 
     Args:
         survivor: has the results of this rank.
-        standings: of all ranks.
+        all_progress: of all ranks.
         own: of this rank.
     """
-    calls = [standing.calls for standing in standings]
+    calls = [progress.calls for progress in all_progress]
     if len(set(calls)) == 1:
         return
     ahead = calls.index(max(calls))
@@ -76,7 +79,7 @@ def catch_up(survivor: Survivor, standings: Sequence[Standing], own: Standing) -
     survivor.received.update(missed)
 
 
-def in_vain(me: int, limit: float, view: int, error: Exception) -> MembershipLostError:
+def unreachable_members(me: int, limit: float, view: int, error: Exception) -> MembershipLostError:
     """The error of a rank that could not meet those with which it has agreed to go on.
 
     Args:
@@ -108,7 +111,7 @@ def sentence(samples: int, bound: str, which: str) -> str:
     return f" How many samples {which} are not trained on is not known." if bound == AT_LEAST else ""
 
 
-class Count(NamedTuple):
+class LostSamples(NamedTuple):
     """Samples that nobody trains on.
 
     Attributes:
@@ -121,8 +124,8 @@ class Count(NamedTuple):
 
 
 def count(
-    lost: Mapping[int, str], known: Mapping[int, int], standings: Sequence[Standing], past: PastShares, alike: bool
-) -> Count:
+    lost: Mapping[int, str], known: Mapping[int, int], all_progress: Sequence[Progress], past: ShareHistory, alike: bool
+) -> LostSamples:
     """Count the samples that were drawn for lost ranks, and that they have not trained on (collective).
 
     A rank tells with its heartbeats how many steps it has done, so it may have done more. Where all ranks exchange
@@ -131,29 +134,29 @@ def count(
     Args:
         lost: by their ids.
         known: steps that some of them have done, as far as is known.
-        standings: of the ranks that remain.
+        all_progress: of the ranks that remain.
         past: what each rank was to take.
         alike: whether all ranks take every step together, so that nobody can have done more or fewer than these.
 
     Returns:
         The same on all ranks, which need not remember plans equally far back.
     """
-    least = min(standing.step for standing in standings)
-    met = max(standing.met for standing in standings)
+    least = min(progress.step for progress in all_progress)
+    met = max(progress.met for progress in all_progress)
     first = {id: max(known.get(id, 0), met) for id in lost if id in known or met > 0}
     if alike:
         first, bound = {}, EXACT
     else:
         bound = AT_MOST if first.keys() == lost.keys() else AT_LEAST
     samples = sum(past.samples(id, first.get(id, least)) for id in lost)
-    return Count(max(gather(samples, "samples that are lost")), bound)
+    return LostSamples(max(gather(samples, "samples that are lost")), bound)
 
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Loss:
+class MembershipChange:
     """A change of who takes part.
 
     Attributes:
@@ -200,18 +203,71 @@ class Loss:
             )
 
 
-class Survival:
-    """What a strategy asks where a lost rank need not end the fit; here it does.
+class Entry(NamedTuple):
+    """This rank's ticket to a fit that begins again with more ranks.
+
+    Attributes:
+        admission: its place.
+        files: with the checkpoint.
+        replica: id of the replica to which this rank belonged; ``None`` if it is new.
+        since: when this rank stopped training, or was admitted, by ``time.monotonic()``.
+        lost: ranks that were lost since then, each with the reason.
+    """
+
+    admission: Admission
+    files: MemoryCheckpointIO
+    replica: int | None
+    since: float
+    lost: Mapping[int, str] = MappingProxyType({})
+
+
+class Newcomers(ABC):
+    """Processes that are started later, and ask to take part in the fit.
+
+    Attributes:
+        terminated: whether SIGTERM has come while the fit ended, to begin again: then it is to stop at its first step.
+    """
+
+    terminated = False
+
+    @property
+    @abstractmethod
+    def wanted(self) -> bool:
+        """Whether there are newcomers that the job can take in; on the first rank, in any thread."""
+
+    @abstractmethod
+    def admit(self) -> None:
+        """Begin the fit again with the newcomers, if there are any still (collective)."""
+
+    @abstractmethod
+    def enter_running_job(self) -> None:
+        """Join the job that runs already, if there is one (collective over its ranks)."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
+
+    @abstractmethod
+    def share_rest(self) -> None:
+        """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
+
+    @abstractmethod
+    def until_done(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the Trainer, and begin a fit again where ranks join it."""
+
+
+class RecoveryPolicy:
+    """The policy for lost ranks: here a lost rank ends the fit.
 
     Attributes:
         losses: the changes of who takes part, in this fit.
     """
 
     def __init__(self) -> None:
-        self.losses: list[Loss] = []
+        self.losses: list[MembershipChange] = []
 
     @property
-    def growth(self) -> "Growth | None":
+    def growth(self) -> Newcomers | None:
         """Lets other processes join, where that is possible."""
         return None
 
@@ -239,7 +295,7 @@ class Survival:
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective)."""
 
-    def remaining(self) -> "tuple[Agreed, int, dist.Store | None] | None":
+    def remaining(self) -> "tuple[AgreedView, int, dist.Store | None] | None":
         """Who is there still of those that have left the fit (collective over them).
 
         Returns:

@@ -4,50 +4,53 @@ import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
-from inspect import Parameter, Signature, getsourcefile, isabstract, signature
+from inspect import Parameter, Signature, get_annotations, getsourcefile, isabstract, signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, Outcome, RestingAverager
+from lightning_hetero.algorithms.base import Averager, BufferAverager, Outcome
+from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.engine import ReplicaEngine
-from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.checkpoint import shards
-from lightning_hetero.checkpoint.format import COMMON, Identity, add_replicas, trainable_of, unusable
+from lightning_hetero.checkpoint.consensus import BackgroundConsensus
+from lightning_hetero.checkpoint.format import COMMON, CheckpointIdentity, add_replicas, trainable_of, unusable
+from lightning_hetero.checkpoint.snapshot import identity
 from lightning_hetero.checkpoint.writer import BackgroundWriter
-from lightning_hetero.checks import one_of, plain
+from lightning_hetero.checkpoint_sections import FORMAT
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
 from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
 from lightning_hetero.comm.failures import collective
 from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.topology import ReplicaKind, Topology
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
+from lightning_hetero.option_checks import one_of, plain
+from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.replicas.vectors import share_values
-from lightning_hetero.sections import FORMAT
-from lightning_hetero.strategies import fit, saving
+from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.fit import common_of, restore_precision, start_alike
 from lightning_hetero.strategies.guards import (
     averages_again,
     complex_parameters,
     go_on_with,
-    met,
     two_points,
     unfreezing,
     unsupported,
 )
 from lightning_hetero.strategies.metrics import LoggedMetrics
 from lightning_hetero.strategies.options import documented
-from lightning_hetero.strategies.position import run_of
-from lightning_hetero.strategies.replica_ddp import ReplicaDDP, wrap_anew
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.training_step import apply
-from lightning_hetero.strategies.weight_averaging import WeightAverages, put_around
+from lightning_hetero.strategies.weight_averaging import WeightAverages, averages_weights
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -140,7 +143,12 @@ class ReplicaStrategy(HeteroStrategy):
     @property
     def traffic(self) -> Traffic:
         """What exchanges between replicas have cost since the ranks have met; an error before they have."""
-        return met(self).engine.traffic
+        if self.job is None:
+            raise UnsupportedError(
+                "strategy.traffic is there from the beginning of a fit on: it counts what exchanges have cost since "
+                "the ranks have met. Ask for it during the fit, or after it."
+            )
+        return self.engine.traffic
 
     def status(self) -> dict[str, float | str]:
         """The algorithm's own numbers and words, by name, such as its phase; empty outside of a fit."""
@@ -154,7 +162,7 @@ class ReplicaStrategy(HeteroStrategy):
     # -- a fit -------------------------------------------------------------------------------------
 
     @override
-    def make_engine(self, job: Job, share: Workshare) -> ReplicaEngine:
+    def make_engine(self, job: Job, share: BatchAccounting) -> ReplicaEngine:
         not_finite: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
         links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, not_finite)
         return ReplicaEngine(job.view, links, share, self.options.rebalance_every_n_steps)
@@ -166,7 +174,7 @@ class ReplicaStrategy(HeteroStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             check_equal("the checkpoint to go on from", self._source.summary)
-            put_around(callbacks, self)
+            _insert_callbacks(callbacks, self)
         super().setup(trainer)
         if fits:
             assert self.lightning_module is not None
@@ -177,7 +185,7 @@ class ReplicaStrategy(HeteroStrategy):
             self.begin_apart()
             if self.engine.averages:
                 raise_on_all(two_points(self.optimizers), "the optimizers")
-            if self.engine.averages and self.averager is not None and not self.averager.facts.regrows:
+            if self.engine.averages and self.averager is not None and not self.averager.traits.supports_unfreezing:
                 raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
             self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.lightning_module)
 
@@ -189,29 +197,29 @@ class ReplicaStrategy(HeteroStrategy):
         """Let an averager serve the replicas, which hold the same values (collective)."""
         replica, view = averager.make_replica(self.trainer.lightning_module, self.settle), self.engine.view
         # Ranks at their own pace keep in step if their shares are right in the mean.
-        self.share.planner.turns = 1 < view.world == view.count and not averager.facts.lockstep
+        self.share.planner.turns = 1 < view.world == view.count and not averager.traits.lockstep
         metrics = self._metrics.mean_over_ranks
-        return self.engine.start(averager, replica, lambda: self.optimizers, run_of(self), metrics)
+        return self.engine.start(averager, replica, lambda: self.optimizers, self.fit_info(), metrics)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._metrics.begin()
-        fit.begin(self)
+        self.begin_background_plans()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:  # callbacks have unfrozen, or frozen, what they want to for the epoch
-            self.regrow()
+            self.change_layout()
 
-    def regrow(self) -> None:
+    def change_layout(self) -> None:
         """Between two steps, go on with the parameters that are trainable now (collective)."""
         assert self.lightning_module is not None
         if problem := complex_parameters(self.lightning_module):
             raise problem
-        if self.engine.regrow():
-            wrap_anew(self)
+        if self.engine.change_layout():
+            self.wrap_anew()
 
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
@@ -228,7 +236,7 @@ class ReplicaStrategy(HeteroStrategy):
     def rest(self) -> None:
         """After :meth:`finish`: only statistics, such as BatchNorm's, still change (collective)."""
         if self.averager is not None and self.engine.averages:
-            resting = RestingAverager(self.averager.pairings)
+            resting = BufferAverager(self.averager.pairings)
             self.averager.close()
             self._start(resting)
             self.trainer.lightning_module.zero_grad()  # an optimizer may step once more, at the end of the epoch
@@ -244,29 +252,29 @@ class ReplicaStrategy(HeteroStrategy):
         io = self.checkpoint_io
         if isinstance(io, BackgroundWriter) and io.finds_consensus:
             return io.consensus_later(super().lightning_module_state_dict())
-        if saving.others_join(self):
-            values = collective("find where all begin", lambda: self.engine.common_start())  # after a loss another one
+        if saving.others_join(self.checkpoint_io):
+            values = collective("find where all begin", lambda: self.engine.join_values())  # after a loss another one
         else:
             values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
         assert self.averager is not None
         with self.averager.replica.holding(values):
             state = super(HeteroStrategy, self).lightning_module_state_dict()
-            if saving.others_join(self):
-                return saving.copied_for_join(self, state, values)
+            if saving.others_join(self.checkpoint_io):
+                return saving.copied_for_join(io, self.lightning_module, state, values)
             return dict(state) if isinstance(io, BackgroundWriter) else deepcopy(dict(state))
 
-    def _identity(self) -> Identity:
+    def _identity(self) -> CheckpointIdentity:
         """What this strategy goes by in checkpoints."""
-        return Identity(type(self).__name__, self.saved_as or type(self.averager).__name__)
+        return CheckpointIdentity(type(self).__name__, self.saved_as or type(self.averager).__name__)
 
     @override
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.averager is None or isinstance(self.averager, RestingAverager) or self.collectives.alone():
+        if self.averager is None or isinstance(self.averager, BufferAverager) or self.collectives.alone():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         precision = self.precision_plugin.state_dict()
-        if saving.others_join(self):
+        if saving.others_join(self.checkpoint_io):
             checkpoint[COMMON] = self.survival.again(lambda: self.engine.common_state())
             view = self.engine.view
             add_replicas(checkpoint, self._identity(), view, "", self.engine.losses, self.averager.replica.trainable)
@@ -277,10 +285,10 @@ class ReplicaStrategy(HeteroStrategy):
         flat = io.snapshot.vector if isinstance(io, BackgroundWriter) else None
         own = self.survival.again(lambda: self.engine.state_dict(self.optimizers, precision, flat))
         view = self.engine.view
-        with self._shards.saving(io, filepath, view.leads, isinstance(io, WrappingCheckpointIO)) as save:
+        with self._shards.saving(io, filepath, view.is_leader, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
             add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.averager.replica.trainable)
-            with saving.told_to_all(alone=False):
+            with saving.raise_on_all_ranks(alone=False):
                 if own is not None:
                     shard = shards.shard_of(filepath, view.replica.id, save)
                     state = saving.on_cpu(io, {"format": FORMAT, "state": own})
@@ -298,32 +306,158 @@ class ReplicaStrategy(HeteroStrategy):
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         go_on_with(self.lightning_module, trainable_of(checkpoint))
-        self.regrow()
+        self.change_layout()
         self.weight_averages.load(checkpoint)
         if self.entry is not None:
             why = unusable(checkpoint, self._identity(), self.engine.view) or "Nobody has joined after all."
-            start_alike(self, common_of(checkpoint), why)
+            self._start_from_consensus(_common_of(checkpoint), why)
             return
         mine = self._source.replica(checkpoint, self._identity(), self.engine.view)
         if isinstance(mine, str):
             near = self._source.nearest(checkpoint, self._identity(), self.engine.view)
-            start_alike(self, near, mine)
+            self._start_from_consensus(near, mine)
             return
         self.engine.load_state_dict(mine, self.optimizers)
-        restore_precision(self, mine["precision"])
+        self._restore_precision(mine["precision"])
+
+    def _restore_precision(self, state: dict[str, Any]) -> None:
+        """Let the precision plugin go on from what a replica has saved of its own.
+
+        Under ``"16-mixed"`` only GPUs scale losses. A replica that was on a CPU has saved nothing of that: a scaler
+        begins anew.
+
+        Args:
+            state: of a plugin's ``state_dict()``.
+        """
+        if state:
+            self.precision_plugin.load_state_dict(state)
+
+    def _start_from_consensus(self, near: dict[str, Any] | None, why: str) -> None:
+        """Let all replicas start from the checkpoint's weights, which the model holds.
+
+        Args:
+            near: the state of the saved replica that is nearest to this one; ``None``: there is none that fits.
+            why: replicas cannot go on where they have stopped.
+        """
+        start, trainer = f"{why} All replicas start from the checkpoint's weights,", self.trainer
+        tell = rank_zero_warn if self.entry is None else rank_zero_info  # that others have joined is no surprise
+        if near is None:
+            tell(f"{start} with its optimizers' state.")
+        else:
+            tell(f"{start} each with its own optimizers' state, a new one with that of the nearest number.")
+            assert self.averager is not None
+            for optimizer, saved in zip(self.optimizers, near["optimizers"], strict=True):
+                optimizer_states.restore(optimizer, saved)
+            self._restore_precision(near["precision"])
+            self.averager.load_common(near["algorithm"])
+        progress = trainer.fit_loop.epoch_loop.batch_progress.total
+        by_hand = not trainer.lightning_module.automatic_optimization
+        self.engine.resume(progress.processed if by_hand else trainer.global_step)  # type: ignore[attr-defined]
+
+    def background_consensus(self) -> BackgroundConsensus | None:
+        """Finds the consensus of a checkpoint on a thread; ``None`` where it must be found at the step (collective).
+
+        It must where it is neither the mean nor a center that all know, or where somebody looks at it before.
+        """
+        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks  # type: ignore[attr-defined]
+        averager, engine = self.averager, self.engine
+        if self.survives:
+            return None  # a rank that is lost would break connections within the thread
+        if averager is None or not engine.averages or engine.view.count == 1 or any(map(averages_weights, callbacks)):
+            return None
+        if type(averager).consensus not in (Averager.consensus, CenteredAverager.consensus):
+            return None
+        if not _is_ours(type(averager).state_dict) or not _is_ours(type(self).save_checkpoint):
+            return None
+        hooks = [type(one).on_save_checkpoint for one in (module, *callbacks)]
+        if not all(_is_ours(hook) or hook.__module__.startswith("lightning.") for hook in hooks):
+            return None
+        values = {identity(value) for value in (*module.parameters(), *module.buffers())}
+        if not all(identity(value) in values for value in module.state_dict().values() if isinstance(value, Tensor)):
+            return None
+        return BackgroundConsensus(engine, averager, lambda: self.averager is averager)
 
     @override
     def on_train_end(self) -> None:
-        fit.end(self)
-        self._shards.clean(self.checkpoint_io, self.engine.view.leads)
+        self.end_background_plans()
+        self._shards.clean(self.checkpoint_io, self.engine.view.is_leader)
         super().on_train_end()
 
     @override
     def teardown(self) -> None:
-        fit.close(self)
+        self.close_background_plans()
         self.weight_averages.detach()
         self._source, self.weight_averages = saving.Source(), WeightAverages()
         super().teardown()
+
+
+def _is_ours(function: Any) -> bool:
+    return function.__module__.startswith("lightning_hetero.")
+
+
+def _common_of(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of the nearest replica in a checkpoint that was made for others to join; ``None``: it holds none."""
+    if COMMON not in checkpoint:
+        return None
+    return {"optimizers": checkpoint["optimizer_states"], "precision": {}, "algorithm": checkpoint[COMMON]}
+
+
+class FinishFirst(Callback):
+    """Lets replicas be equal before any other callback sees the end of training.
+
+    Args:
+        strategy: of the Trainer.
+    """
+
+    def __init__(self, strategy: ReplicaStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Before SWA gives the model its average."""
+        if trainer.strategy is self._strategy and self._strategy.weight_averages.measure_batch_norm(trainer):
+            self._strategy.finish()
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Before callbacks give the model their average."""
+        if trainer.strategy is self._strategy:
+            self._strategy.finish()
+            self._strategy.weight_averages.finish()
+
+
+class UpdateWhereReplicasMeet(Callback):
+    """Comes right after the callbacks that average weights, and makes the updates that they have asked for.
+
+    Args:
+        strategy: of the Trainer.
+    """
+
+    def __init__(self, strategy: ReplicaStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """SWA has asked, or has given the model its average and reset BatchNorm's statistics."""
+        if trainer.strategy is self._strategy:
+            if self._strategy.weight_averages.measure_batch_norm(trainer):
+                self._strategy.rest()
+            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
+
+    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """WeightAveraging has asked."""
+        if trainer.strategy is self._strategy:
+            self._strategy.weight_averages.after_batch(self._strategy.engine, self._strategy.timer)
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """WeightAveraging has asked."""
+        if trainer.strategy is self._strategy:
+            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
+
+
+def _insert_callbacks(callbacks: list[Callback], strategy: ReplicaStrategy) -> None:
+    """Put :class:`FinishFirst` and :class:`UpdateWhereReplicasMeet` where they belong among a Trainer's callbacks."""
+    callbacks[:] = [one for one in callbacks if not isinstance(one, FinishFirst | UpdateWhereReplicasMeet)]
+    if where := [i for i, callback in enumerate(callbacks, 1) if averages_weights(callback)]:
+        callbacks.insert(where[-1], UpdateWhereReplicasMeet(strategy))
+    callbacks.insert(0, FinishFirst(strategy))
 
 
 S = TypeVar("S", bound=type[ReplicaStrategy])
@@ -469,7 +603,7 @@ def _checked(averager: type[Averager]) -> list[str]:
     taken = {*signature(ReplicaStrategy.__init__).parameters, *signature(HeteroStrategy.__init__).parameters}
     taken |= {*signature(DistributedDataParallel.__init__).parameters, *dir(Averager), *Averager.__annotations__}
     # Gossip has an option `topology`; the attribute of this name is the job's.
-    taken |= {*dir(ReplicaStrategy), *ReplicaStrategy.__annotations__, *HeteroStrategy.__annotations__} - {"topology"}
+    taken |= {*dir(ReplicaStrategy), *chain(*map(get_annotations, ReplicaStrategy.__mro__))} - {"topology"}
     names = [field.name for field in fields(averager) if field.init]
     if clash := [name for name in names if name in taken]:
         raise ConfigurationError(

@@ -3,10 +3,11 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -14,16 +15,16 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.comm import all_reduce, objects
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
+from lightning_hetero.comm import all_reduce, object_collectives
 from lightning_hetero.comm.failures import collective, deadline
 from lightning_hetero.comm.gradients import GradientWire, check_gradient_wire
+from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedMean, share_memory
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
-from lightning_hetero.sections import FORMAT, KEY, part_of
-from lightning_hetero.strategies.default_groups import LentGroups
-
-if TYPE_CHECKING:
-    from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.default_groups import GroupOverrides
+from lightning_hetero.strategies.options import Options
 
 _log = logging.getLogger(__name__)
 
@@ -70,20 +71,6 @@ def share_buffers(model: torch.nn.Module | None) -> None:
         model.share_buffers()
 
 
-def take_unfrozen_in(strategy: "HeteroStrategy") -> None:
-    """Wrap the model anew if a parameter has been unfrozen since it was wrapped (collective over the replica)."""
-    if isinstance(strategy.model, ReplicaDDP) and strategy.model.outgrown():
-        wrap_anew(strategy)
-
-
-def wrap_anew(strategy: "HeteroStrategy") -> None:
-    """Let DDP wait for the gradients of what is trainable now (collective over the replica)."""
-    if isinstance(strategy.model, ReplicaDDP):
-        strategy.model = strategy.lightning_module
-        with strategy.timer.waiting(), deadline("agree on trainable parameters"):
-            strategy.configure_ddp()
-
-
 class BucketSize:
     """Lets the size of DDP's gradient buckets follow the link, which is measured when a model first needs it.
 
@@ -96,7 +83,7 @@ class BucketSize:
     SMALL = 2 * all_reduce.MEBIBYTE
 
     def __init__(self) -> None:
-        self._travel: all_reduce.Travel | None = None
+        self._travel: all_reduce.AllReduceTime | None = None
 
     def options(self, given: Mapping[str, Any], model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
         """DDP's options with a bucket size that suits the link (collective over the replica).
@@ -116,7 +103,7 @@ class BucketSize:
         if not all_reduce.all_agree(open_, group, device):
             return dict(given)
         if self._travel is None:
-            self._travel = all_reduce.measure(group, device)
+            self._travel = all_reduce.measure_all_reduce(group, device)
         cap = self._travel.bucket_mib()
         _log.info("%s: gradients travel in buckets of %s MiB", self._travel, cap or all_reduce.DEFAULT)
         return dict(given) if cap is None else {**given, "bucket_cap_mb": cap}
@@ -130,7 +117,7 @@ class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
         lent: lends the group to layers.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, lent: LentGroups) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, lent: GroupOverrides) -> None:
         super().__init__()
         self._group, self._lent = group, lent
 
@@ -143,14 +130,20 @@ class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
         return converted
 
 
-def average_within(
-    strategy: "HeteroStrategy", ddp: ReplicaDDP, ranks: Sequence[int], group: dist.ProcessGroup, hooked: bool
+def use_shared_memory_allreduce(
+    options: Options,
+    ddp: ReplicaDDP,
+    topology: Topology,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    hooked: bool,
 ) -> str | None:
     """Let DDP average gradients through shared memory, where the ranks of a replica can (collective over them).
 
     Args:
-        strategy: with the user's options.
+        options: of the user.
         ddp: over the model.
+        topology: of the job.
         ranks: of the replica.
         group: of these ranks.
         hooked: whether DDP has the user's own hook already, which wins.
@@ -162,17 +155,17 @@ def average_within(
         UnsupportedError: the user asks for shared memory, and it cannot be.
         CommunicationError: another rank did not take part in time.
     """
-    way = strategy.options.within
+    way = options.within
     if way == "gloo":
         return "by ddp_comm_hook" if hooked else None
-    reason = "ddp_comm_hook averages the gradients" if hooked else _unsuitable(strategy, ranks)
+    reason = "ddp_comm_hook averages the gradients" if hooked else _unsuitable(topology, ranks)
     if reason is None:
         trained = [p for p in ddp.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() + ALIGNED for p in trained)
         needed = -(-size // ALIGNED) * ALIGNED * (len(ranks) + 1)  # a row for each rank, and the result
         try:
             part = PART if way == "auto" else 1.0
-            ddp.average_in(SharedMean(*share_memory(group, size, strategy.options.limit, part)), group)
+            ddp.average_in(SharedMean(*share_memory(group, size, options.limit, part)), group)
             return "in shared memory: all are CPUs of one node"
         except OSError as error:
             reason = f"the memory cannot be shared ({error})"
@@ -187,10 +180,9 @@ def average_within(
     return "by ddp_comm_hook" if hooked else None
 
 
-def _unsuitable(strategy: "HeteroStrategy", ranks: Sequence[int]) -> str | None:
+def _unsuitable(topology: Topology, ranks: Sequence[int]) -> str | None:
     """Why these ranks cannot average through shared memory, if so; the same on all of them."""
-    assert strategy.job is not None
-    places = [strategy.job.view.topology.places[rank] for rank in ranks]
+    places = [topology.places[rank] for rank in ranks]
     if devices := sorted({place.device for place in places} - {"cpu"}):
         return f"gradients are on {', '.join(devices)}, not on CPUs"
     if not os.path.isdir(SHARED):
@@ -238,9 +230,9 @@ class WiredGradients:
                 f"wire={self.wire!r} together with within='shm': nothing travels in shared memory. Give one of them."
             )
 
-    def problem(self, strategy: "HeteroStrategy") -> HeteroError | None:
+    def problem(self, precision: Precision) -> HeteroError | None:
         """Why the Trainer's settings do not go with the wire, if so."""
-        scaled = getattr(strategy.precision_plugin, "scaler", None) is not None
+        scaled = getattr(precision, "scaler", None) is not None
         if not scaled or self.wire in ("fp32", "bf16", "fp16"):
             return None
         return UnsupportedError(
@@ -248,14 +240,13 @@ class WiredGradients:
             "another loss scale. Use precision='bf16-mixed' or 32, or wire='fp16'."
         )
 
-    def register(self, strategy: "HeteroStrategy") -> None:
+    def register(self, model: torch.nn.Module | None, job: Job) -> None:
         """Let a model's gradients travel on the wire, if it is wrapped in DDP (collective over the replica).
 
         Raises:
             UnsupportedError: an embedding has sparse gradients, or a parameter is complex.
         """
         former, self._running = self._running, None
-        model = strategy.model
         if not isinstance(model, ReplicaDDP) or self.wire == "fp32":
             return
         if self.wire != "bf16" and (name := _sparse(model.module)) is not None:
@@ -266,8 +257,7 @@ class WiredGradients:
         if self.wire in ("bf16", "fp16"):
             model.register_comm_hook(model.process_group, _bf16 if self.wire == "bf16" else fp16_compress_hook)
             return
-        assert strategy.job is not None
-        group = strategy.job.groups.get("gradients on a wire", strategy.job.view.replica.ranks)
+        group = job.groups.get("gradients on a wire", job.view.replica.ranks)
         assert group is not None
         self._running = GradientWire(self.wire, model.module, group)
         model.register_comm_hook(None, self._running.hook)
@@ -283,7 +273,7 @@ class WiredGradients:
         if self._running is None:
             return
         own = self._running.state_dict()
-        everyone = collective("gather what gradients have left out", lambda: objects.gather(own))
+        everyone = collective("gather what gradients have left out", lambda: object_collectives.gather(own))
         if everyone is not None:
             checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
 

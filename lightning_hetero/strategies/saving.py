@@ -1,4 +1,4 @@
-"""How a strategy's checkpoints are written and read, and an error of one rank reaches all."""
+"""Saving and resuming of a strategy: the state of each rank, and errors that reach all ranks."""
 
 import os
 import subprocess
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, tensor
+from torch import Tensor, nn, tensor
 
 from lightning_hetero.checkpoint import loader_states, random_states, shards
 from lightning_hetero.checkpoint.format import (
     COMMON,
-    Identity,
+    CheckpointIdentity,
     add_plan,
     nearest_first,
     restore_plan,
@@ -28,22 +28,20 @@ from lightning_hetero.checkpoint.format import (
     unusable,
     warn_if_unreadable,
 )
-from lightning_hetero.checkpoint.snapshot import MemoryFiles
+from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO, BackgroundWriter
+from lightning_hetero.checkpoint_sections import part_of
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.objects import portable
+from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.lightning_compat import WrappingCheckpointIO, environment_of, epoch_ends, hpc_path, trainer_of
-from lightning_hetero.sections import part_of
+from lightning_hetero.lightning_compat import WrappingCheckpointIO, environment_of, hpc_path, trainer_of
 from lightning_hetero.strategies.capacity import Capacity
-from lightning_hetero.strategies.options import Options
+from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.position import begin_next_epoch, fetch_anew_between_epochs, fetch_anew_if_moved
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.strategies.base import HeteroStrategy
 
 
 class Resumable(Checkpoint):
@@ -127,7 +125,7 @@ def atomic(io: CheckpointIO | None) -> CheckpointIO:
     return io
 
 
-def whole(save: Callable[..., None]) -> Callable[..., None]:
+def retry_on_peer_loss(save: Callable[..., None]) -> Callable[..., None]:
     """A method that saves a checkpoint, once more if ranks were lost meanwhile: rank 0 may have been the one to write.
 
     Args:
@@ -135,22 +133,22 @@ def whole(save: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(save)
-    def saved(strategy: "HeteroStrategy", *args: Any, **kwargs: Any) -> None:
-        before = strategy.survival.view
-        save(strategy, *args, **kwargs)
+    def saved(self: JobStrategy, *args: Any, **kwargs: Any) -> None:
+        before = self.survival.view
+        save(self, *args, **kwargs)
         if before is None:
             return
         # All go by what they have gathered. A loss within that has come to some before they know its outcome, and to
         # others after.
-        views = gather((before, strategy.survival.view), "what was saved")
+        views = gather((before, self.survival.view), "what was saved")
         if any(since != then for then, since in views):
-            save(strategy, *args, **kwargs)
+            save(self, *args, **kwargs)
 
     return saved
 
 
 @contextmanager
-def told_to_all(alone: bool) -> Iterator[None]:
+def raise_on_all_ranks(alone: bool) -> Iterator[None]:
     """An error in the block is raised on every rank (collective).
 
     Args:
@@ -173,76 +171,75 @@ def told_to_all(alone: bool) -> Iterator[None]:
 
 
 class RankState:
-    """What a checkpoint holds of each rank: its part of the plan, where its loaders stand, and its random states.
+    """The state of each rank in a checkpoint: its part of the plan, where its loaders stand, and its random states.
 
     Args:
-        options: of the strategy.
+        strategy: that saves and goes on.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._capacity = Capacity(options)
+    def __init__(self, strategy: JobStrategy) -> None:
+        self._strategy = strategy
+        self._capacity = Capacity(strategy.options)
         self._random: dict[str, Any] | None = None  # to restore once training starts
         self._checkpoint: Mapping[str, Any] | None = None  # that was loaded, until training starts
 
-    @staticmethod
-    def read(checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> dict[str, Any]:
+    def read(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Take from a checkpoint what must be known before the data are set up, and return it."""
-        trainer = trainer_of(strategy.lightning_module)
-        if strategy.job is not None and trainer is not None and trainer.training:
-            strategy.share.loaders.sizes.load(checkpoint)
+        trainer = trainer_of(self._strategy.lightning_module)
+        if self._strategy.job is not None and trainer is not None and trainer.training:
+            self._strategy.share.loaders.sizes.load(checkpoint)
         return checkpoint
 
     @contextmanager
-    def saving(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> Iterator[dict[str, Any]]:
+    def saving(self, checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Add it to a checkpoint, and save that in the block, which succeeds or fails on all ranks alike (collective).
 
         Args:
             checkpoint: to be saved.
-            strategy: that saves it.
 
         Yields:
             The checkpoint, on the rank that writes it with all tensors on the CPU.
         """
+        strategy = self._strategy
         alone = strategy.collectives.alone()
         if strategy.job is not None:
-            self.add_common(checkpoint, strategy)
+            self._add_common(checkpoint)
             if not alone:
                 own = random_states.current(strategy.root_device), loader_states.current(strategy.share)
                 everyone = gather(own, "random states, and where dataloaders stand, to save them")
                 if strategy.is_global_zero:
                     random_states.put(checkpoint, [random for random, _ in everyone])
                     loader_states.put(checkpoint, [loaders for _, loaders in everyone], strategy.share.ended)
-        with told_to_all(alone):
+        with raise_on_all_ranks(alone):
             yield on_cpu(strategy.checkpoint_io, checkpoint) if strategy.is_global_zero else checkpoint
         strategy.timer.restart()  # it is no part of a step's time
 
-    def add_common(self, checkpoint: dict[str, Any], strategy: "HeteroStrategy") -> None:
+    def _add_common(self, checkpoint: dict[str, Any]) -> None:
         """Add what all ranks know alike to a checkpoint."""
-        add_plan(checkpoint, strategy.share)
+        share = self._strategy.share
+        add_plan(checkpoint, share)
         self._capacity.add_to(checkpoint)
-        strategy.share.loaders.sizes.add_to(checkpoint)
+        share.loaders.sizes.add_to(checkpoint)
 
-    def load(self, checkpoint: Mapping[str, Any], strategy: "HeteroStrategy") -> None:
-        """Go on with the plan of a checkpoint.
-
-        Args:
-            checkpoint: that was read.
-            strategy: that goes on.
-        """
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on with the plan of a checkpoint."""
+        strategy = self._strategy
         warn_if_unreadable(checkpoint)
         restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.entry is not None)
         self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
 
-    def begin(self, strategy: "HeteroStrategy") -> None:
+    def begin(self) -> None:
         """Training starts: limit batches to what fits, and go on where the checkpoint stands (collective).
 
         Raises:
             UnsupportedError: what fits cannot be tried.
             ShareError: the global batch does not fit on all ranks together.
         """
+        strategy = self._strategy
         trainer, share = strategy.trainer, strategy.share
-        self._capacity.begin(strategy)
+        if self._capacity.begin(trainer, share, strategy.collectives):
+            strategy.wrap_anew()  # DDP has counted the backward passes
         fetch_anew_if_moved(trainer, share, self._checkpoint)
         self._checkpoint = None
         if self._random is not None:  # after the loaders were made, which draws random numbers
@@ -271,7 +268,7 @@ class Source:
         """The file that has just been read."""
         return cls(path, load, {"step": checkpoint.get("global_step"), "save": save_of(checkpoint)})
 
-    def replica(self, checkpoint: Mapping[str, Any], who: Identity, view: View) -> dict[str, Any] | str:
+    def replica(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | str:
         """This replica's own state; else, in words, why no replica can have its own (collective).
 
         Raises:
@@ -296,7 +293,7 @@ class Source:
         assert state is not None
         return {**state, "losses": saved["losses"][view.rank]}
 
-    def nearest(self, checkpoint: Mapping[str, Any], who: Identity, view: View) -> dict[str, Any] | None:
+    def nearest(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | None:
         """The state of the nearest replica that is found here, if there are others than were saved (collective).
 
         Returns:
@@ -318,67 +315,51 @@ class Source:
         return state if shards.agree(lost, error) is None else None
 
 
-def loses_the_end(trainer: "pl.Trainer") -> bool:
-    """Whether who goes on from here never comes to the end of the epoch: from the last batch Lightning begins the next.
-
-    Where an epoch is one step there is nowhere else to stop.
-    """
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # of this epoch, so far
-    return epoch_ends(trainer) and batches > trainer.accumulate_grad_batches
-
-
 def on_cpu(io: CheckpointIO, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint for any plugin, with all tensors on the CPU; ours copies them there itself."""
     return checkpoint if isinstance(io, BackgroundWriter) else portable(checkpoint)
 
 
-def others_join(strategy: "HeteroStrategy") -> bool:
+def others_join(io: CheckpointIO) -> bool:
     """Whether what is saved now is what all go on from together with others, who are about to join."""
-    return isinstance(strategy.checkpoint_io, MemoryFiles)
+    return isinstance(io, MemoryCheckpointIO)
 
 
-def kept_by_each(strategy: "HeteroStrategy") -> list[str]:
+def kept_by_each(precision: Precision) -> list[str]:
     """What each rank keeps of its own when others join, by its names in a checkpoint."""
-    return ["optimizer_states", type(strategy.precision_plugin).__qualname__, COMMON]
+    return ["optimizer_states", type(precision).__qualname__, COMMON]
 
 
-def copied_for_join(strategy: "HeteroStrategy", state: dict[str, Any], new: Collection[Tensor] = ()) -> dict[str, Any]:
+def copied_for_join(
+    io: CheckpointIO, module: nn.Module | None, state: dict[str, Any], new: Collection[Tensor] = ()
+) -> dict[str, Any]:
     """The state of the model; where others are about to join, a copy: hooks may change the model before it is loaded.
 
     Args:
-        strategy: that saves.
+        io: that saves it.
+        module: the model.
         state: of the model, whose parameters are the same on all ranks.
         new: tensors that nobody else writes to: what lies in them need not be copied.
     """
-    if not isinstance(files := strategy.checkpoint_io, MemoryFiles):
+    if not isinstance(io, MemoryCheckpointIO):
         return state
-    assert strategy.lightning_module is not None
-    parameters = strategy.lightning_module.named_parameters(remove_duplicate=False)
-    return files.keep(state, [name for name, _ in parameters], new)
+    assert module is not None
+    return io.keep(state, [name for name, _ in module.named_parameters(remove_duplicate=False)], new)
 
 
-def keep_in_memory(strategy: "HeteroStrategy", checkpoint: Mapping[str, Any], path: Any) -> None:
-    """Where others are about to join, keep the checkpoint on each rank: rank 0 may be lost before it sends its own."""
-    if others_join(strategy) and not strategy.is_global_zero:
-        strategy.checkpoint_io.save_checkpoint(portable(checkpoint), path)
-
-
-def save_to_resume(strategy: "HeteroStrategy") -> None:
+def save_to_resume(trainer: "pl.Trainer") -> None:
     """Save what a job that is asked to stop can be resumed from; all ranks have done the same steps (collective).
 
     Raises:
         CheckpointError: on every rank, if it cannot be written.
     """
-    trainer = strategy.trainer
     for keeper in keepers(trainer):
         keeper.complete()  # or an older checkpoint would be written last, and be taken for the newest
-    path = strategy.broadcast(path_to_save(trainer) if strategy.is_global_zero else None)
+    path = trainer.strategy.broadcast(path_to_save(trainer) if trainer.is_global_zero else None)
     if path is not None:
         trainer.save_checkpoint(path)
-        with told_to_all(alone=False):  # no process ends before this is done
-            if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
-                strategy.checkpoint_io.teardown()  # waits until the file is whole
+        with raise_on_all_ranks(alone=False):  # no process ends before this is done
+            if isinstance(io := trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+                io.teardown()  # waits until the file is whole
             requeue(trainer)
     say_where(path, trainer)
-    strategy.share.listen()  # leave nothing in flight
-    strategy.survival.end()  # nobody counts as lost who ends now

@@ -5,26 +5,21 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store
 
 from lightning_hetero import lightning_compat
-from lightning_hetero.batching.agreement import AgreedBatch, Ask
+from lightning_hetero.batching.plan_agreement import ActionRequest, AgreedBatch
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.strategies.recovery_policy import Survival
-from lightning_hetero.strategies.saving import loses_the_end, save_to_resume
+from lightning_hetero.strategies.recovery_policy import RecoveryPolicy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.strategies.base import HeteroStrategy
 
 #: Exit status of a process that SIGTERM has ended, as shells and schedulers count.
 TERMINATED = 128 + signal.SIGTERM
@@ -49,7 +44,7 @@ class StopRequest:
     fits = itertools.count()  # of this process
 
     def __init__(
-        self, trainer: "pl.Trainer", store: Store, limit: float, save: Callable[[], None], survival: Survival
+        self, trainer: "pl.Trainer", store: Store, limit: float, save: Callable[[], None], survival: RecoveryPolicy
     ) -> None:
         self._requested = False  # of this rank, in this fit
         self.all_stop = False  # whether all ranks have saved, and end here
@@ -69,11 +64,11 @@ class StopRequest:
         changing = None if survival.growth is None else (lambda: survival.changing)
         self.agreed = AgreedBatch(store, self._asks, self._limit, self._done, changing=changing)
 
-    def _asks(self) -> Ask | None:
+    def _asks(self) -> ActionRequest | None:
         if self.requested:
-            return Ask("to save and stop at, as SIGTERM asks", 0.0)
+            return ActionRequest("to save and stop at, as SIGTERM asks", 0.0)
         growth = self._survival.growth
-        return Ask("at which others join", _NOTICE) if growth is not None and growth.wanted else None
+        return ActionRequest("at which others join", _NOTICE) if growth is not None and growth.wanted else None
 
     def move(self, store: Store) -> None:
         """Go on among other ranks: some were lost. What was not agreed on yet is agreed on anew.
@@ -163,20 +158,13 @@ class StopRequest:
         raise SIGTERMException(TERMINATED)
 
 
-def handle_sigterm(strategy: "HeteroStrategy", trainer: "pl.Trainer") -> StopRequest | None:
-    """What SIGTERM does in the run that is set up: in a fit it is a request to stop (collective).
+def loses_the_end(trainer: "pl.Trainer") -> bool:
+    """Whether who goes on from here never comes to the end of the epoch: from the last batch Lightning begins the next.
 
-    Args:
-        strategy: saves.
-        trainer: before it registers its handlers.
+    Where an epoch is one step there is nowhere else to stop.
     """
-    if trainer.state.fn != TrainerFn.FITTING:
-        end_at_once(trainer)
-        return None
-    fit = strategy.broadcast(next(StopRequest.fits))
-    limit, save = strategy.options.limit.total_seconds(), partial(save_to_resume, strategy)
-    assert strategy.job is not None
-    return StopRequest(trainer, strategy.job.store(f"stop/{fit}"), limit, save, strategy.survival)
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # of this epoch, so far
+    return lightning_compat.epoch_ends(trainer) and batches > trainer.accumulate_grad_batches
 
 
 def end_at_once(trainer: "pl.Trainer") -> None:

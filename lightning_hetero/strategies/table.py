@@ -1,4 +1,4 @@
-"""The strategy strings: what each stands for, and when to use it. Written once; Lightning and the table read it."""
+"""The table of strategy strings: what each stands for, when to use it, and its paper."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from rich.table import Table
 
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
-from lightning_hetero.registration import why_apart
+from lightning_hetero.registration import why_not_aliased
 from lightning_hetero.strategies.algorithms import (
     DASOStrategy,
     DiLoCoAsyncStrategy,
@@ -35,7 +35,7 @@ from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import register_name
 
 
-class Entry(NamedTuple):
+class StrategyEntry(NamedTuple):
     """One strategy string.
 
     Attributes:
@@ -60,7 +60,7 @@ _ON_CLUSTERS = "You, Buluç and Demmel 2017"
 _GOSSIP = "Georgiev and Gurov 2019"
 
 ENTRIES = (
-    Entry(
+    StrategyEntry(
         "hetero_ddp",
         HeteroDDPStrategy,
         "world",
@@ -68,7 +68,7 @@ ENTRIES = (
         "the links are fast, or there is one machine; exact",
         "HetGrad, Moreno-Álvarez et al. 2022",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_auto",
         AutoStrategy,
         "world",
@@ -76,7 +76,7 @@ ENTRIES = (
         "you do not know the links, or do not want to choose",
         f"{_ON_CLUSTERS}; DASO, Coquelin et al. 2021 (the arithmetic)",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_node",
         NodeAverageStrategy,
         "node",
@@ -84,7 +84,7 @@ ENTRIES = (
         "slow links between nodes; the simplest that leaves them out of the step",
         "eDNNcomm, Moreno-Álvarez et al. 2023",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_daso",
         DASOStrategy,
         "node",
@@ -92,7 +92,7 @@ ENTRIES = (
         "slow links between nodes; exchanges pass in the background",
         "DASO, Coquelin et al. 2021",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_easgd",
         EASGDStrategy,
         "rank",
@@ -100,7 +100,7 @@ ENTRIES = (
         "slow links between ranks; repeatable bit for bit",
         f"EASGD, {_ELASTIC}; {_ON_CLUSTERS}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_easgd_overlap",
         EASGDOverlapStrategy,
         "rank",
@@ -108,7 +108,7 @@ ENTRIES = (
         "the same numbers, sooner",
         f"Sync EASGD3, {_ON_CLUSTERS}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_easgd_round_robin",
         EASGDRoundRobinStrategy,
         "rank",
@@ -116,7 +116,7 @@ ENTRIES = (
         "as the baseline that the others beat",
         f"Original EASGD, {_ON_CLUSTERS}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_easgd_async",
         EASGDAsyncStrategy,
         "rank",
@@ -124,7 +124,7 @@ ENTRIES = (
         "ranks stall now and then, so that nobody should wait for them",
         f"Async EASGD, {_ELASTIC}; {_ON_CLUSTERS}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_easgd_hogwild",
         EASGDHogwildStrategy,
         "rank",
@@ -132,7 +132,7 @@ ENTRIES = (
         "many ranks on one machine, at short intervals",
         f"Hogwild EASGD, {_ON_CLUSTERS}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_measgd_async",
         MEASGDAsyncStrategy,
         "rank",
@@ -140,7 +140,7 @@ ENTRIES = (
         "as hetero_easgd_async, with SGD(momentum=)",
         f"Async MEASGD, {_ON_CLUSTERS}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_eamsgd",
         EAMSGDStrategy,
         "rank",
@@ -148,7 +148,7 @@ ENTRIES = (
         "as hetero_easgd, with SGD(nesterov=True)",
         f"EAMSGD, {_ELASTIC}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_gossip",
         GossipStrategy,
         "rank",
@@ -156,7 +156,7 @@ ENTRIES = (
         "many replicas, no point that all must pass",
         f"GoSGD, Blot et al. 2016; {_GOSSIP}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_gossip_push_sum",
         GossipPushSumStrategy,
         "rank",
@@ -164,7 +164,7 @@ ENTRIES = (
         "messages come late, or links go one way",
         f"SGP, Assran et al. 2019; {_GOSSIP}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_gossip_async",
         GossipAsyncStrategy,
         "rank",
@@ -172,7 +172,7 @@ ENTRIES = (
         "as hetero_gossip, beside ranks that stall",
         f"AD-PSGD, Lian et al. 2018; {_GOSSIP}",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_diloco",
         DiLoCoStrategy,
         "rank",
@@ -180,7 +180,7 @@ ENTRIES = (
         "very slow links: hundreds of steps between exchanges",
         "DiLoCo, Douillard et al. 2023; Streaming DiLoCo, 2025",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_diloco_async",
         DiLoCoAsyncStrategy,
         "rank",
@@ -188,7 +188,7 @@ ENTRIES = (
         "as hetero_diloco, with ranks of unequal speed and fixed shares",
         "Delayed Nesterov and DyLU, Liu et al. 2024",
     ),
-    Entry(
+    StrategyEntry(
         "hetero_noloco",
         NoLoCoStrategy,
         "rank",
@@ -307,7 +307,7 @@ def _refuse_apart(asked: object) -> None:
     if _meant(asked) is not None:
         raise ConfigurationError(
             f"strategy={_shown(asked)} for the Trainer of pytorch_lightning: strategies of lightning_hetero are made "
-            f"for lightning.pytorch. {why_apart()} Or import Trainer, LightningModule and callbacks from "
+            f"for lightning.pytorch. {why_not_aliased()} Or import Trainer, LightningModule and callbacks from "
             "lightning.pytorch."
         )
 

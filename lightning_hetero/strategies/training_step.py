@@ -1,4 +1,4 @@
-"""A training step, from top to bottom: begin, forward, backward, the optimizer's step, and what comes of it."""
+"""The parts of a training step: begin, forward, backward, the optimizer's step, and what comes of it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,22 +16,27 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import Workshare, no_gradient, no_gradients, no_loss, same_state, steps_unless
-from lightning_hetero.batching.finite import FiniteSteps
+from lightning_hetero.batching.accounting import (
+    BatchAccounting,
+    preserve_buffers,
+    skip_step_if,
+    zero_backward,
+    zero_gradients,
+    zero_loss,
+)
+from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.streams import EvaluatedStream
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lightning_compat import DataFetcherWrapper, evaluated_loader, fetched_batch, results_of
 from lightning_hetero.replicas.vectors import share
-from lightning_hetero.strategies.default_groups import Noticed
-from lightning_hetero.strategies.metrics import count, count_as_ever, sync_anywhere, warn_of_losses_over_all
+from lightning_hetero.strategies.default_groups import CollectiveObserver
+from lightning_hetero.strategies.metrics import count, restore_counting, sync_anywhere, warn_of_losses_over_all
 from lightning_hetero.strategies.position import describe
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.strategies.base import HeteroStrategy
 
 
 class TrainingStep:
@@ -50,10 +55,10 @@ class TrainingStep:
     """
 
     def __init__(
-        self, share: Workshare, engine: Engine, finite: FiniteSteps, collectives: Collectives, several: bool
+        self, share: BatchAccounting, engine: Engine, finite: NonFiniteGuard, collectives: Collectives, several: bool
     ) -> None:
         self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
-        self._noticed = Noticed(share.timer, several)
+        self._noticed = CollectiveObserver(share.timer, several)
         self._timer = share.timer
         self._samples = 0.0  # of the replica, in the running window
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
@@ -102,7 +107,7 @@ class TrainingStep:
         if callable(measure := getattr(module, "batch_weight", None)):
             self._share.weigh(measure, batch)
         self._finite.before_forward(module)
-        state = nullcontext() if samples > 0 else same_state(module)
+        state = nullcontext() if samples > 0 else preserve_buffers(module)
         self._none = False
         instead = self._instead_of_none(module) if trainer.world_size > 1 else nullcontext()
         with state, instead, self._collectives.weighing(lambda: self._counted), self._noticed.forward():
@@ -129,7 +134,7 @@ class TrainingStep:
                     "return `0.0 * loss`: its samples then count, with a gradient of zero."
                 )
             self._none = True
-            return no_loss(module)
+            return zero_loss(module)
 
         vars(module)["training_step"] = training_step
         try:
@@ -169,12 +174,12 @@ class TrainingStep:
         self.passes += 1
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
-        nothing = no_gradients(trainer.lightning_module) if self._weight == 0 else nullcontext()
+        nothing = zero_backward(trainer.lightning_module) if self._weight == 0 else nullcontext()
         with deadline("average gradients", self._timer.works), nothing, self._noticed.backward():
             yield
         self._timer.backward_done()
         self._weight = None
-        self._finite.look(optimizers, model)
+        self._finite.check(optimizers, model)
 
     @property
     def counts(self) -> bool:
@@ -201,12 +206,12 @@ class TrainingStep:
             nonlocal left_out
             output = closure()
             # Padding only: momentum and weight decay would move the replica all the same.
-            left_out = self._finite.leaves_out(module, scaled) or self._samples == 0
+            left_out = self._finite.skips_step(module, scaled) or self._samples == 0
             if left_out:
-                no_gradient(optimizer)
+                zero_gradients(optimizer)
             return output
 
-        with steps_unless(lambda: left_out, optimizer), self._collectives.weighing(lambda: self._counted):
+        with skip_step_if(lambda: left_out, optimizer), self._collectives.weighing(lambda: self._counted):
             return step(gradients)
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
@@ -215,7 +220,7 @@ class TrainingStep:
             ends = window and not lightning_compat.accumulates(trainer)
             self._share.end(report=self._engine.due(self._share.step + 1, ends, lightning_compat.epoch_ends(trainer)))
         else:
-            self._share.tell()
+            self._share.send_report()
 
     def hooks(self) -> AbstractContextManager[None]:
         """A block in which the hooks around a backward pass and an optimizer's step run."""
@@ -226,7 +231,7 @@ class TrainingStep:
         self._samples = 0.0
         self._engine.window_ended()
 
-    def take_over(self, former: "TrainingStep") -> None:
+    def continue_from(self, former: "TrainingStep") -> None:
         """Go on in the midst of a window where another one has stopped, which was made from an earlier view."""
         self._samples, self._counted = former._samples, former._counted
         self._epoch, self._of_epoch = former._epoch, former._of_epoch
@@ -235,7 +240,7 @@ class TrainingStep:
 
     def close(self) -> None:
         """The fit has ended; idempotent."""
-        count_as_ever(self._logged)
+        restore_counting(self._logged)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -267,38 +272,49 @@ def explain_unused(exception: BaseException, strategy: str) -> None:
     )
 
 
-def evaluation_step(name: str, context: str) -> Callable[..., Any]:
-    """Make a strategy's method that runs a step of the module on a batch.
+class EvaluationStep:
+    """Runs the module's step on a batch that is validated, tested or predicted, and counts the samples.
 
     It goes around DDP, which would wait for the other ranks: these need not run the same number of batches.
 
     Args:
-        name: of the strategy's method, and of the module's.
-        context: the method of the precision plugin that makes the context to run in.
+        collectives: of the strategy.
     """
 
-    def step(self: "HeteroStrategy", *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._done: float | None = 0.0  # samples of this rank in the running evaluation; None if they are unknown
+
+    def run(
+        self, trainer: "pl.Trainer", step: Callable, context: AbstractContextManager, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a step.
+
+        Args:
+            trainer: that evaluates.
+            step: of the module.
+            context: of the precision plugin, to run it in.
+            *args: of the step: the batch or what fetches it, then the batch's number and the loader's.
+            **kwargs: of the step.
+        """
         source = args[0] if args else None
         fetched = _Fetched(source) if isinstance(source, DataFetcherWrapper) else None  # by the step itself
         samples = fetched or (lambda: _samples(source))
-        results = results_of(self.trainer)
-        count(results, self.collectives, samples, lambda: self.evaluated)
+        results = results_of(trainer)
+        count(results, self._collectives, samples, lambda: self._done)
         loader = args[2] if len(args) > 2 else 0
-        stream, steps = evaluated_loader(self.trainer, loader)
+        stream, steps = evaluated_loader(trainer, loader)
         own = isinstance(stream, EvaluatedStream)
-        met = self.collectives.preceding(lambda: stream.before_collective(steps)) if own else nullcontext()
-        with getattr(self.precision_plugin, context)(), self.collectives.weighing(samples), met:
-            output = getattr(self.lightning_module, name)(*args, **kwargs)
+        met = self._collectives.preceding(lambda: stream.before_collective(steps)) if own else nullcontext()
+        with context, self._collectives.weighing(samples), met:
+            output = step(*args, **kwargs)
         if results is not None:
             if loader == 0 and (len(args) < 2 or args[1] == 0):
-                self.evaluated = 0.0
+                self._done = 0.0
             found = samples()
-            self.evaluated = None if found is None or self.evaluated is None else self.evaluated + found
-            count(results, self.collectives, lambda: found, lambda: self.evaluated)  # the batch may go
+            self._done = None if found is None or self._done is None else self._done + found
+            count(results, self._collectives, lambda: found, lambda: self._done)  # the batch may go
         return output
-
-    step.__name__ = name
-    return step
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # by which a module tells DDP, and Lightning, what not to share

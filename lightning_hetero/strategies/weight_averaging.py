@@ -1,4 +1,4 @@
-"""Callbacks that average weights over time (SWA, EMA), where replicas differ: they take in the consensus.
+"""Averages of weights over time (SWA, EMA) where replicas differ: callbacks average the consensus.
 
 ``WeightAveraging`` and ``StochasticWeightAveraging`` ask for an update by calling ``update_parameters`` with the model.
 Here such a call is only counted. If all replicas are together then, the updates are made right after the callback's
@@ -14,15 +14,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero.algorithms.engine import ReplicaEngine
 from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
 from lightning_hetero.comm.agreement import check_equal
 from lightning_hetero.lightning_compat import averaged_by, measures_batch_norm
 from lightning_hetero.replicas.vectors import share_values
-from lightning_hetero.sections import FORMAT, KEY, part_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hetero.strategies.replica import ReplicaStrategy
 
 
 def _is(callback: Callback, name: str) -> bool:
@@ -90,7 +88,7 @@ class WeightAverages:
             self.make(engine, timer)
             return
         asks = next((updates.callback for updates in self._all if updates.count), None)
-        if asks is not None and averager is not None and not averager.facts.lockstep and not self._warned:
+        if asks is not None and averager is not None and not averager.traits.lockstep and not self._warned:
             self._warned = True
             rank_zero_warn(
                 f"{type(asks).__name__} asks for an update after step {engine.windows}, within an epoch, where not all "
@@ -112,7 +110,7 @@ class WeightAverages:
         with timer.waiting(exchange=True):
             if not self._agreed():
                 return
-            engine.hold(engine.look(sanity_check=False))
+            engine.hold(engine.evaluation_values(sanity_check=False))
             try:
                 for updates in self._all:
                     updates.make()
@@ -158,61 +156,3 @@ class WeightAverages:
         """Give callbacks their own methods back; idempotent."""
         for updates in self._all:
             updates.detach()
-
-
-class FinishFirst(Callback):
-    """Lets replicas be equal before any other callback sees the end of training.
-
-    Args:
-        strategy: of the Trainer.
-    """
-
-    def __init__(self, strategy: "ReplicaStrategy") -> None:
-        self._strategy = strategy
-
-    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Before SWA gives the model its average."""
-        if trainer.strategy is self._strategy and self._strategy.weight_averages.measure_batch_norm(trainer):
-            self._strategy.finish()
-
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Before callbacks give the model their average."""
-        if trainer.strategy is self._strategy:
-            self._strategy.finish()
-            self._strategy.weight_averages.finish()
-
-
-class UpdateWhereReplicasMeet(Callback):
-    """Comes right after the callbacks that average weights, and makes the updates that they have asked for.
-
-    Args:
-        strategy: of the Trainer.
-    """
-
-    def __init__(self, strategy: "ReplicaStrategy") -> None:
-        self._strategy = strategy
-
-    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """SWA has asked, or has given the model its average and reset BatchNorm's statistics."""
-        if trainer.strategy is self._strategy:
-            if self._strategy.weight_averages.measure_batch_norm(trainer):
-                self._strategy.rest()
-            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
-
-    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        """WeightAveraging has asked."""
-        if trainer.strategy is self._strategy:
-            self._strategy.weight_averages.after_batch(self._strategy.engine, self._strategy.timer)
-
-    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """WeightAveraging has asked."""
-        if trainer.strategy is self._strategy:
-            self._strategy.weight_averages.make(self._strategy.engine, self._strategy.timer)
-
-
-def put_around(callbacks: list[Callback], strategy: "ReplicaStrategy") -> None:
-    """Put :class:`FinishFirst` and :class:`UpdateWhereReplicasMeet` where they belong among a Trainer's callbacks."""
-    callbacks[:] = [one for one in callbacks if not isinstance(one, FinishFirst | UpdateWhereReplicasMeet)]
-    if where := [i for i, callback in enumerate(callbacks, 1) if averages_weights(callback)]:
-        callbacks.insert(where[-1], UpdateWhereReplicasMeet(strategy))
-    callbacks.insert(0, FinishFirst(strategy))

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.checkpoint import random_states
 from lightning_hetero.comm.agreement import gather, of_rank
-from lightning_hetero.comm.objects import packed, portable, unpacked
+from lightning_hetero.comm.object_collectives import pack_value, portable, unpack_value
 from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.strategies.capacity import Trials
-from lightning_hetero.strategies.fit import restore_precision
+from lightning_hetero.strategies.replica import ReplicaStrategy
 
 CPU = torch.device("cpu")
 
@@ -120,12 +120,12 @@ def kept_apart(kind: str) -> None:
     assert kind == "fake"
     home = torch.device("fake", 0)
     sent = {"there": torch.ones(1, device=home), "here": torch.ones(1), "device": home}
-    message = packed(sent, home)
-    got = unpacked(message, home)
+    message = pack_value(sent, home)
+    got = unpack_value(message, home)
     assert (got["there"].device, got["here"].device, got["device"]) == (home, CPU, home)
-    got = unpacked(message)
+    got = unpack_value(message)
     assert (got["there"].device, got["here"].device, got["device"]) == (CPU, CPU, CPU)
-    sparse = unpacked(packed([torch.eye(2).to_sparse(), nn.Parameter(torch.ones(2, device=home))], home), home)
+    sparse = unpack_value(pack_value([torch.eye(2).to_sparse(), nn.Parameter(torch.ones(2, device=home))], home), home)
     assert isinstance(sparse[1], nn.Parameter)
     assert sparse[1].is_leaf
     assert sparse[1].device == home
@@ -286,9 +286,9 @@ def test_a_loss_scale_that_was_not_saved_begins_anew() -> None:
 
     with pytest.raises(RuntimeError, match="empty"):
         Plugin().load_state_dict({})
-    restore_precision(Strategy(), {})  # type: ignore[arg-type]
+    ReplicaStrategy._restore_precision(Strategy(), {})  # type: ignore[arg-type]
     saved = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
-    restore_precision(Strategy(), saved)  # type: ignore[arg-type]
+    ReplicaStrategy._restore_precision(Strategy(), saved)  # type: ignore[arg-type]
     assert Strategy.precision_plugin.scaler.get_scale() == 8.0
 
 

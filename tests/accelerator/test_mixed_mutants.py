@@ -14,7 +14,7 @@ from test_mixed import alike, nowhere
 from test_mixed_features import measured
 
 from lightning_hetero.checkpoint import shards
-from lightning_hetero.comm import objects
+from lightning_hetero.comm import object_collectives
 from lightning_hetero.comm.groups import HostStage
 from lightning_hetero.strategies import base, saving, training_step
 
@@ -24,7 +24,7 @@ def files_hold_devices() -> None:
 
 
 def a_device_in_messages() -> None:
-    objects._Packer.reducer_override = lambda self, obj: NotImplemented  # type: ignore[method-assign]
+    object_collectives._Packer.reducer_override = lambda self, obj: NotImplemented  # type: ignore[method-assign]
 
 
 def weights_are_shared_on_the_device() -> None:

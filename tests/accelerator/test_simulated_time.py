@@ -46,9 +46,9 @@ def timed(kind: str, reads: bool) -> list[tuple[float, float]]:
         timer.backward_done()
         if reads:
             loss.item()  # as a progress bar does: the host waits, for the other rank too
-        laps += timer.lap(4)
+        laps += timer.end_step(4)
     torch.fake.synchronize()
-    laps += timer.lap(4)
+    laps += timer.end_step(4)
     return [(lap.work, lap.wait) for lap in laps[1:8]]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_hetero.algorithms import easgd
 from lightning_hetero.algorithms.base import StepContext
-from lightning_hetero.algorithms.easgd import ElasticAverager, Pull, stability
+from lightning_hetero.algorithms.easgd import ElasticAverager, ElasticForce, stability
 from lightning_hetero.comm.all_reduce import Average, Contribution, Traffic
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
@@ -64,7 +64,7 @@ class Course(NamedTuple):
 
 
 def train(
-    pull: Pull,
+    pull: ElasticForce,
     starts: list[float],
     weights: list[float],
     steps: int,
@@ -124,7 +124,7 @@ def test_without_gradients_a_sum_is_conserved_and_the_hull_is_not_left(
     replicas: list[tuple[float, float]], alpha: float, beta: float, tau: int
 ) -> None:
     starts, weights = [start for start, _ in replicas], [weight for _, weight in replicas]
-    course = train(Pull(alpha, beta=beta), starts, weights, 9, tau)
+    course = train(ElasticForce(alpha, beta=beta), starts, weights, 9, tau)
     sums = course.sums(alpha, beta, weights)
     assert np.abs(sums - sums[0]).max() <= 1e-12 * 20
     low, high = min(0.0, *starts) - 1e-12, max(0.0, *starts) + 1e-12
@@ -134,9 +134,9 @@ def test_without_gradients_a_sum_is_conserved_and_the_hull_is_not_left(
 
 def test_neither_holds_of_mutants() -> None:
     starts, weights = [1.0, -2.0, 4.0], [3.0, 1.0, 2.0]
-    sums = train(Pull(0.3, beta=0.9), starts, weights, 9, kind=OwnAlpha).sums(0.3, 0.9, weights)
+    sums = train(ElasticForce(0.3, beta=0.9), starts, weights, 9, kind=OwnAlpha).sums(0.3, 0.9, weights)
     assert np.abs(sums - sums[0]).max() > 1e-2
-    assert train(Pull(1.8, beta=0.1), starts, weights, 9).x.min() < -2.1  # swings past the center
+    assert train(ElasticForce(1.8, beta=0.1), starts, weights, 9).x.min() < -2.1  # swings past the center
 
 
 @pytest.mark.long
@@ -145,9 +145,9 @@ def test_with_weights_the_center_rests_at_the_weighted_mean() -> None:
     targets, weights = [1.0, 0.0, 0.0], [3.0, 1.0, 2.0]
     small = 0.025  # eta h
     options = {"steps": 900, "step": lambda i, x: x - small * (x - targets[i])}
-    right = train(Pull(0.3, beta=0.9), [0.0] * 3, weights, **options)
+    right = train(ElasticForce(0.3, beta=0.9), [0.0] * 3, weights, **options)
     assert right.c[-1].item() == pytest.approx(0.5, abs=1e-4)
-    wrong = train(Pull(0.3, beta=0.9), [0.0] * 3, weights, kind=OwnAlpha, **options)
+    wrong = train(ElasticForce(0.3, beta=0.9), [0.0] * 3, weights, kind=OwnAlpha, **options)
     assert wrong.c[-1].item() == pytest.approx(0.347, abs=2e-3)
 
 
@@ -161,7 +161,7 @@ def test_the_bound_on_alpha_and_beta(alpha: float, beta: float, stays: bool, mon
         with pytest.raises(ConfigurationError, match="alpha \\+ beta less than 2"):
             stability(alpha, beta)
         monkeypatch.setattr(easgd, "stability", lambda alpha, beta: None)
-    course = train(Pull(alpha, beta=beta), [1.0, -2.0, 4.0], [3.0, 1.0, 2.0], 800)
+    course = train(ElasticForce(alpha, beta=beta), [1.0, -2.0, 4.0], [3.0, 1.0, 2.0], 800)
     apart = np.abs(course.x - course.c[:, None]).max(axis=(1, 2))
     assert apart[-1] < 1e-3 * apart[0] if stays else apart[-1] > 1e3 * apart[0]
 
@@ -183,14 +183,14 @@ def test_between_one_and_the_bound_there_is_a_warning() -> None:
 
 def test_one_replica_that_pulls_with_all_swaps_with_its_center(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(easgd, "stability", lambda alpha, beta: None)
-    course = train(Pull(1.0, beta=1.0), [5.0], [1.0], 4, center=2.0)
+    course = train(ElasticForce(1.0, beta=1.0), [5.0], [1.0], 4, center=2.0)
     assert course.x.ravel().tolist() == [5.0, 2.0, 5.0, 2.0, 5.0]
     assert course.c.ravel().tolist() == [2.0, 5.0, 2.0, 5.0, 2.0]
 
 
 def test_symmetric_rates_make_only_the_center_the_mean_and_that_of_before_the_step() -> None:
     starts = [1.0, -2.0, 4.0]
-    course = train(Pull(1 / 3), starts, [1.0] * 3, 6, step=lambda i, x: 0.9 * x + i)
+    course = train(ElasticForce(1 / 3), starts, [1.0] * 3, 6, step=lambda i, x: 0.9 * x + i)
     means = course.x.mean(axis=1)
     assert np.abs(course.c[1:] - means[:-1]).max() <= 1e-12
     assert np.abs(course.c[1:] - means[1:]).max() > 0.1
@@ -208,18 +208,18 @@ def optimizers(*lrs: float) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("pull", "alpha", "beta"),
     [
-        (Pull("auto"), 0.9 / 4, 0.9),
-        (Pull("auto", beta=0.5), 0.5 / 4, 0.5),
-        (Pull(), 0.9 / 4, 0.9),
-        (Pull(beta=0.5), 0.5 / 4, 0.5),
-        (Pull(0.1), 0.1, 0.4),
-        (Pull(0.1, beta=0.9), 0.1, 0.9),
-        (Pull(rho=2.0), 0.1, 0.4),  # with the lr of the first group of the first optimizer
-        (Pull(rho=2.0, beta=0.3), 0.1, 0.3),
-        (Pull(0), 0.0, 0.0),
+        (ElasticForce("auto"), 0.9 / 4, 0.9),
+        (ElasticForce("auto", beta=0.5), 0.5 / 4, 0.5),
+        (ElasticForce(), 0.9 / 4, 0.9),
+        (ElasticForce(beta=0.5), 0.5 / 4, 0.5),
+        (ElasticForce(0.1), 0.1, 0.4),
+        (ElasticForce(0.1, beta=0.9), 0.1, 0.9),
+        (ElasticForce(rho=2.0), 0.1, 0.4),  # with the lr of the first group of the first optimizer
+        (ElasticForce(rho=2.0, beta=0.3), 0.1, 0.3),
+        (ElasticForce(0), 0.0, 0.0),
     ],
 )
-def test_alpha_and_beta(pull: Pull, alpha: float, beta: float) -> None:
+def test_alpha_and_beta(pull: ElasticForce, alpha: float, beta: float) -> None:
     assert pull.alpha(optimizers(0.05, 3.0), 4) == pytest.approx(alpha)
     assert pull.of_center(pull.alpha(optimizers(0.05, 3.0), 4), 4) == pytest.approx(beta)
 
@@ -243,4 +243,4 @@ def test_alpha_and_beta(pull: Pull, alpha: float, beta: float) -> None:
 )
 def test_numbers_that_cannot_be(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        Pull(**options)
+        ElasticForce(**options)

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_hetero.algorithms.fragments import Cut, equal_runs
+from lightning_hetero.algorithms.fragments import Partitioner, balanced_runs
 from lightning_hetero.errors import ConfigurationError
 
 
@@ -13,16 +13,16 @@ def sizes(module: nn.Module) -> dict[str, int]:
 
 def test_more_fragments_than_modules_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4))
-    assert Cut(2)(model, sizes(model))("2.weight") == 1
+    assert Partitioner(2)(model, sizes(model))("2.weight") == 1
     with pytest.raises(ConfigurationError, match=r"has 2 modules with parameters .* Use fragments=2 or less"):
-        Cut(3)(model, sizes(model))
+        Partitioner(3)(model, sizes(model))
 
 
 def test_blocks_of_a_model_without_blocks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="no module of the model has two children of the same class"):
-        Cut("blocks")(model := nn.Sequential(nn.Linear(2, 3), nn.ReLU()), sizes(model))
+        Partitioner("blocks")(model := nn.Sequential(nn.Linear(2, 3), nn.ReLU()), sizes(model))
 
 
 @pytest.mark.parametrize(("count", "starts"), [(1, [0]), (2, [0, 2]), (4, [0, 1, 2, 3])])
 def test_runs_are_as_equal_as_they_can_be(count: int, starts: list[int]) -> None:
-    assert equal_runs([3, 1, 2, 2], count) == starts
+    assert balanced_runs([3, 1, 2, 2], count) == starts

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.algorithms.base import Run, StepContext
+from lightning_hetero.algorithms.base import FitInfo, StepContext
 from lightning_hetero.algorithms.gossip import DirectedAverager, FirstComeAverager, GossipAverager, MatchedAverager
 from lightning_hetero.algorithms.push_sum import PushSumAverager
 from lightning_hetero.errors import NotFiniteError
@@ -22,7 +22,7 @@ def push_sum(module: nn.Module) -> PushSumAverager:
 
 
 def alone(found: GossipAverager, module: nn.Module, skip: bool = False) -> None:
-    found.links, found.run = SimpleNamespace(index=0, count=2), Run(skip=skip)
+    found.links, found.run = SimpleNamespace(index=0, count=2), FitInfo(skip=skip)
     found.replica = Replica(module)
     found._packed = found.replica.pack()
     found.reference = [torch.zeros_like(value) for value in found._packed]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import ASGD, SGD, Adam, NAdam, Optimizer
 
-from lightning_hetero.algorithms.base import Moments
+from lightning_hetero.algorithms.base import OptimizerMoments
 
 
 class Scaled(nn.Module):
@@ -35,9 +35,9 @@ def test_a_number_among_the_parameters_does_not_make_moments_of_counters(
     optimizer = kind(model.parameters(), lr=0.1, **options)
     model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
-    found = Moments.names([optimizer])
+    found = OptimizerMoments.names([optimizer])
     assert found == [(0, name) for name in names]
-    moments = Moments([optimizer], found)
+    moments = OptimizerMoments([optimizer], found)
     flats = moments.pack()
     assert [flat.shape for flat in flats] == [(3,)] * len(names)
     counters = {name: value for name, value in optimizer.state[model.scale].items() if name not in names}

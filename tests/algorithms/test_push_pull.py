@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.algorithms.async_center import ExchangeRates
 from lightning_hetero.algorithms.base import StepContext
-from lightning_hetero.algorithms.easgd_async import AsyncAverager
-from lightning_hetero.algorithms.visiting import ExchangeRates
+from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
 from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.comm.centers import client
-from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, differ, push_by
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, push_center, subtract_center
 from lightning_hetero.replicas.vectors import Replica
 
 PERIODS, TARGETS = [1.0, 1.0, 4.0], [0.0, 0.0, 1.0]  # the third worker comes four times more rarely
@@ -37,8 +37,8 @@ class MemoryCenter(Center):
         self.memory.values = self.memory.values or [value.clone() for value in values]
 
     def push_pull(self, values: Sequence[Tensor], push: float) -> PushPull:
-        square = differ(values, self.memory.values)
-        push_by(values, self.memory.values, push, square)
+        square = subtract_center(values, self.memory.values)
+        push_center(values, self.memory.values, push, square)
         self.memory.counts[self.layout.replica] += 1
         return PushPull(square, list(self.memory.counts))
 
@@ -70,7 +70,7 @@ class Inline:
         return self._exchange
 
 
-class InMemory(AsyncAverager):
+class InMemory(AsyncElasticAverager):
     """Exchanges with a center in memory."""
 
     overlap = False
@@ -127,23 +127,23 @@ def test_rates() -> None:
     rates = ExchangeRates(2)
     assert rates.factor == 1.0
     assert rates.per_second() == []
-    rates.saw([3, 5, 1])
+    rates.observe([3, 5, 1])
     assert rates.factor == 1.0  # one exchange tells nothing
-    rates.saw([7, 9, 2])
+    rates.observe([7, 9, 2])
     assert rates.factor == pytest.approx((4 + 4 + 1) / 3)
-    rates.saw([9, 13, 4])
+    rates.observe([9, 13, 4])
     assert rates.factor == pytest.approx((6 + 8 + 3) / 3 / 3)
     assert len(rates.per_second()) == 3
     fast = ExchangeRates(0)
-    fast.saw([1, 0])
-    fast.saw([5, 1])
+    fast.observe([1, 0])
+    fast.observe([5, 1])
     assert fast.factor == pytest.approx(5 / 2 / 4)
 
 
 def test_rates_look_back_a_window() -> None:
     rates = ExchangeRates(0, window=3)
     for own in range(10):
-        rates.saw([own, 0])  # the other has stopped
+        rates.observe([own, 0])  # the other has stopped
     for own in range(10, 14):
-        rates.saw([own, 2 * (own - 10)])  # and is twice as fast now
+        rates.observe([own, 2 * (own - 10)])  # and is twice as fast now
     assert rates.factor == pytest.approx(1.5)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_hetero.algorithms.schedules import Rhythm, smallest_tau
+from lightning_hetero.algorithms.schedules import TauSchedule, smallest_tau
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_the_smallest_tau(exchanges: list[float], delay: int, tau: int) -> None:
 
 
 def test_tau_follows_what_is_measured_at_the_ends_of_rounds() -> None:
-    rhythm = Rhythm("auto", 0, 500, 2)
+    rhythm = TauSchedule("auto", 0, 500, 2)
     assert [rhythm.beginning(step) for step in (1, 4, 8, 12)] == [[], [1], [0], [1]]
     rhythm.measured(0, [math.nan, math.nan])
     assert rhythm.settle(8) is None  # nothing is known
@@ -38,9 +38,9 @@ def test_tau_follows_what_is_measured_at_the_ends_of_rounds() -> None:
     assert rhythm.settle(12) is None  # in mid-round
     assert "tau=20, until now 8: an exchange of the whole model lasts 1 steps" in (rhythm.settle(16) or "")
     assert [rhythm.beginning(step) for step in (16, 26, 36)] == [[0], [1], [0]]
-    other = Rhythm("auto", 0, 500, 2)
+    other = TauSchedule("auto", 0, 500, 2)
     other.load_state_dict(rhythm.state_dict())
     assert other.beginning(26) == [1]
     rhythm.measured(0, [0.55])
     assert rhythm.settle(36) is None  # it would change by less than a tenth
-    assert Rhythm(6, 2, 500, 1).settle(6) is None
+    assert TauSchedule(6, 2, 500, 1).settle(6) is None

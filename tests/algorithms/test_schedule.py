@@ -17,7 +17,7 @@ from lightning_hetero.replicas.vectors import Replica
 def course(schedule: RateSchedule, losses: list[float]) -> list[tuple[int, int]]:
     seen = [(schedule.every, schedule.wait)]
     for loss in losses:
-        schedule.tick(loss)
+        schedule.observe_loss(loss)
         if (schedule.every, schedule.wait) != seen[-1]:
             seen.append((schedule.every, schedule.wait))
     return seen
@@ -49,7 +49,7 @@ def test_a_metric_below_zero_falls_too() -> None:
 def test_the_rates_stay_sane(every: int, wait: int, largest: int, patience: int, losses: list[float]) -> None:
     schedule = RateSchedule(every, min(wait, every), largest, patience)
     for loss in losses:
-        schedule.tick(loss)
+        schedule.observe_loss(loss)
         assert 1 <= schedule.every <= max(every, largest)
         assert 0 <= schedule.wait <= schedule.every
 
@@ -58,12 +58,12 @@ def test_it_goes_on_where_it_was_saved() -> None:
     losses = [1.0, 0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5]
     whole, first, second = RateSchedule(), RateSchedule(), RateSchedule()
     for loss in losses:
-        whole.tick(loss)
+        whole.observe_loss(loss)
     for loss in losses[:4]:
-        first.tick(loss)
+        first.observe_loss(loss)
     second.load_state_dict(first.state_dict())
     for loss in losses[4:]:
-        second.tick(loss)
+        second.observe_loss(loss)
     assert second.state_dict() == whole.state_dict()
 
 
@@ -107,7 +107,7 @@ def test_an_automatic_wait_is_the_smallest_that_hides_the_exchange() -> None:
     assert schedule.wait == 4  # at most B
     rates = []
     for _ in range(4):
-        schedule.tick(1.0)
+        schedule.observe_loss(1.0)
         rates.append((schedule.every, schedule.wait))
     assert rates == [(4, 4), (2, 2), (1, 1), (8, 7)]
     other = RateSchedule(every=4, wait="auto")

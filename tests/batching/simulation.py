@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_hetero.batching.cost import CostModel, Evidence
+from lightning_hetero.batching.cost import CostModel, SpeedEstimator
 from lightning_hetero.batching.planner import Plan, Planner, Report
 from lightning_hetero.batching.shares import Cost, makespan, split
-from lightning_hetero.batching.timer import Lap
+from lightning_hetero.batching.timer import StepTiming
 
 #: How long a step takes, from the step, the rank, the seconds since the start, and what it would take without noise.
 Noise = Callable[[int, int, float, float], float]
@@ -80,14 +80,14 @@ class Cluster:
         for planner in self.planners:
             planner.expect(total)
         self.models = [CostModel() for _ in self.costs]
-        self.evidence = [Evidence() for _ in self.costs]
+        self.evidence = [SpeedEstimator() for _ in self.costs]
         self.step, self.now = 0, 0.0
         self.reports: list[Report] | None = None
         self.shares: list[list[int]] = []
         self.seconds: list[float] = []  # of each step, without the noise
         self.measured: list[float] = []  # with it
         self.plans: list[tuple[int, Plan]] = []
-        self._laps: list[list[Lap]] = [[] for _ in self.costs]
+        self._laps: list[list[StepTiming]] = [[] for _ in self.costs]
 
     def run(self, steps: int, costs: Sequence[Cost] | None = None) -> list[float]:
         """Run; returns the seconds of each of these steps without the noise."""
@@ -109,7 +109,7 @@ class Cluster:
         for laps, model, evidence, n, t in zip(self._laps, self.models, self.evidence, shares, noisy, strict=True):
             model.observe(max(n, 1), t)
             if model.warm:
-                laps.append(Lap(max(n, 1), t, max(noisy) - t, 0.0, 0.0, 0.0))
+                laps.append(StepTiming(max(n, 1), t, max(noisy) - t, 0.0, 0.0, 0.0))
                 evidence.observe(laps[-1], model.cost)
         self.step += 1
         self.now += max(noisy)

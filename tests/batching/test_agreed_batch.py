@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from ranks import attempt, run
 
-from lightning_hetero.batching.agreement import AgreedBatch, Ask
+from lightning_hetero.batching.plan_agreement import ActionRequest, AgreedBatch
 from lightning_hetero.errors import CommunicationError
 
 
@@ -19,9 +19,9 @@ class Clock:
     def __init__(self, seconds: float, notice: float = 1.0) -> None:
         self.seconds, self.notice, self.began = seconds, notice, time.monotonic()
 
-    def __call__(self) -> Ask | None:
+    def __call__(self) -> ActionRequest | None:
         due = time.monotonic() >= self.began + self.seconds
-        return Ask("to save at", self.notice) if due and dist.get_rank() == 0 else None
+        return ActionRequest("to save at", self.notice) if due and dist.get_rank() == 0 else None
 
 
 def _open(clock: Clock, limit: float = 60.0, **options: Any) -> AgreedBatch:

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.batching.accounting import Workshare
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.timer import StepTimer
@@ -71,7 +71,7 @@ class Rank:
             balance_iterable=False,
         )
         timer = StepTimer(torch.device("cpu"), clock=self.clock)
-        self.share = Workshare(
+        self.share = BatchAccounting(
             self.planner,
             timer,
             loaders,

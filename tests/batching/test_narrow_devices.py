@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ranks import run
 
 from lightning_hetero.batching import accounting
-from lightning_hetero.batching.accounting import Losses
+from lightning_hetero.batching.accounting import LossTracker
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import collectives
 from lightning_hetero.comm.collectives import Collectives
@@ -23,9 +23,9 @@ def _narrow() -> tuple[torch.Tensor, float]:
     for module in (collectives, accounting):
         module.widest = lambda device: torch.float32  # type: ignore[attr-defined]
     rank = dist.get_rank()
-    own = Collectives(StepTimer(torch.device("cpu")), lambda: False, lambda: True)
+    own = Collectives(StepTimer(torch.device("cpu")).waiting, lambda: False, lambda: True)
     mean = own.reduce(torch.tensor([rank, 3]), None, "mean")
-    found = Losses()
+    found = LossTracker()
     found.take(torch.tensor(1.0 + rank), samples=1.0 + 2 * rank, step=0)
     return mean, found.mean_over_ranks()
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_planner import planner_of
 
-from lightning_hetero.batching.planner import Knowledge, Plan, Planner, Report
+from lightning_hetero.batching.planner import Plan, Planner, PlanningState, Report
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import ShareError
 
@@ -119,5 +119,5 @@ def test_a_rank_that_is_behind_learns_plans_without_forgetting_by_which_it_still
         planner.expect(32)
     for start in (50, 150):
         ahead.adopt(replace(ahead.at(0), start=start))
-    Knowledge.of(ahead).teach(behind)
+    PlanningState.of(ahead).apply_to(behind)
     assert [behind.at(step).start for step in (40, 120, 160)] == [0, 50, 150]

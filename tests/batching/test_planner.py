@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.batching.planner import Planner, Report, plan_among
+from lightning_hetero.batching.planner import Planner, Report, plan_for_survivors
 
 
 def report(per_sample, fixed=0.0, error=0.0, drawn=0.0):
@@ -197,7 +197,7 @@ def test_a_planner_that_goes_on_for_another_one_need_not_learn_how_far_to_trust(
     former = planner_of(64, 2)
     for now in range(alone - 1):
         assert steps(former, now, SLOWER, 0.048) is None
-    assert until_a_resplit(plan_among(former, (0, 1), Planner(2)), 0, SLOWER, 0.048) <= 1 < alone
+    assert until_a_resplit(plan_for_survivors(former, (0, 1), Planner(2)), 0, SLOWER, 0.048) <= 1 < alone
 
 
 def test_a_resplit_that_does_not_make_steps_shorter_is_taken_back_and_the_next_waits_longer():

@@ -5,7 +5,7 @@ import random
 import pytest
 from simulation import Cluster, by_row, by_time, gaussian, traces
 
-from lightning_hetero.batching.cost import Evidence, Shape
+from lightning_hetero.batching.cost import CurveEstimator, SpeedEstimator
 from lightning_hetero.batching.shares import Cost, Curve, makespan
 
 
@@ -24,7 +24,9 @@ def line(samples):
 
 
 def shape():
-    return Shape(Evidence.SECONDS, Evidence.STATE, Evidence.CHANGE, Evidence.LEAST_NOISE)
+    return CurveEstimator(
+        SpeedEstimator.SECONDS, SpeedEstimator.STATE, SpeedEstimator.CHANGE, SpeedEstimator.LEAST_NOISE
+    )
 
 
 def seen(device, sizes, times=8, noise=0.0, seed=0, into=None):
@@ -134,11 +136,11 @@ def test_a_slow_drift_moves_what_is_known_of_other_sizes():
 
 def test_memory_is_bounded():
     found = seen(line, range(1, 400), times=2)
-    assert len(found.points()) <= Shape.SIZES
-    assert all(p.stretches <= Shape.EACH for p in seen(line, [16, 32], times=100).points())
+    assert len(found.points()) <= CurveEstimator.SIZES
+    assert all(p.stretches <= CurveEstimator.EACH for p in seen(line, [16, 32], times=100).points())
     for n in range(1000):  # none of them long enough to count
         found.observe(n + 1, 1e-4, 0.0)
-    assert len(found._open) <= Shape.SIZES
+    assert len(found._open) <= CurveEstimator.SIZES
 
 
 # -- bumps -------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def test_shares_come_within_5_percent_of_the_optimum_where_a_line_loses_more_tha
     seconds, total = DEVICES[name]
     devices = [Device(function) for function in seconds]
     assert late(devices, total) <= 1.05
-    monkeypatch.setattr(Shape, "curve", lambda self: None)
+    monkeypatch.setattr(CurveEstimator, "curve", lambda self: None)
     assert late(devices, total) > 1.10
 
 

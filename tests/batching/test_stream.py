@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.batching.sampler import Drawn, Position
-from lightning_hetero.batching.streams import SizedStream, Stream, Tally, VaryingBatchSizes
+from lightning_hetero.batching.streams import SizedStream, StepTally, Stream, VaryingBatchSizes
 from lightning_hetero.errors import DataError
 
 
@@ -26,7 +26,7 @@ class OneReplica:
     def compare(self, batch):
         pass
 
-    def goes_on(self, drawn, alive):
+    def another_batch(self, drawn, alive):
         return alive
 
 
@@ -47,7 +47,7 @@ class Wire:
         def sum_up(tally):
             self.given[rank] = tally
             self.barrier.wait()
-            total = Tally(*map(sum, zip(*self.given, strict=True)))
+            total = StepTally(*map(sum, zip(*self.given, strict=True)))
             self.exchanges += rank == 0
             self.barrier.wait()
             return total

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def lap(timer, samples):
     """The laps known by now: samples, work, wait."""
-    return [known[:3] for known in timer.lap(samples)]
+    return [known[:3] for known in timer.end_step(samples)]
 
 
 class Slow(torch.autograd.Function):
@@ -104,7 +104,7 @@ def test_laps_follow_each_other(timer, clock):
         clock.spend(work)
         with timer.waiting():
             clock.spend(wait)
-        laps += timer.lap(n)
+        laps += timer.end_step(n)
     assert [lap[:3] for lap in laps] == [(0, 1, 10), (1, 2, 20), (2, 4, 0)]
     assert [lap.began for lap in laps] == [100, 111, 133]
     assert clock.now == 100 + sum(lap.work + lap.wait for lap in laps)  # no time is lost, none counted twice

@@ -5,7 +5,7 @@ import torch
 from test_timer import backward, lap
 
 from lightning_hetero.batching import timer as module
-from lightning_hetero.batching.timer import HostPoints, StepTimer, StreamPoints, points_of
+from lightning_hetero.batching.timer import DeviceTimestamps, HostTimestamps, StepTimer, timestamps_of
 
 FAKE = torch.device("cuda")
 
@@ -44,7 +44,7 @@ class Device:
 @pytest.fixture
 def device(clock, monkeypatch):
     device = Device(clock)
-    monkeypatch.setattr(module, "points_of", lambda *_: device)
+    monkeypatch.setattr(module, "timestamps_of", lambda *_: device)
     return device
 
 
@@ -60,9 +60,9 @@ def train(device, clock, *, look_every, steps=20, own=0.010, peer=0.040, launch=
         )
         if look_every and step % look_every == 0:
             device.item()
-        laps += timer.lap(8)
+        laps += timer.end_step(8)
     device.item()
-    laps += timer.lap(8)
+    laps += timer.end_step(8)
     return laps[1:-1]
 
 
@@ -78,7 +78,7 @@ def test_the_wait_for_a_peer_is_no_work_however_often_the_host_looks_at_the_loss
 
 
 def test_the_hosts_clock_would_count_the_peer_as_own_work(device, clock, monkeypatch):
-    monkeypatch.setattr(module, "points_of", lambda *_: HostPoints(clock))
+    monkeypatch.setattr(module, "timestamps_of", lambda *_: HostTimestamps(clock))
     for known in train(device, clock, look_every=1):
         assert known.work == pytest.approx(0.040)
 
@@ -94,9 +94,9 @@ def test_where_the_host_is_the_slower_one_its_launches_count(device, clock):
     laps = []
     for _ in range(5):
         device.compute(0.001, launch=0.008)
-        laps += timer.lap(8)
+        laps += timer.end_step(8)
     device.item()
-    laps += timer.lap(8)
+    laps += timer.end_step(8)
     assert [known.work for known in laps[1:-1]] == pytest.approx([0.008] * 4)
 
 
@@ -108,7 +108,7 @@ def test_fetching_takes_no_more_than_the_work(device, clock):
     timer.fetched()
     device.compute(0.01)
     device.item()
-    [known] = timer.lap(8)
+    [known] = timer.end_step(8)
     assert (known.work, known.data) == (pytest.approx(0.06), pytest.approx(0.04))
 
 
@@ -119,7 +119,7 @@ def test_laps_come_when_the_device_has_got_there_oldest_first(device, clock):
         device.compute(0.010, launch=0.001)  # far behind the host
         if n >= 2:
             clock.now = device.busy_until - 0.015  # one and a half steps behind
-        known.append(timer.lap(n))
+        known.append(timer.end_step(n))
     assert [[lap.samples for lap in laps] for laps in known] == [[], [], [0], [1]]
     assert [lap.work for laps in known for lap in laps] == pytest.approx([0.011, 0.010])
 
@@ -143,7 +143,7 @@ def test_an_exchange_on_the_host_is_told_from_work_of_the_device(device, clock):
         clock.spend(10)
     device.compute(2)
     device.item()
-    [known] = timer.lap(8)
+    [known] = timer.end_step(8)
     assert (known.work, known.wait, known.exchange) == (5, 10, 10)
 
 
@@ -155,7 +155,7 @@ def test_fetching_is_work_but_for_what_is_waited_meanwhile(timer, clock):
         clock.spend(30)
     timer.fetched()
     clock.spend(2)
-    [known] = timer.lap(8)
+    [known] = timer.end_step(8)
     assert (known.work, known.wait, known.data, known.exchange) == (8, 30, 5, 0)
     assert known.began == 100
 
@@ -166,7 +166,7 @@ def test_fetching_that_began_before_a_restart_does_not_count(timer, clock):
     timer.restart()
     timer.fetched()
     clock.spend(2)
-    [known] = timer.lap(8)
+    [known] = timer.end_step(8)
     assert (known.work, known.data, known.began) == (2, 0, 105)
 
 
@@ -175,7 +175,7 @@ def test_an_exchange_is_waiting_of_its_own_kind(timer, clock):
         clock.spend(1)
     with timer.waiting(exchange=True), timer.waiting():
         clock.spend(10)
-    [known] = timer.lap(8)
+    [known] = timer.end_step(8)
     assert (known.work, known.wait, known.exchange) == (0, 11, 10)
 
 
@@ -204,7 +204,7 @@ class Event:
 
 def test_milliseconds_become_seconds(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
-    points = StreamPoints(torch.device("xpu"))
+    points = DeviceTimestamps(torch.device("xpu"))
     assert points.between(points.take(), points.take()) == 1.5
 
 
@@ -212,8 +212,8 @@ def test_milliseconds_become_seconds(monkeypatch):
 def test_a_device_without_a_clock_is_timed_by_the_host(monkeypatch, clock, works):
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(Event, "works", works)
-    assert isinstance(points_of(torch.device("xpu"), clock), StreamPoints if works else HostPoints)
+    assert isinstance(timestamps_of(torch.device("xpu"), clock), DeviceTimestamps if works else HostTimestamps)
 
 
 def test_a_cpu_has_the_hosts_clock(clock):
-    assert isinstance(points_of(torch.device("cpu"), clock), HostPoints)
+    assert isinstance(timestamps_of(torch.device("cpu"), clock), HostTimestamps)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.batching.planner import Plan, Planner, exact_shares, in_turn, plan_among
+from lightning_hetero.batching.planner import Plan, Planner, exact_shares, plan_for_survivors, rotating_shares
 from lightning_hetero.batching.shares import Cost, split
 from lightning_hetero.errors import ShareError
 
@@ -26,7 +26,7 @@ def test_no_rank_is_ever_more_than_a_few_samples_off_its_exact_part(ranks, part,
     assert sum(exact) == pytest.approx(units)
     given = [0] * len(costs)
     for turn in range(turns):
-        shares = in_turn(exact, turn)
+        shares = rotating_shares(exact, turn)
         assert sum(shares) == units
         assert all(lo <= n <= h for lo, n, h in zip(low, shares, high, strict=True))
         given = [before + n for before, n in zip(given, shares, strict=True)]
@@ -34,10 +34,10 @@ def test_no_rank_is_ever_more_than_a_few_samples_off_its_exact_part(ranks, part,
 
 
 def test_where_the_same_rank_always_gets_the_rest_it_falls_behind():
-    """What `in_turn` is there for, by the split that it replaces."""
+    """What `rotating_shares` is there for, by the split that it replaces."""
     alike, limits = [Cost(0.0, 1.0)] * 7, ([1] * 7, [64] * 7)
     assert 100 * split(64, alike, *limits)[0] - 6400 / 7 > 80
-    assert abs(sum(in_turn(exact_shares(64, alike, *limits), turn)[0] for turn in range(100)) - 6400 / 7) < 4
+    assert abs(sum(rotating_shares(exact_shares(64, alike, *limits), turn)[0] for turn in range(100)) - 6400 / 7) < 4
 
 
 def test_shares_that_come_out_even_stay():
@@ -64,7 +64,7 @@ def test_those_that_remain_go_on_in_turn(turns):
     former = Planner(3, "off")
     former.expect(64)
     former.turns, former.origin = turns, 5
-    planner = plan_among(former, [0, 2], Planner(2, "off"))
+    planner = plan_for_survivors(former, [0, 2], Planner(2, "off"))
     planner.expect(63)
     rests = {tuple(planner.at(step).split([63], planner.turn(step))[0]) for step in range(20)}
     assert rests == ({(32, 31), (31, 32)} if turns else {(32, 31)})

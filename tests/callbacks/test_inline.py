@@ -9,7 +9,7 @@ import pytest
 from test_report import fit
 
 from lightning_hetero import HeteroMonitor
-from lightning_hetero.callbacks.record import Record
+from lightning_hetero.callbacks.monitor_data import Record
 from lightning_hetero.callbacks.report import notebook_html, write
 
 HISTORY = [

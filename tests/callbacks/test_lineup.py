@@ -1,4 +1,4 @@
-"""The report when ranks are lost in the midst of a fit: the successor writes it, with the numbers of `Loss`."""
+"""The report when ranks are lost within a fit: the successor writes it, with the numbers of `MembershipChange`."""
 
 import io
 import json
@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import DiLoCoStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks.monitor import HeteroMonitor
+from lightning_hetero.callbacks.monitor_data import MembershipHistory, RankRecord, ReportedChange
 from lightning_hetero.callbacks.plots import LOST, draw
-from lightning_hetero.callbacks.record import Attendance, Change, View
-from lightning_hetero.strategies.recovery_policy import Loss
+from lightning_hetero.strategies.recovery_policy import MembershipChange
 
 DIED = (
     "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
@@ -190,26 +190,29 @@ def _members(number: int, rank: int, world: int) -> Any:
 
 def test_changes_go_through_several_joins_also_to_those_who_join() -> None:
     """Stalls are those of every rank at the time, by its number then; a rank that joins knows all that others know."""
-    old = [Attendance(_members(0, rank, 3), 100.0 * rank) for rank in range(3)]
-    lost = [Loss(1, {0: "died"}, 2, 1, 0.5 + rank, 7, 4, at=100.0 * rank + 3) for rank in range(3)]
+    old = [MembershipHistory(_members(0, rank, 3), 100.0 * rank) for rank in range(3)]
+    lost = [MembershipChange(1, {0: "died"}, 2, 1, 0.5 + rank, 7, 4, at=100.0 * rank + 3) for rank in range(3)]
     told = [None if rank == 0 else old[rank].until(100.0 * rank + 10, [lost[rank]]) for rank in range(3)]
-    view, joins = [told[1], told[2], None], [Loss(2, {}, 3, 1, 0.1, 0, 9, (2,), at=200.0 + rank) for rank in range(3)]
-    new = [Attendance(_members(2, rank, 3), 200.0, view) for rank in range(3)]
+    view, joins = (
+        [told[1], told[2], None],
+        [MembershipChange(2, {}, 3, 1, 0.1, 0, 9, (2,), at=200.0 + rank) for rank in range(3)],
+    )
+    new = [MembershipHistory(_members(2, rank, 3), 200.0, view) for rank in range(3)]
     again = [one.until(205.0, [lost[1], join]) for one, join in zip(new, joins, strict=True)]
-    last = Attendance(_members(3, 3, 4), 50.0, [*again, None])
-    dead = Loss(4, {1: "died"}, 3, 1, 0.2, 0, 12, at=51.0)
-    seen = View(0, [], [], [], [], [], None, (Loss(4, {1: "died"}, 3, 1, 0.4, 0, 12, at=1.0),))
+    last = MembershipHistory(_members(3, 3, 4), 50.0, [*again, None])
+    dead = MembershipChange(4, {1: "died"}, 3, 1, 0.2, 0, 12, at=51.0)
+    seen = RankRecord(0, [], [], [], [], [], None, (MembershipChange(4, {1: "died"}, 3, 1, 0.4, 0, 12, at=1.0),))
     first, second, third = last.changes([dead], [seen])
-    assert first == Change(1, {0: "died"}, 2, 1, 2.5, 7, 4, stalls={1: 1.5, 2: 2.5}, writer=1)
-    assert second == Change(2, {}, 3, 1, 0.1, 0, 9, (2,), stalls={0: 0.1, 1: 0.1, 2: 0.1}, writer=0)
-    assert third == Change(4, {1: "died"}, 3, 1, 0.4, 0, 12, stalls={0: 0.4, 3: 0.2}, writer=0)
+    assert first == ReportedChange(1, {0: "died"}, 2, 1, 2.5, 7, 4, stalls={1: 1.5, 2: 2.5}, writer=1)
+    assert second == ReportedChange(2, {}, 3, 1, 0.1, 0, 9, (2,), stalls={0: 0.1, 1: 0.1, 2: 0.1}, writer=0)
+    assert third == ReportedChange(4, {1: "died"}, 3, 1, 0.4, 0, 12, stalls={0: 0.4, 3: 0.2}, writer=0)
     assert [change.at for change in (first, second, third)] == [-12.0, -5.0, 1.0]  # no part of the comparison
 
 
 def test_who_was_lost_while_others_joined_is_not_missed_among_those_that_began_again() -> None:
     """All are numbered anew then, and its number is that of another rank."""
-    attendance = Attendance(_members(5, 0, 2), 10.0)
-    [change] = attendance.changes([Loss(5, {0: "died"}, 2, 1, 0.5, 0, 4, at=11.0)], [])
+    attendance = MembershipHistory(_members(5, 0, 2), 10.0)
+    [change] = attendance.changes([MembershipChange(5, {0: "died"}, 2, 1, 0.5, 0, 4, at=11.0)], [])
     assert (change.writer, change.ranks) == (0, 2)
     assert fit(changes=[change]).living == 2
 
@@ -220,7 +223,7 @@ def _red(png: bytes) -> int:
 
 @pytest.mark.long
 def test_pictures_mark_when_a_rank_was_lost() -> None:
-    change = Change(1, {2: "has left"}, 2, 2, 0.2, 5, 3, at=0.35, stalls={0: 0.2, 1: 0.1})
+    change = ReportedChange(1, {2: "has left"}, 2, 2, 0.2, 5, 3, at=0.35, stalls={0: 0.2, 1: 0.1})
     plain, marked = draw(fit()), draw(fit(changes=[change]))
     for before, after in zip(plain, marked, strict=True):
         assert (_red(after.png) > _red(before.png) + 20) == (after.name in ("timeline", "shares", "speed")), after.name

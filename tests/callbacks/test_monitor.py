@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
 from lightning_hetero.callbacks.monitor import HeteroMonitor
-from lightning_hetero.callbacks.record import Exchanged, Record
+from lightning_hetero.callbacks.monitor_data import ExchangeRecord, Record
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
 
@@ -155,7 +155,7 @@ def _node() -> NodeAverageStrategy:
 
 def test_exchanges_of_daso() -> None:
     first, second = run(_fit_replicas, 2, _daso)
-    records = [Exchanged(*row) for row in first["exchanges"]]
+    records = [ExchangeRecord(*row) for row in first["exchanges"]]
     # 20 steps: two of the warm-up; of the cycling phase, those begun after steps 6, 10, 14 and 18 and mixed in a step
     # later, the last of them together with the first of the cool-down.
     assert [(r.step, r.exchanges) for r in records] == [(1, 1), (2, 2), (7, 3), (11, 4), (15, 5), (19, 7), (20, 8)]

@@ -5,20 +5,20 @@ import random
 
 import pytest
 
-from lightning_hetero.batching.timer import Lap
-from lightning_hetero.callbacks.record import StepRecord, Stretch, coarser, thin, together
+from lightning_hetero.batching.timer import StepTiming
+from lightning_hetero.callbacks.monitor_data import StepHistory, StepSpan, coarsen, merge_spans, thin
 
 
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 1000, 40_000])
 def test_sums_survive_whatever_the_length(count: int) -> None:
-    draw, record, began = random.Random(count), StepRecord(start=100.0), 100.0
+    draw, record, began = random.Random(count), StepHistory(start=100.0), 100.0
     laps = []
     for _ in range(count):
         work, wait = draw.random(), draw.random()
-        laps.append(Lap(draw.randrange(1, 9), work, wait, work / 4, wait / 2, began))
+        laps.append(StepTiming(draw.randrange(1, 9), work, wait, work / 4, wait / 2, began))
         record.add(laps[-1])
         began += work + wait
-    whole = together(record.stretches)
+    whole = merge_spans(record.stretches)
     assert (whole.first, whole.steps, whole.began) == (0, count, 0.0)
     assert whole.samples == sum(lap.samples for lap in laps)
     assert whole.data == pytest.approx(sum(lap.data for lap in laps))
@@ -27,19 +27,19 @@ def test_sums_survive_whatever_the_length(count: int) -> None:
     assert whole.seconds == pytest.approx(began - 100.0)
     assert len(record.stretches) <= 512
     assert [s.first for s in record.stretches[1:]] == [s.first + s.steps for s in record.stretches[:-1]]
-    ends = [Stretch.of(lap, i, 100.0) for i, lap in enumerate(laps)]
+    ends = [StepSpan.of(lap, i, 100.0) for i, lap in enumerate(laps)]
     assert record.beginning == ends[:64]
     assert record.end == ends[-64:]
     assert len(pickle.dumps((record.stretches, record.beginning, record.end))) < 100_000
 
 
 def test_a_padding_batch_is_no_sample() -> None:
-    lap = Lap(1, 3.0, 1.0, 0.5, 0.0, 12.0, padding=True)
-    assert Stretch.of(lap, 7, 10.0) == Stretch(7, 1, 2.0, 0, 0.5, 2.5, 1.0, 0.0)
+    lap = StepTiming(1, 3.0, 1.0, 0.5, 0.0, 12.0, padding=True)
+    assert StepSpan.of(lap, 7, 10.0) == StepSpan(7, 1, 2.0, 0, 0.5, 2.5, 1.0, 0.0)
 
 
 def test_work_in_the_background_is_kept_near_both_ends() -> None:
-    record = StepRecord(start=10.0)
+    record = StepHistory(start=10.0)
     for i in range(1000):
         record.hidden(10.0 + i, 10.5 + i)
     assert record.background[0] == (0.0, 0.5)
@@ -48,9 +48,9 @@ def test_work_in_the_background_is_kept_near_both_ends() -> None:
 
 
 def test_coarser_and_thin() -> None:
-    steps = [Stretch(i, 1, float(i), 2, 0, 1, 0, 0) for i in range(10)]
-    assert [(s.first, s.steps, s.samples) for s in coarser(steps, 4)] == [(0, 3, 6), (3, 3, 6), (6, 3, 6), (9, 1, 2)]
-    assert coarser(steps, 10) == steps
+    steps = [StepSpan(i, 1, float(i), 2, 0, 1, 0, 0) for i in range(10)]
+    assert [(s.first, s.steps, s.samples) for s in coarsen(steps, 4)] == [(0, 3, 6), (3, 3, 6), (6, 3, 6), (9, 1, 2)]
+    assert coarsen(steps, 10) == steps
     records = list(range(8))
     thin(records, most=9)
     assert records == list(range(8))

@@ -21,8 +21,8 @@ from virtual_time import virtual_time
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks.emulation import EmulatedSpeed
 from lightning_hetero.callbacks.monitor import HeteroMonitor
+from lightning_hetero.callbacks.monitor_data import ExchangeRecord, FitRecord, RankRecord, StepSpan, coarsen
 from lightning_hetero.callbacks.plots import CAUSES, NEUTRAL, WAITING, _during, _held, _last_full_batch, colours, draw
-from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View, coarser
 from lightning_hetero.callbacks.report import PICTURES, write
 
 COSTS = [(0.02, 0.0025), (0.02, 0.01)]
@@ -197,14 +197,16 @@ def test_an_error_ends_the_fit_before_the_timeout_and_rank_zero_reports_what_it_
     assert "Only rank 0&#x27;s view is there" in words
 
 
-def fit(**changes: Any) -> Fit:
+def fit(**changes: Any) -> FitRecord:
     """Two ranks, a replica each, that have exchanged."""
-    steps = [Stretch(i, 1, 0.1 * i, 8, 0.01, 0.06, 0.0, 0.03) for i in range(20)]
-    exchanges = [Exchanged(i, i, 100 * i, 0.1 * i, 0.0, float("nan"), {"center_distance": 1.0}) for i in range(1, 20)]
-    views = [View(rank, steps, steps[:5], steps[-5:], [(0.1, 0.2)], exchanges) for rank in (0, 1)]
+    steps = [StepSpan(i, 1, 0.1 * i, 8, 0.01, 0.06, 0.0, 0.03) for i in range(20)]
+    exchanges = [
+        ExchangeRecord(i, i, 100 * i, 0.1 * i, 0.0, float("nan"), {"center_distance": 1.0}) for i in range(1, 20)
+    ]
+    views = [RankRecord(rank, steps, steps[:5], steps[-5:], [(0.1, 0.2)], exchanges) for rank in (0, 1)]
     facts = {"model": "<Net>", "strategy": "Gossip & Co", "options": "a=<script>"}
     places = [("one", "cpu"), ("two", "cpu")]
-    return Fit(views, ((0,), (1,)), places, False, True, facts, [[0, 3], [3, 0]], None)._replace(**changes)
+    return FitRecord(views, ((0,), (1,)), places, False, True, facts, [[0, 3], [3, 0]], None)._replace(**changes)
 
 
 def test_what_users_have_written_is_escaped_and_json_is_json(tmp_path: Path) -> None:
@@ -250,15 +252,15 @@ def test_no_colour_means_two_things() -> None:
 def test_speeds_are_in_wall_time() -> None:
     # 4 steps of 8 samples in 0.4 s, a pause of 0.6 s, once again; the last step is short.
     began = [0.0, 0.1, 0.2, 0.3, 1.0, 1.1, 1.2, 1.3]
-    steps = [Stretch(i, 1, at, 8 if i < 7 else 1, 0.0, 0.05, 0.05, 0.0) for i, at in enumerate(began)]
-    view = View(0, steps, steps, steps, [], [])
+    steps = [StepSpan(i, 1, at, 8 if i < 7 else 1, 0.0, 0.05, 0.05, 0.0) for i, at in enumerate(began)]
+    view = RankRecord(0, steps, steps, steps, [], [])
     samples, work = _during(view, np.array([0.0, 0.2, 0.4, 1.0, 1.4]))
     assert samples == pytest.approx([16, 16, 0, 25])
     assert work == pytest.approx([0.1, 0.1, 0.0, 0.2])
     assert _held(samples, work) == pytest.approx([160, 160, 160, 125])
     assert _last_full_batch([view, view]) == [8, 8]
     # Seen from afar, steps and the pause between them are one stretch.
-    samples, _ = _during(view._replace(stretches=coarser(steps, 1)), np.array([0.0, 0.7, 1.4]))
+    samples, _ = _during(view._replace(stretches=coarsen(steps, 1)), np.array([0.0, 0.7, 1.4]))
     assert samples == pytest.approx([28.5, 28.5])
 
 

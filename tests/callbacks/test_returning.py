@@ -10,7 +10,7 @@ SCRIPT = """
 import json, pathlib
 import torch, lightning_hetero, lightning.pytorch as pl
 from lightning_hetero.launch import observer
-from lightning_hetero.strategies import fit
+from lightning_hetero.strategies import base
 from torch.utils.data import DataLoader, TensorDataset
 
 sent = []
@@ -58,7 +58,7 @@ def known(monitor):
     return {"history": monitor.history, "exchanges": monitor.exchanges}
 
 if __name__ == "__main__":
-    fit.ReturningLauncher = Noting
+    base.ReturningLauncher = Noting
     monitor, other, large = lightning_hetero.HeteroMonitor(), lightning_hetero.HeteroMonitor(report=None), Large()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     callbacks = [monitor, large, other, Witness()]
@@ -105,7 +105,7 @@ def test_the_parent_knows_what_the_first_rank_knows(tmp_path: Path, strategy: st
 CHOOSES = """
 import json, pathlib, sys
 import torch, lightning_hetero, lightning.pytorch as pl
-from lightning_hetero.planning import choice, cluster
+from lightning_hetero.planning import strategy_choice, cluster
 from lightning_hetero.strategies import auto
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_hetero.batching.shares import Cost, Curve
-from lightning_hetero.callbacks.record import Exchanged, Fit, Stretch, View
-from lightning_hetero.callbacks.verdict import Totals, judge, settled, totals, verdict_of
+from lightning_hetero.callbacks.monitor_data import ExchangeRecord, FitRecord, RankRecord, StepSpan
+from lightning_hetero.callbacks.verdict import RankTotals, judge, settled, totals, verdict_of
 
 PROPORTIONAL = Cost(0.0, 0.01)
 
@@ -15,12 +15,12 @@ PROPORTIONAL = Cost(0.0, 0.01)
 def rank(
     number: int, samples: float, compute: float, data: float = 0.0, wait: float = 0.0, exchange: float = 0.0,
     network: float = 0.0, cost: Cost | None = PROPORTIONAL, seen: tuple[float, float] = (1, 100),
-) -> Totals:  # fmt: skip
+) -> RankTotals:  # fmt: skip
     """A rank's 10 steps; times in seconds. Without a fixed cost, unless said otherwise."""
-    return Totals(number, 10, samples, data, compute, wait, exchange, network, cost=cost, seen=seen)
+    return RankTotals(number, 10, samples, data, compute, wait, exchange, network, cost=cost, seen=seen)
 
 
-def fitted(number: int, samples: float, fixed: float, per_sample: float, **options: Any) -> Totals:
+def fitted(number: int, samples: float, fixed: float, per_sample: float, **options: Any) -> RankTotals:
     """10 steps of a rank that works for exactly ``fixed + per_sample * n``."""
     cost = Cost(fixed, per_sample)
     return rank(number, 10 * samples, 10 * cost.seconds(samples), cost=cost, **options)
@@ -59,7 +59,7 @@ FAST_BUT_STARVED = [rank(0, 400, 1.0, 1.0), rank(1, 100, 2.0), rank(2, 100, 1.9)
     ],
 )  # fmt: skip
 def test_the_slowest_and_why(
-    ranks: list[Totals], lockstep: bool, automatic: bool, slowest: int, cause: str, times: float
+    ranks: list[RankTotals], lockstep: bool, automatic: bool, slowest: int, cause: str, times: float
 ) -> None:
     verdict = judge(ranks, lockstep, automatic)
     assert verdict.cause == cause
@@ -153,7 +153,7 @@ def test_there_is_always_something_to_do_next() -> None:
 
 
 def test_what_to_do_fits_the_cause() -> None:
-    def words(ranks: list[Totals], lockstep: bool = True) -> str:
+    def words(ranks: list[RankTotals], lockstep: bool = True) -> str:
         return " ".join(judge(ranks, lockstep, automatic=True).advice)
 
     assert "num_workers" in words(STARVED)
@@ -189,7 +189,7 @@ def epochs(
     pause: float = 0.0,
     exchange: tuple[float, ...] = (),
     automatic: bool = False,
-) -> Fit:
+) -> FitRecord:
     """Ranks that take 10 steps of 16 samples per epoch, and wait for each other only at its end.
 
     Args:
@@ -204,10 +204,10 @@ def epochs(
     views = []
     for i, (compute, more) in enumerate(zip(per_step, exchange, strict=True)):
         began = [e * epoch + n * steps[i] for e in range(count) for n in range(10)]
-        own = [Stretch(n, 1, at, 16, 0.0, compute, 0.0, more) for n, at in enumerate(began)]
-        views.append(View(i, own, own[:64], own[-64:], [], [Exchanged(1, 1, 1, 0.0, 0.0, math.nan, {})]))
+        own = [StepSpan(n, 1, at, 16, 0.0, compute, 0.0, more) for n, at in enumerate(began)]
+        views.append(RankRecord(i, own, own[:64], own[-64:], [], [ExchangeRecord(1, 1, 1, 0.0, 0.0, math.nan, {})]))
     replicas = tuple((i,) for i in range(len(per_step)))
-    return Fit(views, replicas, [("one", "cpu")] * len(per_step), False, automatic, {}, None, None)
+    return FitRecord(views, replicas, [("one", "cpu")] * len(per_step), False, automatic, {}, None, None)
 
 
 FREE = (0.01, 0.01, 0.01, 0.04)

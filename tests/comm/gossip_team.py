@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from test_gossip_channel import HEADER
 
-from lightning_hetero.comm.gossip import ANY, Pairing
+from lightning_hetero.comm.gossip import ANY, PairTransport
 from lightning_hetero.comm.gossip_peers import Session
 
 TOKEN = bytes(range(16))
@@ -92,7 +92,7 @@ class Member:
         self, index: int, weight: float, limit: float, size: int = 3, token: bytes = TOKEN, interface: str = "127.0.0.1"
     ) -> None:
         self.x, self.weight, self.met = torch.zeros(size, dtype=torch.float64), weight, 0
-        self.pairing = Pairing(index, Session(token, 1, limit), interface, [self.x])
+        self.pairing = PairTransport(index, Session(token, 1, limit), interface, [self.x])
         self.path = self.pairing.outbox.path
 
     def offer(self, whom: Sequence[int], turn: float = ANY) -> None:
@@ -120,7 +120,7 @@ def team(
         member.pairing.peers.know({j: (proxies or [m.pairing.peers for m in members])[j].address
                                    for j, m in enumerate(members) if j != i})  # fmt: skip
         if boxes:
-            member.pairing.know_boxes({j: m.path for j, m in enumerate(members) if j != i})
+            member.pairing.set_outboxes({j: m.path for j, m in enumerate(members) if j != i})
     for member in members:
         member.pairing.outbox.hide()
     try:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hetero.comm.all_reduce import MEBIBYTE, Travel
+from lightning_hetero.comm.all_reduce import MEBIBYTE, AllReduceTime
 
 RING = 1.5  # of its bytes, what an all-reduce of four ranks sends over each link
 
@@ -23,7 +23,7 @@ def test_a_bucket_travels_for_ten_milliseconds_or_ten_times_the_latency(
     bits_per_s: float, latency: float, mib: int | None
 ) -> None:
     seconds_per_byte = 8 * RING / bits_per_s
-    assert Travel(latency, seconds_per_byte).bucket_mib() == mib
+    assert AllReduceTime(latency, seconds_per_byte).bucket_mib() == mib
     if mib is not None:
         travels, needed = mib * MEBIBYTE * seconds_per_byte, max(0.01, 10 * latency)
         assert travels <= 1.05 * needed or mib == 1
@@ -31,4 +31,4 @@ def test_a_bucket_travels_for_ten_milliseconds_or_ten_times_the_latency(
 
 
 def test_a_link_without_a_delay() -> None:
-    assert Travel(0.0, 0.0).bucket_mib() is None
+    assert AllReduceTime(0.0, 0.0).bucket_mib() is None

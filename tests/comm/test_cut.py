@@ -39,7 +39,7 @@ def pair(store: dist.Store) -> Pair:
         made[rank] = dist.ProcessGroupGloo(store, rank, 2, options)
 
     makers = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
-    with threads.noting_sockets():
+    with threads.record_sockets():
         for maker in makers:
             maker.start()
         for maker in makers:
@@ -74,7 +74,7 @@ def test_what_is_sent_right_after_a_cut_does_not_wait() -> None:
         time.sleep(0.1)  # the sender knows that it is wanted
         began, sending = time.monotonic(), None
         with late(loops):
-            threads.cut()
+            threads.abort_sockets()
             with suppress(RuntimeError):  # it was known already
                 sending = sender.send([torch.ones(4)], 1, 0)
         with suppress(RuntimeError):
@@ -89,7 +89,7 @@ def test_who_waits_is_woken_up() -> None:
     group, _ = pair(dist.HashStore())
     waiting = group.recv([torch.zeros(4)], 1, 0)
     began = time.monotonic()
-    threads.cut()
+    threads.abort_sockets()
     with pytest.raises(RuntimeError, match="Connection closed"):
         waiting.wait()
     assert time.monotonic() - began < LIMIT / 2
@@ -97,12 +97,12 @@ def test_who_waits_is_woken_up() -> None:
 
 def test_the_other_end_of_a_connection_hears_of_the_cut() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    with threads.noting_sockets():
+    with threads.record_sockets():
         own = socket.create_connection(listener.getsockname())
     other, _ = listener.accept()
     with listener, own, other:
         other.settimeout(LIMIT)
-        threads.cut()
+        threads.abort_sockets()
         assert own.recv(1) == b""
         own.sendall(b"?")  # what is on its way arrives
         own.close()
@@ -112,12 +112,12 @@ def test_the_other_end_of_a_connection_hears_of_the_cut() -> None:
 
 def test_a_connection_by_which_ranks_agree_is_left_alone() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    with threads.noting_sockets():  # another thread happens to make it while a group is made
+    with threads.record_sockets():  # another thread happens to make it while a group is made
         own = socket.create_connection(listener.getsockname())
-    threads.spare(own)
+    threads.exclude_from_abort(own)
     other, _ = listener.accept()
     with listener, own, other:
-        threads.cut()
+        threads.abort_sockets()
         other.sendall(b"?")
         own.settimeout(LIMIT)
         assert own.recv(1) == b"?"

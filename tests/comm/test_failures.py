@@ -11,17 +11,17 @@ from multiprocessing.connection import Connection
 import pytest
 
 from lightning_hetero.comm import failures
-from lightning_hetero.comm.failures import Failure, Failures
+from lightning_hetero.comm.failures import Failure, FailureChannel
 
 LONG = 20.0  # seconds for what takes no time on a machine that is not busy
 
 
 @contextmanager
-def ranks(world: int = 4) -> Iterator[list[Failures]]:
+def ranks(world: int = 4) -> Iterator[list[FailureChannel]]:
     """All ranks, in this process."""
-    first = Failures(0, world, "127.0.0.1")
+    first = FailureChannel(0, world, "127.0.0.1")
     first.listen()
-    everyone = [first, *(Failures(rank, world) for rank in range(1, world))]
+    everyone = [first, *(FailureChannel(rank, world) for rank in range(1, world))]
     for other in everyone[1:]:
         other.connect(first.where, LONG)
     for one in everyone:
@@ -36,7 +36,7 @@ def ranks(world: int = 4) -> Iterator[list[Failures]]:
             one.close()
 
 
-def die(one: Failures) -> None:
+def die(one: FailureChannel) -> None:
     """As the kernel would let it."""
     one._closed = True
     for connection in [*one._others, *([one._listener] if one._listener else [])]:
@@ -44,7 +44,7 @@ def die(one: Failures) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def named(one: Failures) -> tuple[int, str] | None:
+def named(one: FailureChannel) -> tuple[int, str] | None:
     failure = one.first(LONG)
     return failure and (failure.rank, failure.kind)
 
@@ -120,7 +120,7 @@ def test_strangers_change_nothing() -> None:
             stranger.close()
 
 
-def _told(one: Failures, end: Connection) -> None:
+def _told(one: FailureChannel, end: Connection) -> None:
     end.send([connection.fileno() for connection in one._others])
 
 

@@ -20,33 +20,33 @@ class Cycle:
 
 
 def test_what_is_made_later_is_still_collected() -> None:
-    threads.leave_out()
+    threads.freeze_gc()
     assert gc.get_freeze_count() > 10_000
     assert len(gc.get_objects()) < 10_000
     later = weakref.ref(Cycle())
     gc.collect()
     assert later() is None
-    threads.take_in_all()
-    threads.take_in_all()
+    threads.unfreeze_gc()
+    threads.unfreeze_gc()
     assert gc.get_freeze_count() == 0
 
 
 def test_a_second_call_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Counting goes over all that is left out: others would wait 0.1 s for a rank that joins them.
-    threads.leave_out()
+    threads.freeze_gc()
     try:
         monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted again"))
-        threads.leave_out()
+        threads.freeze_gc()
     finally:
-        threads.take_in_all()
+        threads.unfreeze_gc()
 
 
 def test_what_the_user_has_frozen_stays_so() -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()
-        threads.leave_out()
-        threads.take_in_all()
+        threads.freeze_gc()
+        threads.unfreeze_gc()
         assert gc.get_freeze_count() == count
     finally:
         gc.unfreeze()

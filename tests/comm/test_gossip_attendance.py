@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from gossip_team import team
 
-from lightning_hetero.comm.gossip_peers import Attendance
+from lightning_hetero.comm.gossip_peers import PeerLiveness
 
 
 class Door:
@@ -24,7 +24,7 @@ class Door:
             raise self.error
 
 
-def until(true: object, attendance: Attendance, peer: int) -> bool:
+def until(true: object, attendance: PeerLiveness, peer: int) -> bool:
     deadline = time.monotonic() + 20
     while (peer in attendance) is not true and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -33,7 +33,7 @@ def until(true: object, attendance: Attendance, peer: int) -> bool:
 
 def test_a_late_peer_is_back_when_it_answers_a_knock_or_sends_something() -> None:
     door, changes = Door(), list[int]()
-    attendance = Attendance(door, 0.02, lambda: changes.append(1))
+    attendance = PeerLiveness(door, 0.02, lambda: changes.append(1))
     assert 3 in attendance
     attendance.late(3)
     attendance.late(3)
@@ -57,7 +57,7 @@ def test_a_late_peer_is_back_when_it_answers_a_knock_or_sends_something() -> Non
 def test_a_peer_that_is_late_again_is_left_alone_for_a_while() -> None:
     door = Door()
     door.error = None
-    attendance = Attendance(door, 0.2, lambda: None)
+    attendance = PeerLiveness(door, 0.2, lambda: None)
     attendance.late(3)
     assert until(True, attendance, 3)
     began, known = time.monotonic(), len(door.knocks)
@@ -72,7 +72,7 @@ def test_a_peer_that_is_late_again_is_left_alone_for_a_while() -> None:
 
 def test_a_peer_that_has_ended_stays_so_and_nobody_knocks_after_the_end() -> None:
     door = Door()
-    attendance = Attendance(door, 0.02, lambda: None)
+    attendance = PeerLiveness(door, 0.02, lambda: None)
     attendance.late(3)
     attendance.ended(3)
     attendance.heard(3)
@@ -105,6 +105,6 @@ def test_a_pair_in_rounds_waits_once_for_a_silent_peer_and_not_at_all_for_one_th
             one.offer([2], float(turn))
             assert not one.take(10 * limit)
         assert time.monotonic() - began < limit
-        assert one.pairing.peers.attendance.has_ended(2)
+        assert one.pairing.peers.liveness.has_ended(2)
         with suppress(OSError):
             deaf.shutdown(socket.SHUT_RDWR)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.comm.gossip_peers import Channel, Kind, Message, RefusedError
+from lightning_hetero.comm.gossip_peers import MessageKind, PeerChannel, PeerMessage, RefusedError
 
 TOKEN, HEADER = bytes(range(16)), struct.Struct("!4s16sIIIQIQI")
 FIELDS = {"magic": 4, "token": 16, "epoch": 4, "kind": 4, "sender": 4, "serial": 8, "numbers": 4, "size": 8, "crc": 4}
@@ -32,15 +32,17 @@ def soon(seconds: float = 5.0) -> float:
     return time.monotonic() + seconds
 
 
-def places(kind: Kind | None = None, vectors: Sequence[Tensor] = VECTORS) -> list[Tensor]:
+def places(kind: MessageKind | None = None, vectors: Sequence[Tensor] = VECTORS) -> list[Tensor]:
     return [torch.zeros_like(vector) for vector in vectors]
 
 
-def recorded(*messages: tuple[Kind, Sequence[float], Sequence[Tensor]], token: bytes = TOKEN, epoch: int = 1) -> bytes:
+def recorded(
+    *messages: tuple[MessageKind, Sequence[float], Sequence[Tensor]], token: bytes = TOKEN, epoch: int = 1
+) -> bytes:
     """What messages look like on the wire."""
     one, other = line()
     with one, other:
-        channel = Channel(one, token, epoch, 2)
+        channel = PeerChannel(one, token, epoch, 2)
         sent = sum(channel.send(*message, soon()) for message in messages)
         channel.close()
         found = b"".join(iter(lambda: other.recv(1 << 16), b""))
@@ -48,17 +50,19 @@ def recorded(*messages: tuple[Kind, Sequence[float], Sequence[Tensor]], token: b
         return found
 
 
-def delivered(wire: bytes, count: int = 1, into: Any = places, token: bytes = TOKEN, epoch: int = 1) -> list[Message]:
+def delivered(
+    wire: bytes, count: int = 1, into: Any = places, token: bytes = TOKEN, epoch: int = 1
+) -> list[PeerMessage]:
     """What somebody makes of bytes."""
     one, other = line()
     with one, other:
         one.sendall(wire)
         one.shutdown(socket.SHUT_WR)
-        channel = Channel(other, token, epoch, 0)
+        channel = PeerChannel(other, token, epoch, 0)
         return [channel.receive(into, soon(1.0)) for _ in range(count)]
 
 
-PUSH = recorded((Kind.PUSH, (3.0, 0.25), VECTORS))
+PUSH = recorded((MessageKind.PUSH, (3.0, 0.25), VECTORS))
 
 
 def flipped(wire: bytes, at: int, mask: int) -> bytes:
@@ -69,10 +73,10 @@ def test_messages_arrive_bitwise() -> None:
     assert HEADER.size == sum(FIELDS.values())
     assert len(PUSH) == HEADER.size + 16 + 44
     [message] = delivered(PUSH)
-    assert (message.kind, message.sender, message.numbers) == (Kind.PUSH, 2, (3.0, 0.25))
+    assert (message.kind, message.sender, message.numbers) == (MessageKind.PUSH, 2, (3.0, 0.25))
     assert all(torch.equal(a, b) for a, b in zip(message.vectors, VECTORS, strict=True))
-    several = recorded((Kind.ASK, (1.0,), ()), (Kind.SWAP, (), VECTORS), (Kind.NO, (), ()))
-    assert [m.kind for m in delivered(several, 3)] == [Kind.ASK, Kind.SWAP, Kind.NO]
+    several = recorded((MessageKind.ASK, (1.0,), ()), (MessageKind.SWAP, (), VECTORS), (MessageKind.NO, (), ()))
+    assert [m.kind for m in delivered(several, 3)] == [MessageKind.ASK, MessageKind.SWAP, MessageKind.NO]
 
 
 @pytest.mark.parametrize("at", [*range(HEADER.size, len(PUSH), 9), len(PUSH) - 1])
@@ -115,14 +119,14 @@ def test_unknown_kinds() -> None:
 
 def test_another_job_or_membership() -> None:
     with pytest.raises(RefusedError, match="token"):
-        delivered(recorded((Kind.NO, (), ()), token=bytes(16)))
+        delivered(recorded((MessageKind.NO, (), ()), token=bytes(16)))
     for epoch in (0, 2):
         with pytest.raises(RefusedError, match="epoch"):
-            delivered(recorded((Kind.NO, (), ()), epoch=epoch))
+            delivered(recorded((MessageKind.NO, (), ()), epoch=epoch))
 
 
 def test_replays_gaps_and_swaps() -> None:
-    first, second, third = (recorded(*[(Kind.ASK, (float(i),), ()) for i in range(n)]) for n in (1, 2, 3))
+    first, second, third = (recorded(*[(MessageKind.ASK, (float(i),), ()) for i in range(n)]) for n in (1, 2, 3))
     parts = first, second[len(first) :], third[len(second) :]
     assert [m.numbers for m in delivered(b"".join(parts), 3)] == [(0.0,), (1.0,), (2.0,)]
     for order in ([0, 0], [0, 1, 1], [1], [0, 2], [1, 0]):
@@ -142,10 +146,10 @@ def test_replays_gaps_and_swaps() -> None:
 )
 def test_vectors_of_another_model(other: tuple[Tensor, ...]) -> None:
     with pytest.raises(RefusedError, match="size"):
-        delivered(recorded((Kind.SWAP, (), VECTORS)), into=lambda _: places(vectors=other))
+        delivered(recorded((MessageKind.SWAP, (), VECTORS)), into=lambda _: places(vectors=other))
     if other:
         with pytest.raises(RefusedError, match="size"):
-            delivered(recorded((Kind.SWAP, (), other)))
+            delivered(recorded((MessageKind.SWAP, (), other)))
 
 
 def test_lengths_that_nobody_would_send_take_no_memory() -> None:
@@ -172,7 +176,7 @@ def test_any_beginning_of_a_message_is_none() -> None:
             one.sendall(PUSH[:length])
             one.close()
             with pytest.raises(ConnectionError):
-                Channel(other, TOKEN, 1, 0).receive(places, soon())
+                PeerChannel(other, TOKEN, 1, 0).receive(places, soon())
 
 
 @pytest.mark.parametrize("drip", [False, True])
@@ -192,7 +196,7 @@ def test_the_deadline_is_of_the_whole_message(drip: bool) -> None:
     with one, other:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            Channel(other, TOKEN, 1, 0).receive(places, soon(0.3))
+            PeerChannel(other, TOKEN, 1, 0).receive(places, soon(0.3))
         assert 0.25 < time.monotonic() - began < 20
         stop.set()
         if drip:
@@ -204,14 +208,16 @@ def test_sending_has_a_deadline_too() -> None:
     with one, other:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            Channel(one, TOKEN, 1, 0).send(Kind.SWAP, (), [torch.zeros(1 << 23)], soon(0.3))  # nobody reads 32 MiB
+            PeerChannel(one, TOKEN, 1, 0).send(
+                MessageKind.SWAP, (), [torch.zeros(1 << 23)], soon(0.3)
+            )  # nobody reads 32 MiB
         assert 0.25 < time.monotonic() - began < 20
 
 
 def test_closing_ends_a_receive_on_another_thread() -> None:
     one, other = line()
     with one, other:
-        channel, ended = Channel(other, TOKEN, 1, 0), []
+        channel, ended = PeerChannel(other, TOKEN, 1, 0), []
 
         def wait() -> None:
             try:

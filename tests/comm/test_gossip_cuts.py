@@ -8,8 +8,8 @@ import pytest
 import torch
 from gossip_team import Judge, Proxy, meet, team, total
 
-from lightning_hetero.comm.gossip import ANY, Swap, Swapping
-from lightning_hetero.comm.gossip_peers import Kind, nowhere
+from lightning_hetero.comm.gossip import ANY, PairExchange, PairResult
+from lightning_hetero.comm.gossip_peers import MessageKind, refuse_vectors
 
 LIMIT = 0.5
 MESSAGES = ["ASK", "YES", "SWAP", "BACK", "COMMIT", "DONE"]
@@ -69,20 +69,20 @@ def test_the_connection_breaks(name: str) -> None:
     assert not off.any()
 
 
-def _hasty(self: Swapping, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> Swap:
+def _hasty(self: PairExchange, peer: int, turn: float, weight: float, agreed: Callable[[], bool]) -> PairResult:
     """Counts the exchange that it has asked for already at COMMIT."""
     channel, numbers, peers = self._peers.channel(peer), (turn, weight, 1.0), self._peers
-    channel.send(Kind.ASK, numbers, (), peers.soon())
-    assert channel.receive(nowhere, peers.soon()).kind is Kind.YES
+    channel.send(MessageKind.ASK, numbers, (), peers.deadline_in())
+    assert channel.receive(refuse_vectors, peers.deadline_in()).kind is MessageKind.YES
     assert agreed()
-    channel.send(Kind.SWAP, numbers, self._outbox.vectors, peers.soon())
-    answer = channel.receive(lambda _: self.inbox, peers.soon())
-    channel.send(Kind.COMMIT, (), (), peers.soon())
-    return Swap(peer, answer.numbers[1], self.inbox, 0)
+    channel.send(MessageKind.SWAP, numbers, self._outbox.vectors, peers.deadline_in())
+    answer = channel.receive(lambda _: self.inbox, peers.deadline_in())
+    channel.send(MessageKind.COMMIT, (), (), peers.deadline_in())
+    return PairResult(peer, answer.numbers[1], self.inbox, 0)
 
 
 def test_the_control_counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Swapping, "ask", _hasty)
+    monkeypatch.setattr(PairExchange, "ask", _hasty)
     counted, off, _ = duel(Once("COMMIT", cut), again=False)
     assert counted == (True, False)
     assert off.any()

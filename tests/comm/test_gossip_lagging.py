@@ -7,7 +7,7 @@ import time
 import pytest
 from test_gossip_pushing import LIMIT, givers, sums
 
-from lightning_hetero.comm.gossip import Push
+from lightning_hetero.comm.gossip import ReceivedPush
 
 # -- who lags, and who is gone -------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ def test_a_push_without_weight_tells_of_the_round_only() -> None:
             one.pushing.outbox.vectors[0].fill_(7.0)
             assert one.pushing.push(1, 4, 0.0) is not None
             [push] = two.pushing.collect(4, [0], 30)
-            assert push == Push(0, 4, 0.0, [])
+            assert push == ReceivedPush(0, 4, 0.0, [])
             two.pushing.recycle([push])
 
 
@@ -59,9 +59,9 @@ def test_a_peer_that_has_ended_is_waited_for_no_longer() -> None:
         assert three.give([0], 2) == [False]  # is refused
         assert three.get(2, [0], 60) == []
         assert time.monotonic() - began < 20
-        assert two.pushing.peers.attendance.has_ended(0)
-        assert three.pushing.peers.attendance.has_ended(0)
-        assert not two.pushing.peers.attendance.has_ended(2)
+        assert two.pushing.peers.liveness.has_ended(0)
+        assert three.pushing.peers.liveness.has_ended(0)
+        assert not two.pushing.peers.liveness.has_ended(2)
         assert three.give([1], 3) == [True]
 
 
@@ -77,7 +77,7 @@ def test_a_silent_peer_costs_one_deadline_until_it_speaks() -> None:
         assert one.w == 1.0
         one.pushing.peers.know({1: there})  # as if it had thawed
         deadline = time.monotonic() + 20
-        while 1 not in one.pushing.peers.attendance and time.monotonic() < deadline:
+        while 1 not in one.pushing.peers.liveness and time.monotonic() < deadline:
             time.sleep(0.01)
         assert one.give([1], 5) == [True]
 

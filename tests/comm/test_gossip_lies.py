@@ -11,7 +11,7 @@ from gossip_team import Member, Proxy, hang_up, meet, read, team
 from test_gossip_cuts import LIMIT, Once, duel, flip
 
 from lightning_hetero.comm.gossip import ANY
-from lightning_hetero.comm.gossip_peers import Channel, Kind
+from lightning_hetero.comm.gossip_peers import MessageKind, PeerChannel
 from lightning_hetero.errors import DisagreementError
 
 # -- lies ----------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_another_model(size: int) -> None:
             member.pairing.peers.know({peer.pairing.me: peer.pairing.peers.address})
             if size == 30:  # sizes are rounded up to cache lines
                 with pytest.raises(DisagreementError, match="another model"):
-                    member.pairing.know_boxes({peer.pairing.me: peer.path})
+                    member.pairing.set_outboxes({peer.pairing.me: peer.path})
         one.x[:], other.x[:] = 1.0, 2.0
         assert meet(one, other, wait=3 * LIMIT) == (False, False)
         assert "size" in one.pairing.peers.refused + other.pairing.peers.refused
@@ -123,20 +123,20 @@ def test_another_model(size: int) -> None:
 def test_memory_that_is_not_there(tmp_path: Path) -> None:
     # Nor is it made: so it is where two hosts have one name, or two containers of one host a /dev/shm each.
     with team([1], limit=LIMIT) as [one], pytest.raises(DisagreementError, match="missing"):
-        one.pairing.know_boxes({1: str(tmp_path / "missing")})
+        one.pairing.set_outboxes({1: str(tmp_path / "missing")})
     assert not (tmp_path / "missing").exists()
 
 
 def test_what_is_not_invited() -> None:
     with team([1], limit=LIMIT) as [one]:
         one.offer([])
-        for kind in set(Kind) - {Kind.ASK}:
+        for kind in set(MessageKind) - {MessageKind.ASK}:
             connection = socket.create_connection(one.pairing.peers.address)
             channel = one.pairing.peers._channel(connection, read(connection, 16))
             channel.send(kind, (ANY, 1.0), (), time.monotonic() + 1)
             with pytest.raises(OSError, match=r"closed|reset"):
                 channel.receive(lambda _: (), time.monotonic() + 5)
             channel.close()
-        assert one.pairing.peers.refused == {"uninvited": len(Kind) - 1}
+        assert one.pairing.peers.refused == {"uninvited": len(MessageKind) - 1}
         assert not one.take(0)
-        assert isinstance(channel, Channel)
+        assert isinstance(channel, PeerChannel)

@@ -147,7 +147,7 @@ def test_a_peer_that_did_not_answer_in_time_is_not_waited_for_until_it_asks(held
             assert not one.take(20.0)
             assert least < time.monotonic() - began < most
         assert sum(one.pairing.misses.values()) == 1  # asked once only
-        assert 1 not in one.pairing.peers.attendance
+        assert 1 not in one.pairing.peers.liveness
         one.offer([1], 4.0)
         other.offer([0], 4.0)  # the second of the pair: asks when it has not been asked for a while
         assert other.take(10)

@@ -32,7 +32,7 @@ def counted(end: Any, index: int, interface: str) -> None:
     end.send((member.pairing.peers.address, member.path))
     addresses, paths = end.recv()
     member.pairing.peers.know(addresses)
-    member.pairing.know_boxes(paths)
+    member.pairing.set_outboxes(paths)
     end.send(None)
     end.recv()
     met, offered, others = dict.fromkeys(range(COUNT), 0), False, [i for i in range(COUNT) if i != index]
@@ -61,7 +61,7 @@ def pushed(end: Any, index: int, interface: str) -> None:
     end.send((giver.pushing.peers.address, giver.path))
     addresses, paths = end.recv()
     giver.pushing.peers.know(addresses)
-    giver.pushing.know_boxes(paths)
+    giver.pushing.set_outboxes(paths)
     end.send(None)
     end.recv()
     met, turn, words = dict.fromkeys(range(COUNT), 0), 0, ""

@@ -16,7 +16,7 @@ from test_gossip_cuts import Once, cut, flip, late
 from test_gossip_pairing import left
 
 from lightning_hetero.algorithms.topologies import DIRECTED, sends
-from lightning_hetero.comm.gossip import Push, Pushing
+from lightning_hetero.comm.gossip import PushTransport, ReceivedPush
 from lightning_hetero.comm.gossip_peers import Session
 
 LIMIT = 0.5
@@ -30,7 +30,7 @@ class Giver:
         self, index: int, x: Sequence[float], limit: float, token: bytes = TOKEN, interface: str = "127.0.0.1"
     ) -> None:
         self.x, self.w = torch.tensor(x, dtype=torch.float64), 1.0
-        self.pushing = Pushing(index, Session(token, 1, limit), interface, [self.x])
+        self.pushing = PushTransport(index, Session(token, 1, limit), interface, [self.x])
         self.path = self.pushing.outbox.path
 
     def give(self, to: Sequence[int], turn: int) -> list[bool]:
@@ -61,7 +61,7 @@ def givers(
         member.pushing.peers.know({j: at.address for j, at in enumerate(proxies or [m.pushing.peers for m in members])})
         if boxes:
             me = member.pushing.me
-            member.pushing.know_boxes({j: m.path for j, m in enumerate(members) if j != me})
+            member.pushing.set_outboxes({j: m.path for j, m in enumerate(members) if j != me})
     for member in members:
         member.pushing.outbox.hide()
     try:
@@ -140,7 +140,7 @@ def test_what_a_checkpoint_holds_comes_back() -> None:
         saved = [tuple(push) for push in two.pushing.waiting()]
         assert len(saved) == len(two.pushing.waiting()) == 2
     with givers(2) as (_, other):
-        other.pushing.put([Push(*push) for push in saved])
+        other.pushing.put([ReceivedPush(*push) for push in saved])
         assert other.get(2, [0], 10) == [(0, 1), (0, 2)]
         assert other.w == 1.0 + 0.5 + 0.25
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from lightning_hetero.comm import job
 from lightning_hetero.comm.groups import default_store
-from lightning_hetero.comm.job import Address, meet
+from lightning_hetero.comm.job import RendezvousAddress, join_world
 from lightning_hetero.errors import CommunicationError
 
-HERE, LIMIT = Address("127.0.0.1", 29400, 0, 1), timedelta(seconds=10)
+HERE, LIMIT = RendezvousAddress("127.0.0.1", 29400, 0, 1), timedelta(seconds=10)
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +31,13 @@ def test_a_place_that_is_taken_is_said_with_who_has_taken_it():
         default_store().set("rank 0 is", "process 1 of elsewhere")
 
     with pytest.raises(CommunicationError, match=r"rank 0 there is process 1 of elsewhere.*another job"):
-        meet(connect_where_another_is, HERE, LIMIT)
+        join_world(connect_where_another_is, HERE, LIMIT)
 
 
 def test_a_process_comes_back_to_its_own_place():
-    meet(_connect, HERE, LIMIT)
+    join_world(_connect, HERE, LIMIT)
     assert default_store().get("rank 0 is").startswith(b"process ")
-    meet(lambda: None, HERE, LIMIT)  # the group is there already: nothing is taken
+    join_world(lambda: None, HERE, LIMIT)  # the group is there already: nothing is taken
 
 
 def test_who_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_who_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         time.sleep(1.0)
         _connect()
 
-    meet(connect, HERE, LIMIT, hint="Or else.")
+    join_world(connect, HERE, LIMIT, hint="Or else.")
     said = (
         "lightning_hetero: rank 0 of 1 has waited for 0.2 s to meet the other ranks at 127.0.0.1:29400, and waits for "
         "up to 10 s (the strategy's `timeout`). Or else.\n"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lightning_hetero
-from lightning_hetero.comm.objects import packed, portable, unpacked
+from lightning_hetero.comm.object_collectives import pack_value, portable, unpack_value
 
 PACKAGE = Path(lightning_hetero.__file__).parent
 Pair = namedtuple("Pair", "first second")
@@ -43,7 +43,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_arrives_as_it_was(kind: str) -> None:
     tensor = KINDS[kind]
-    arrived = unpacked(packed(tensor))
+    arrived = unpack_value(pack_value(tensor))
     assert (type(arrived), arrived.dtype, arrived.shape) == (type(tensor), tensor.dtype, tensor.shape)
     assert (arrived.layout, arrived.requires_grad) == (tensor.layout, tensor.requires_grad)
     assert torch.equal(arrived.detach().to_dense(), tensor.detach().to_dense())
@@ -53,7 +53,7 @@ def test_a_tensor_arrives_as_it_was(kind: str) -> None:
 
 
 def test_a_part_of_a_large_tensor_is_a_small_message() -> None:
-    assert len(packed(torch.zeros(10**6)[:2])) < 1000
+    assert len(pack_value(torch.zeros(10**6)[:2])) < 1000
 
 
 def test_objects_of_any_class_go_as_they_are() -> None:
@@ -66,7 +66,7 @@ def test_objects_of_any_class_go_as_they_are() -> None:
         "module": linear,
         "device": torch.device("cpu"),
     }
-    arrived = unpacked(packed(sent))
+    arrived = unpack_value(pack_value(sent))
     assert arrived["builtins"] == sent["builtins"]
     assert arrived["array"].tolist() == [0, 1, 2]
     assert torch.equal(arrived["holder"].tensor, torch.ones(3))
@@ -78,7 +78,7 @@ def test_objects_of_any_class_go_as_they_are() -> None:
 
 def test_what_is_one_tensor_stays_one() -> None:
     tensor = torch.ones(3)
-    first, second, third = unpacked(packed([tensor, tensor, torch.ones(3)]))
+    first, second, third = unpack_value(pack_value([tensor, tensor, torch.ones(3)]))
     assert first is second
     assert first is not third
 
@@ -109,7 +109,10 @@ def _calls(names: set[str], of: set[str]) -> dict[str, list[str]]:
 
 def test_objects_leave_a_process_in_one_place() -> None:
     files = set(_calls(_OBJECTS, {"dist", "torch.distributed"}))
-    assert files == {"comm/objects.py", "demo/run.py"}  # which runs beside Lightning's own strategies, on CPUs
+    assert files == {
+        "comm/object_collectives.py",
+        "demo/run.py",
+    }  # which runs beside Lightning's own strategies, on CPUs
     for file in PACKAGE.rglob("*.py"):
         text = file.read_text()
         assert "import pickle" not in text or file.name == "objects.py", file

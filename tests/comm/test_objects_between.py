@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 from ranks import run
 
-from lightning_hetero.comm import objects
+from lightning_hetero.comm import object_collectives
 
-H = objects.HEAD
+H = object_collectives.HEAD
 SIZES = {
     "short": [0, 10, 100],
     "long": [5 * H, 3 * H, 7 * H],
@@ -31,13 +31,17 @@ def exchanged() -> dict[str, Any]:
     for case, sizes in SIZES.items():
         own = _content(rank, sizes[rank])
         found[case] = {
-            "all": objects.all_gather(own),
-            "first": objects.gather(own),
-            "group": objects.all_gather(own, rest) if rank else None,
+            "all": object_collectives.all_gather(own),
+            "first": object_collectives.gather(own),
+            "group": object_collectives.all_gather(own, rest) if rank else None,
         }
     # The first message that is longer than its head, and the last that is not, by their size as it travels.
-    own = next(_content(rank, n) for n in range(H) if len(objects.packed(_content(rank, n))) == H + (rank > 0))
-    found["to the byte"] = {"all": [len(objects.packed(one)) for one in objects.all_gather(own)]}
+    own = next(
+        _content(rank, n) for n in range(H) if len(object_collectives.pack_value(_content(rank, n))) == H + (rank > 0)
+    )
+    found["to the byte"] = {
+        "all": [len(object_collectives.pack_value(one)) for one in object_collectives.all_gather(own)]
+    }
     dist.barrier()
     return found
 

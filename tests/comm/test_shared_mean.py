@@ -147,7 +147,7 @@ def _no_room() -> str:
     dist.init_process_group("gloo")
     _note_names()
     if dist.get_rank() == 1:
-        shared_memory.Mapped = _refuse  # type: ignore[attr-defined]
+        shared_memory.MappedVectors = _refuse  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="rank 1: no room") as raised:
         SharedMean(*shared_memory.share_memory(dist.group.WORLD, 100, timedelta(seconds=60)))
     assert threading.active_count() == 1

@@ -55,7 +55,7 @@ def test_a_cut_ends_the_wait(host: str, request: pytest.FixtureRequest) -> None:
 
     def notice() -> None:
         while not over.wait(0.5):
-            threads.cut()
+            threads.abort_sockets()
 
     thread = threading.Thread(target=notice)
     thread.start()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.comm.topology import Place, Topology
-from lightning_hetero.comm.view import Member, View
+from lightning_hetero.comm.view import ReplicaMember, View
 
 
 def places(nodes: list[int]) -> tuple[Place, ...]:
@@ -24,7 +24,7 @@ def view(nodes: list[int], rank: int) -> View:
 def test_every_rank_finds_its_place(rank: int) -> None:
     seen = view([2, 1, 2], rank)
     expected: list[Any] = [(0, True), (0, False), (1, True), (2, True), (2, False)]
-    assert (seen.replica.id, seen.leads) == expected[rank]
+    assert (seen.replica.id, seen.is_leader) == expected[rank]
     assert (seen.world, seen.count, seen.number) == (5, 3, 0)
     assert seen.ranks == ((0, 1), (2,), (3, 4)) == seen.topology.nodes
     assert seen.per_replica([1, 2, 3, 4, 5]) == [3, 3, 9]
@@ -33,7 +33,7 @@ def test_every_rank_finds_its_place(rank: int) -> None:
 def test_a_replica_keeps_its_id_when_others_have_left() -> None:
     first = view([1, 1, 1], 2)
     # Replica 0 has left: its rank is gone, and those of the others are counted anew.
-    later = View(1, (Member(1, (0,)), Member(2, (1,))), first.places[1:], rank=1)
+    later = View(1, (ReplicaMember(1, (0,)), ReplicaMember(2, (1,))), first.places[1:], rank=1)
     assert first.index == first.replica.id == 2
     assert later.index == 1
     assert later.replica.id == 2

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.futures import Future
 
 from lightning_hetero.comm.topology import Place
-from lightning_hetero.strategies import fit
+from lightning_hetero.strategies import job
 
 
 class FakeNCCL(dist.ProcessGroup):
@@ -77,7 +77,7 @@ class Launched(dist.Work):
 
 def install() -> None:
     """In this process, ranks have cards that this library connects."""
-    made, place_of = distributed_c10d._new_process_group_helper, fit.place_of
+    made, place_of = distributed_c10d._new_process_group_helper, job.place_of
 
     def helper(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
         fake = str(backend) == "nccl"
@@ -93,4 +93,4 @@ def install() -> None:
 
     dist.Backend.register_backend("fake_nccl", create, devices=["cpu"])
     distributed_c10d._new_process_group_helper = helper
-    fit.place_of = place
+    job.place_of = place

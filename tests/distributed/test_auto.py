@@ -14,19 +14,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import AutoStrategy, HeteroDDPStrategy
-from lightning_hetero.planning import choice, cluster
+from lightning_hetero.planning import cluster, strategy_choice
 from lightning_hetero.strategies import auto
 
 EVERY, MEASURE, BATCH, SAMPLES = 4, 10, 4, 96
 FAST_LINK, SLOW_LINK = (1e-6, 1e12), (0.5, 1e3)  # seconds, bytes per second
 
 
-def _measured_as(way: tuple[float, float], candidates: tuple[str, ...] = choice.CANDIDATES) -> None:
+def _measured_as(way: tuple[float, float], candidates: tuple[str, ...] = strategy_choice.CANDIDATES) -> None:
     """Let this rank measure such links, and long steps if they are slow, and choose among these strategies."""
-    cluster.measure = lambda chosen: [cluster.Link(pair, *way) for pair in chosen]  # type: ignore[assignment]
-    choice.CANDIDATES = candidates
+    cluster.measure_links = lambda chosen: [cluster.MeasuredLink(pair, *way) for pair in chosen]  # type: ignore[assignment]
+    strategy_choice.CANDIDATES = candidates
     slow = way == SLOW_LINK
-    auto.choose = lambda cluster, step, wish: choice.choose(cluster, 10.0 if slow else step, wish)
+    auto.choose = lambda cluster, step, wish: strategy_choice.choose(cluster, 10.0 if slow else step, wish)
 
 
 def _said() -> list[str]:
@@ -121,7 +121,7 @@ def test_its_wire_is_that_of_the_strategy_that_goes_on():
 def _narrow(name: str) -> Any:
     _measured_as(FAST_LINK, (name,))
     # Whatever it brings:
-    auto.choose = lambda cluster, step, wish: choice.choose(cluster, 10.0, wish._replace(gain=-1.0))
+    auto.choose = lambda cluster, step, wish: strategy_choice.choose(cluster, 10.0, wish._replace(gain=-1.0))
     strategy, module = _strategy(wire="bf16"), Net()
     _trainer(strategy).fit(module, _data())
     assert strategy.chosen is not None
@@ -182,7 +182,9 @@ def _ends(name: str) -> Any:
     return type(strategy.chosen).saved_as, strategy.averager is None, parameters(module), strategy.traffic.exchanges
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long(after=2)) for name in choice.CANDIDATES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long(after=2)) for name in strategy_choice.CANDIDATES]
+)
 def test_replicas_exchange_and_end_alike(name: str) -> None:
     found = run(_ends, 4, name, nodes=[2, 2])
     for chosen, over, weights, _ in found:
@@ -272,8 +274,8 @@ def test_options_that_cannot_be(options: dict[str, Any]) -> None:
 def test_links_are_measured_in_a_few_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
-        cluster, "measure", lambda some: asked.extend(some) or [cluster.Link(p, 0.1, 1e6) for p in some]
+        cluster, "measure_links", lambda some: asked.extend(some) or [cluster.MeasuredLink(p, 0.1, 1e6) for p in some]
     )
     way = AutoStrategy()._measured([(i, i + 1) for i in range(1000)], 1e6)
     assert len(asked) <= 4
-    assert way == auto.Way(0.1, 1e6)
+    assert way == auto.LinkModel(0.1, 1e6)

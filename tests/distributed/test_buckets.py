@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader
 
 from lightning_hetero import EmulatedSpeed, HeteroDDPStrategy
-from lightning_hetero.comm.all_reduce import Travel, measure
+from lightning_hetero.comm.all_reduce import AllReduceTime, measure_all_reduce
 
 LAYERS, LAYER = 5, 8 * 363 * 363  # bytes: just over a mebibyte
 
@@ -104,7 +104,7 @@ def test_waiting_for_buckets_is_not_work() -> None:
     assert min(work[1]) > 0.29
 
 
-def _measure_over_a_slow_link(seconds_per_byte: float, latency: float) -> Travel:
+def _measure_over_a_slow_link(seconds_per_byte: float, latency: float) -> AllReduceTime:
     dist.init_process_group("gloo")
     real = dist.all_reduce
 
@@ -114,7 +114,7 @@ def _measure_over_a_slow_link(seconds_per_byte: float, latency: float) -> Travel
 
     dist.all_reduce = late
     try:
-        return measure(None, torch.device("cpu"))
+        return measure_all_reduce(None, torch.device("cpu"))
     finally:
         dist.all_reduce = real
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from ranks import run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
 
-from lightning_hetero.strategies import fit as fit_module
+from lightning_hetero.strategies import job
 
 AUTO = {"moving_rate": "auto"}
 NAMES = {
@@ -51,7 +51,7 @@ def test_past_one_there_is_a_warning_of_rank_0() -> None:
 
 def _several_hosts() -> str:
     rank = int(os.environ["RANK"])
-    fit_module.hostname = lambda: f"host{rank}"
+    job.hostname = lambda: f"host{rank}"
     module = Line()
     fit("async", module, epochs=1, trainer={"limit_train_batches": 2}, tau=1, **AUTO)
     return "done"

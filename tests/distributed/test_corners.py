@@ -25,7 +25,7 @@ from lightning_hetero import (
     HeteroMonitor,
     NodeAverageStrategy,
 )
-from lightning_hetero.algorithms.easgd_async import AsyncAverager
+from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 
@@ -187,7 +187,7 @@ def test_lightnings_own_averages_are_refused_between_replicas(kind: Any, options
 
 
 @dataclass
-class Unlocked(AsyncAverager):
+class Unlocked(AsyncElasticAverager):
     """Asks for a center without a lock, wherever it lives."""
 
     locked = False

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
 from lightning_hetero import EmulatedSpeed, HeteroDDPStrategy, HeteroMonitor
-from lightning_hetero.batching.cost import Shape
+from lightning_hetero.batching.cost import CurveEstimator
 
 
 def flat(samples: int) -> float:
@@ -52,7 +52,7 @@ def _fit(
     with virtual_time(), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if straight:
-            patch.setattr(Shape, "curve", lambda self: None)
+            patch.setattr(CurveEstimator, "curve", lambda self: None)
         monitor = HeteroMonitor(report=root)
         options = {**FAST, "max_steps": steps, "max_epochs": -1, "devices": 2}
         callbacks = [monitor, EmulatedSpeed(devices)]

@@ -11,7 +11,7 @@ from lightning_hetero.algorithms.schedules import RateSchedule
 class Naive(RateSchedule):
     """The control: starts over only if both arrive at 1 together."""
 
-    def tick(self, loss: float) -> None:
+    def observe_loss(self, loss: float) -> None:
         if self.every == self.wait == 1:
             self.every, self.wait = self.max_every, self.max_every // 4
         else:
@@ -20,9 +20,9 @@ class Naive(RateSchedule):
 
 def cycle(schedule: RateSchedule, plateaus: int = 40) -> list[tuple[int, int]]:
     rates = []
-    schedule.tick(1.0)
+    schedule.observe_loss(1.0)
     for _ in range(plateaus):
-        schedule.tick(1.0)
+        schedule.observe_loss(1.0)
         rates.append((schedule.every, schedule.wait))
     return rates
 
@@ -57,5 +57,5 @@ def test_an_automatic_wait_lies_between_1_and_b() -> None:
                 if draw.random() < 0.5:
                     schedule.measured(draw.choice([0.0, 0.01, 1.0, 2.5, 7.9, 100.0, np.nan, np.inf], 3).tolist())
                 else:
-                    schedule.tick(1.0)
+                    schedule.observe_loss(1.0)
                 assert 1 <= schedule.wait <= schedule.every

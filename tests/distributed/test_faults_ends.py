@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.errors import MembershipLostError, NotFiniteError
-from lightning_hetero.strategies.recovery import GoingOn
+from lightning_hetero.strategies.recovery import PeerRecovery
 
 FEW = ["ddp", "node", "easgd", "gossip"]
 
@@ -78,7 +78,7 @@ def test_a_value_that_is_not_finite_ends_all(tmp_path: Path, name: str) -> None:
 
 def _slow_to_hear(*args: Any, **kwargs: Any) -> Any:
     """A fit in which all but rank 1 get what replicas tell each other late, or not at all if connections are cut."""
-    gather, noticed, lost = ReplicaLinks.gather, GoingOn._noticed, Event()
+    gather, noticed, lost = ReplicaLinks.gather, PeerRecovery._noticed, Event()
 
     def late(links: ReplicaLinks, own: Any) -> list[Any]:
         everyone = gather(links, own)
@@ -87,13 +87,13 @@ def _slow_to_hear(*args: Any, **kwargs: Any) -> Any:
             raise dist.DistNetworkError("Connection closed by peer")
         return everyone
 
-    def notice(survival: GoingOn) -> None:
+    def notice(survival: PeerRecovery) -> None:
         lost.set()
         noticed(survival)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReplicaLinks, "gather", late)
-        patch.setattr(GoingOn, "_noticed", notice)
+        patch.setattr(PeerRecovery, "_noticed", notice)
         return fit(*args, **kwargs)
 
 

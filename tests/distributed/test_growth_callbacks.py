@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_survival import Module
 
 from lightning_hetero import HeteroMonitor
-from lightning_hetero.batching.agreement import Ask
+from lightning_hetero.batching.plan_agreement import ActionRequest
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 
@@ -26,7 +26,7 @@ class Ends(pl.Callback):
         agreed: Any = trainer.strategy.stop_request.agreed  # type: ignore[attr-defined]
         agree = agreed._agree
 
-        def late(asked: Ask) -> None:
+        def late(asked: ActionRequest) -> None:
             agreed._done = trainer.num_training_batches - 1  # the latest batch, as if this rank were that far
             agree(asked._replace(notice=0.0))
 

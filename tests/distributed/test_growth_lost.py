@@ -19,7 +19,6 @@ from lightning_hetero.comm.agreement import gather
 from lightning_hetero.elastic.join_requests import LauncherStore
 from lightning_hetero.errors import CommunicationError, JoinRefusedError
 from lightning_hetero.strategies import join
-from lightning_hetero.strategies.join import addresses
 
 OPTIONS = {"balance": "off", "grace": 2.0}
 
@@ -126,7 +125,7 @@ class Averaging(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if os.environ["RANK"] == "1" and not os.environ.get(LATE):
             strategy: Any = trainer.strategy
-            strategy.engine.common_start = partial(_struck, "killed")
+            strategy.engine.join_values = partial(_struck, "killed")
 
 
 @pytest.mark.long(after=1)
@@ -217,7 +216,7 @@ class Hosts(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         elastic, late = strategy.survival.growth, bool(os.environ.get(LATE))
-        places = [place for place in addresses(strategy, elastic._came_later) if isinstance(place, LauncherStore)]
+        places = [place for place in elastic.addresses() if isinstance(place, LauncherStore)]
         first = os.environ["RANK"] == "0" and not late
         assert [place._hosted for place in places] == [first]
 

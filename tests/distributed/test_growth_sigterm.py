@@ -22,7 +22,8 @@ class Terminated(pl.Callback):
     def __init__(self, rank: int, where: str) -> None:
         self.rank, self.where, self.starts = rank, where, 0
         if where == "enter":
-            join.enter = self._enter  # type: ignore[assignment]
+            self._usual = join.ElasticJoin.enter
+            join.ElasticJoin.enter = lambda *args: self._enter(*args)  # type: ignore[method-assign]
 
     def _come(self, where: str) -> None:
         own = os.environ["RANK"] == str(self.rank) and not os.environ.get(LATE)
@@ -31,7 +32,7 @@ class Terminated(pl.Callback):
 
     def _enter(self, *args: Any) -> None:
         self._come("enter")
-        join.enter(*args)
+        self._usual(*args)
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self._come("save")  # the one from which all go on; they have asked each other before

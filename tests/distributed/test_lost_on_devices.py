@@ -16,7 +16,7 @@ from tasks import FAST, Net, dataset
 from lightning_hetero import NodeAverageStrategy
 from lightning_hetero.comm.topology import Place
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.strategies import fit
+from lightning_hetero.strategies import job
 
 SCRIPT = """
     import os, signal, sys, time
@@ -107,13 +107,13 @@ def test_fits_in_a_row_end_their_groups_together(tmp_path: Path) -> None:
 
 def _mixed() -> None:
     fake_nccl.install()
-    place_of = fit.place_of
+    place_of = job.place_of
 
     def place(*args: object) -> Place:
         found = place_of(*args)
         return found._replace(device="cpu", library="") if os.environ["RANK"] == "2" else found
 
-    fit.place_of = place
+    job.place_of = place
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.batching.accounting import Workshare
-from lightning_hetero.batching.timer import Doing, StepTimer
+from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.timer import Activity, StepTimer
 
 
 class Unweighted(HeteroDDPStrategy):
@@ -44,7 +44,7 @@ class NominalTail(HeteroDDPStrategy):
 
     def build(self, job: Any) -> None:
         super().build(job)
-        share: Workshare = self.share
+        share: BatchAccounting = self.share
 
         def weights() -> tuple[float, float]:
             nominal = share.planner.shares(share.step)
@@ -104,8 +104,8 @@ def test_plain_ddp_is_wrong_on_uneven_batches() -> None:
 class Patient(StepTimer):
     """Counts waiting as work: at the end of backward all ranks read the same time."""
 
-    def _turn_to(self, doing: Doing) -> None:
-        super()._turn_to(Doing.WORK)
+    def _turn_to(self, doing: Activity) -> None:
+        super()._turn_to(Activity.WORK)
 
 
 class CountsWaiting(HeteroDDPStrategy):

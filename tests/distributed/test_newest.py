@@ -15,7 +15,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ranks import run
 
-from lightning_hetero.callbacks.checkpoint_folder import clean, newest_first, newest_whole
+from lightning_hetero.callbacks.checkpoint_folder import newest_complete, newest_first, remove_partial
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
 from lightning_hetero.errors import CheckpointError
 
@@ -72,7 +72,7 @@ def _chosen(folders: list[str], io: Any) -> list[Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                path = newest_whole(SimpleNamespace(checkpoint_io=io), [os.path.join(own, name) for name in names])
+                path = newest_complete(SimpleNamespace(checkpoint_io=io), [os.path.join(own, name) for name in names])
                 found = path and os.path.basename(path)
             except (CheckpointError, OSError) as error:
                 found = f"{type(error).__name__} {error}"
@@ -143,11 +143,11 @@ def test_what_a_killed_job_has_left_is_removed(tmp_path: Path) -> None:
     for name in ("saving-1.tmp", "step=1.ckpt.shards/saving-2.tmp", "best.ckpt"):
         (tmp_path / name).touch()
     (tmp_path / "best.ckpt.shards").mkdir()
-    clean(str(tmp_path), newest_first(str(tmp_path)))
+    remove_partial(str(tmp_path), newest_first(str(tmp_path)))
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["best.ckpt", "best.ckpt.shards", "step=1.ckpt", "step=1.ckpt.shards"]
     assert len(list((tmp_path / "step=1.ckpt.shards").iterdir())) == 2
-    clean(str(tmp_path / "none"), [])
+    remove_partial(str(tmp_path / "none"), [])
     shutil.rmtree(tmp_path)
 
 
@@ -162,7 +162,7 @@ def test_hosts_clean_up_one_folder_at_the_same_time(tmp_path: Path) -> None:
 
         def host(begin: threading.Barrier = begin) -> None:
             begin.wait()
-            clean(str(tmp_path), [str(tmp_path / "step=3.ckpt")])
+            remove_partial(str(tmp_path), [str(tmp_path / "step=3.ckpt")])
 
         with ThreadPoolExecutor(4) as hosts:
             for done in [hosts.submit(host) for _ in range(4)]:

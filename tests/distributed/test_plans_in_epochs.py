@@ -19,7 +19,7 @@ from virtual_time import VirtualTime, virtual_time
 
 from lightning_hetero import EASGDAsyncStrategy, GossipAsyncStrategy
 from lightning_hetero.batching.accounting import PlanAgreement
-from lightning_hetero.batching.agreement import Leader
+from lightning_hetero.batching.plan_agreement import PlanLeader
 
 really_sleep = time.sleep
 PER_SAMPLE = (0.001, 0.002, 0.004, 0.004)  # seconds of a delay that uses no core
@@ -74,7 +74,7 @@ def measured_exactly() -> Iterator[None]:
 
 
 def agree_often() -> None:
-    PlanAgreement.POLL, PlanAgreement.QUICK, Leader.WINDOW = 0.1, 0.02, 0.3
+    PlanAgreement.POLL, PlanAgreement.QUICK, PlanLeader.WINDOW = 0.1, 0.02, 0.3
 
 
 @measured_exactly()

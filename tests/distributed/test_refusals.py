@@ -38,7 +38,8 @@ from lightning_hetero.errors import (
     ShareError,
     UnsupportedError,
 )
-from lightning_hetero.strategies import fit, guards
+from lightning_hetero.strategies import guards
+from lightning_hetero.strategies import job as job_module
 from lightning_hetero.strategies.guards import precision_problem
 
 
@@ -203,7 +204,7 @@ JOBS = {"two ranks": (TWO_RANKS, [2]), "two nodes": (TWO_NODES, [1, 1]), "three 
 def _train(row: Row, folder: str) -> None:
     mine = {name: values[bad.rank()] for name, values in row.by_rank.items()}
     if host := mine.pop("host", None):
-        fit.hostname = lambda: host
+        job_module.hostname = lambda: host
     keep = ModelCheckpoint(folder, every_n_train_steps=1, save_on_exception=True)
     trainer = dict(row.trainer() if callable(row.trainer) else row.trainer)
     trainer["callbacks"] = [keep, *trainer.pop("callbacks", [])]
@@ -213,7 +214,7 @@ def _train(row: Row, folder: str) -> None:
 
 def _try_all(folder: str, job: str, ports: list[int]) -> list[tuple[str, str, list[str]]]:
     """The class of each row's error, with those that it inherits from, and its message."""
-    found, hostname, usual = [], fit.hostname, dict(os.environ)
+    found, hostname, usual = [], job_module.hostname, dict(os.environ)
     for number, (row, port) in enumerate(zip(JOBS[job][0], ports, strict=True)):
         Path(folder, f"at-{os.environ['RANK']}").write_text(f"row {number}: {row}")  # to be named if it hangs
         os.environ.update({"MASTER_PORT": str(port), **row.env(bad.rank())})
@@ -223,7 +224,7 @@ def _try_all(folder: str, job: str, ports: list[int]) -> list[tuple[str, str, li
         except Exception as error:
             found.append((f"{type(error).__name__}: {error}", [kind.__name__ for kind in type(error).__mro__]))
         finally:
-            fit.hostname = hostname
+            job_module.hostname = hostname
             os.environ.clear()
             os.environ.update(usual)
             if dist.is_initialized():

@@ -297,7 +297,7 @@ def test_short_runs(options: dict[str, Any]) -> None:
 def test_blocking_stays_blocking() -> None:
     schedule, seen = RateSchedule(4, 0, 8, patience=1), []
     for loss in [float("nan"), *[1.0] * 6]:
-        schedule.tick(loss)
+        schedule.observe_loss(loss)
         seen.append((schedule.every, schedule.wait))
     # A NaN is no progress, and no mark to measure progress by; the first 1.0 is.
     assert seen == [(2, 0), (2, 0), (1, 0), (8, 0), (4, 0), (2, 0), (1, 0)]

@@ -11,7 +11,7 @@ from tasks import FAST, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
-from lightning_hetero.algorithms.engine import about
+from lightning_hetero.algorithms.engine import nonfinite_message
 from lightning_hetero.errors import NotFiniteError
 
 NODES = [2, 1]
@@ -109,8 +109,8 @@ def test_nobody_is_left_to_go_on_with() -> None:
 
 def test_where_several_replicas_are_not_finite_the_first_is_named_as_the_cause() -> None:
     replicas, fine = [[0], [1], [2]], (None, None)
-    one = about([1], replicas, 20, [fine, ("w", 17), fine], "the mean")
+    one = nonfinite_message([1], replicas, 20, [fine, ("w", 17), fine], "the mean")
     assert "No value that is not finite has reached the others" in one
-    several = about([0, 1, 2], replicas, 20, [("w", 18), ("w", 13), ("w", 18)], "the mean")
+    several = nonfinite_message([0, 1, 2], replicas, 20, [("w", 18), ("w", 13), ("w", 18)], "the mean")
     assert "has reached the others" not in several
     assert "The loss of rank 1 was the first that was not finite, at step 13" in several

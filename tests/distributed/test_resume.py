@@ -65,7 +65,7 @@ class Found(pl.Callback):
         if getattr(averager, "reference", None):
             self.reference = torch.cat([part.double() for part in averager.reference])
         if hasattr(averager, "_client"):
-            out = [torch.empty_like(part) for part in averager.kept]
+            out = [torch.empty_like(part) for part in averager.center_vectors]
             self.counts = averager._client.read(out)
             self.center = torch.cat([part.double() for part in out[: len(averager.reference)]])
 

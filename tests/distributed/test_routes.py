@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.strategies import fit
+from lightning_hetero.strategies import job
 
 
 class Lines(logging.Handler):
@@ -28,12 +28,12 @@ class Lines(logging.Handler):
 def _said(cards: list[str] | None, **options: Any) -> tuple[list[str], list[str]]:
     """What a fit says about routes, and about shared cards; the ranks are taken to have these cards."""
     lines = Lines()
-    place_of = fit.place_of
+    place_of = job.place_of
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         if cards:
             card = cards[int(os.environ["RANK"])]
-            patch.setattr(fit, "place_of", lambda *args: place_of(*args)._replace(device=card))
+            patch.setattr(job, "place_of", lambda *args: place_of(*args)._replace(device=card))
         logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
         logger.addHandler(lines)
         trainer = pl.Trainer(strategy=HeteroDDPStrategy(timeout=60, **options), max_steps=2, **FAST)

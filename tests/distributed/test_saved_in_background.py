@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy, DiLoCoStrategy, EASGDStrategy, HeteroDDPStrategy
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
+from lightning_hetero.checkpoint.consensus import BackgroundConsensus
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO, BackgroundWriter
-from lightning_hetero.strategies.background_consensus import BackgroundConsensus
 
 DDP, DILOCO, EASGD = (
     (HeteroDDPStrategy, {}),

@@ -75,4 +75,4 @@ def test_an_averager_that_does_not_know_how(callback: Any, words: str) -> None:
     for outcome in attempt(_own, 3, callback, nodes=[1, 1, 1]):
         assert isinstance(outcome.error, UnsupportedError), outcome.trace
         assert words in str(outcome.error)
-        assert "regrows=True" in str(outcome.error)
+        assert "supports_unfreezing=True" in str(outcome.error)

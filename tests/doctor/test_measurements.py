@@ -45,7 +45,7 @@ def test_rounds_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_leaves_the_weights_as_they_are() -> None:
     work = doctor.built_in(4)
     before = torch.nn.utils.parameters_to_vector(work.module.parameters()).clone()
-    assert doctor.measure(work, torch.device("cpu"), seconds=0.0, least=4).cost.seconds(4) > 0
+    assert doctor.measure_steps(work, torch.device("cpu"), seconds=0.0, least=4).cost.seconds(4) > 0
     assert torch.equal(before, torch.nn.utils.parameters_to_vector(work.module.parameters()))
     assert work.size == 4 * before.numel()
 
@@ -59,7 +59,7 @@ def test_a_model_in_the_working_folder_is_found(monkeypatch: pytest.MonkeyPatch)
     assert (work.name, work.samples) == ("DigitReader", 32)
 
 
-def measured(delay: float) -> cluster.Link:
+def measured(delay: float) -> cluster.MeasuredLink:
     """The link between two ranks, the second of which answers late by so many seconds."""
     dist.init_process_group("gloo")
     send = dist.send
@@ -70,7 +70,7 @@ def measured(delay: float) -> cluster.Link:
 
     if dist.get_rank() == 1:
         dist.send = late
-    [link] = cluster.measure([(0, 1)])
+    [link] = cluster.measure_links([(0, 1)])
     return link
 
 
@@ -88,7 +88,7 @@ def unanswered() -> None:
     if dist.get_rank() == 1:
         time.sleep(9)
     else:
-        cluster.measure([(0, 1)])
+        cluster.measure_links([(0, 1)])
 
 
 def test_nobody_waits_for_ever() -> None:

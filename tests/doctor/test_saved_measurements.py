@@ -10,21 +10,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_hetero import doctor
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.cli import main
-from lightning_hetero.doctor import Slowest, Speed, advise
+from lightning_hetero.doctor import RankSpeed, SlowestLinks, advise
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.planning.choice import Wish, choose
-from lightning_hetero.planning.cluster import Cluster, Way
-from lightning_hetero.planning.plan import of_file
+from lightning_hetero.planning.cluster import Cluster, LinkModel
+from lightning_hetero.planning.plan import cluster_from_file
 from lightning_hetero.planning.predictions import predictions
+from lightning_hetero.planning.strategy_choice import AutoLimits, choose
 
-INSIDE, OUTSIDE = Way(1.1e-5, 3.3e9), Way(2.3e-4, 24.7e6)
-SPEEDS = [Speed(Cost(0.001 * rank, 0.0017), (0.10, 0.10 + 0.01 * rank, 0.10)) for rank in range(4)]
+INSIDE, OUTSIDE = LinkModel(1.1e-5, 3.3e9), LinkModel(2.3e-4, 24.7e6)
+SPEEDS = [RankSpeed(Cost(0.001 * rank, 0.0017), (0.10, 0.10 + 0.01 * rank, 0.10)) for rank in range(4)]
 A, B, C, D = (speed.cost for speed in SPEEDS)
 CLUSTERS = {
-    "one node": (((0, 1, 2, 3),), Slowest(INSIDE, None), ((A, B, C, D),)),
-    "2x2": (((0, 1), (2, 3)), Slowest(INSIDE, OUTSIDE), ((A, B), (C, D))),
-    "ranks in turn": (((0, 2), (1, 3)), Slowest(INSIDE, OUTSIDE), ((A, C), (B, D))),
-    "4x1": (((0,), (1,), (2,), (3,)), Slowest(None, OUTSIDE), ((A,), (B,), (C,), (D,))),
+    "one node": (((0, 1, 2, 3),), SlowestLinks(INSIDE, None), ((A, B, C, D),)),
+    "2x2": (((0, 1), (2, 3)), SlowestLinks(INSIDE, OUTSIDE), ((A, B), (C, D))),
+    "ranks in turn": (((0, 2), (1, 3)), SlowestLinks(INSIDE, OUTSIDE), ((A, C), (B, D))),
+    "4x1": (((0,), (1,), (2,), (3,)), SlowestLinks(None, OUTSIDE), ((A,), (B,), (C,), (D,))),
 }
 
 
@@ -32,12 +32,12 @@ CLUSTERS = {
 def test_plan_reads_the_cluster_that_the_doctor_advises_on(name: str, tmp_path: Path) -> None:
     nodes, links, by_hand = CLUSTERS[name]
     doctor.save_examination(tmp_path / "here.json", SPEEDS, nodes, 16, 8_000_000, links)
-    read = of_file(tmp_path / "here.json")
+    read = cluster_from_file(tmp_path / "here.json")
     assert (read.nodes, read.samples, read.size) == (by_hand, 64, 8e6)
     assert links.within in (read.within, None)
     assert links.between in (read.between, None)
     measured = next(one.step for one in predictions(read) if one.name == "hetero_ddp")
-    chosen = choose(read, measured, Wish()).prediction
+    chosen = choose(read, measured, AutoLimits()).prediction
     advice = advise([A, B, C, D], nodes, 16, 8_000_000, links)
     assert advice.strategy == ('"hetero_ddp"' if chosen is None else chosen.strategy)
 
@@ -62,8 +62,8 @@ def written(folder: Path, **changed: object) -> Path:
 
 
 def test_a_link_that_no_two_ranks_have_is_memory(tmp_path: Path) -> None:
-    assert of_file(written(tmp_path, between=None)) == Cluster(
-        ((Cost(0.01, 0.002),) * 2,), 16, 4e6, Way(1e-5, 1e9), Way(2e-5, 5e9)
+    assert cluster_from_file(written(tmp_path, between=None)) == Cluster(
+        ((Cost(0.01, 0.002),) * 2,), 16, 4e6, LinkModel(1e-5, 1e9), LinkModel(2e-5, 5e9)
     )
 
 
@@ -78,7 +78,7 @@ def test_a_link_that_no_two_ranks_have_is_memory(tmp_path: Path) -> None:
 )
 def test_a_file_without_a_link_that_ranks_use_or_of_a_later_format_is_refused(changed, words, tmp_path) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        of_file(written(tmp_path, **changed))
+        cluster_from_file(written(tmp_path, **changed))
 
 
 def test_where_a_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_hetero.elastic.membership import Membership
-from lightning_hetero.elastic.protocol import Agreed, Terms
+from lightning_hetero.elastic.protocol import AgreedView, MembershipTerms
 from lightning_hetero.errors import MembershipLostError
 
 LONG = 30.0  # seconds for what takes no time on a machine that is not busy
 TOKEN = "0123456789abcdef"
-TERMS = Terms(grace=2.0, minimum=1, timeout=LONG)
+TERMS = MembershipTerms(grace=2.0, minimum=1, timeout=LONG)
 
 _context = multiprocessing.get_context("fork")
 
@@ -28,7 +28,7 @@ def offer(number: int) -> list[Any]:
 class Threads:
     """All members in this process. ``called`` counts the calls of ``on_change``; ``done`` are steps of each."""
 
-    def __init__(self, units: Sequence[Sequence[int]], terms: Terms = TERMS) -> None:
+    def __init__(self, units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -> None:
         ids = [member for unit in units for member in unit]
         self.called, self.done = dict.fromkeys(ids, 0), dict.fromkeys(ids, 0)
         self.all = {
@@ -55,7 +55,7 @@ class Threads:
         first = min(self.all)
         until(lambda: len(self.all[first]._member.inbound) == len(self.all) - 1)
 
-    def agree(self, members: Sequence[int]) -> dict[int, Agreed | MembershipLostError]:
+    def agree(self, members: Sequence[int]) -> dict[int, AgreedView | MembershipLostError]:
         """What ``agree`` returns or raises in each of some members, all at once."""
         return self.agree_later(members).results()
 
@@ -99,7 +99,7 @@ class Calls:
 
 
 @contextlib.contextmanager
-def in_threads(units: Sequence[Sequence[int]], terms: Terms = TERMS) -> Iterator[Threads]:
+def in_threads(units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -> Iterator[Threads]:
     threads = Threads(units, terms)
     try:
         threads.connected()
@@ -120,7 +120,7 @@ def until(condition: Callable[[], Any], seconds: float = LONG) -> None:
 class Process:
     """A member in a process of its own, which does what its ``life`` does."""
 
-    def __init__(self, member: int, life: Callable, terms: Terms) -> None:
+    def __init__(self, member: int, life: Callable, terms: MembershipTerms) -> None:
         self.member = member
         self.end, theirs = _context.Pipe()
         self.process = _context.Process(target=_live, args=(member, life, terms, theirs))
@@ -136,7 +136,7 @@ class Process:
         os.kill(self.process.pid, number)
 
 
-def _live(member: int, life: Callable, terms: Terms, end: Connection) -> None:
+def _live(member: int, life: Callable, terms: MembershipTerms, end: Connection) -> None:
     os.setpgid(0, 0)
     changed = threading.Event()
     hooks: dict[str, Callable[[int], Any]] = {"offer": offer}
@@ -145,7 +145,7 @@ def _live(member: int, life: Callable, terms: Terms, end: Connection) -> None:
     end.send(membership.address)
     membership.begin(*end.recv())
     known = membership._member
-    until(lambda: len(known.inbound) == len(known.others) if known.leads else known.leader in known.outbound)
+    until(lambda: len(known.inbound) == len(known.others) if known.is_coordinator else known.leader in known.outbound)
     end.send("ready")
     life(membership, changed, end, hooks)
     membership.close()
@@ -172,7 +172,7 @@ def work(membership: Membership, changed: threading.Event, end: Connection, hook
 
 @contextlib.contextmanager
 def in_processes(
-    units: Sequence[Sequence[int]], terms: Terms = TERMS, lives: dict[int, Callable] | None = None
+    units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS, lives: dict[int, Callable] | None = None
 ) -> Iterator[dict[int, Process]]:
     processes = {one: Process(one, (lives or {}).get(one, work), terms) for unit in units for one in unit}
     try:

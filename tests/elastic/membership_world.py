@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_hetero.elastic.majority import Roster
-from lightning_hetero.elastic.protocol import Member, Terms
+from lightning_hetero.elastic.protocol import Member, MembershipTerms
+from lightning_hetero.elastic.quorum import Roster
 
 TICK = 0.3
-TERMS = Terms(grace=2.0, minimum=1, timeout=8.0)
+TERMS = MembershipTerms(grace=2.0, minimum=1, timeout=8.0)
 
 
 class End:
@@ -35,7 +35,7 @@ class End:
 class Node:
     """A process: its member, its training thread, and what has come and was not read yet."""
 
-    def __init__(self, world: "World", me: int, first: Roster, terms: Terms) -> None:
+    def __init__(self, world: "World", me: int, first: Roster, terms: MembershipTerms) -> None:
         self.world, self.me = world, me
         self.dead = self.frozen = False
         self.stopped = 0.0  # when it was killed, or last frozen
@@ -104,7 +104,7 @@ class Node:
         if member.agreed is not None and (not self.views or member.agreed.roster != self.views[-1]):
             self.views.append(member.agreed.roster)
             self.world.agreed.setdefault(member.agreed.roster.key, member.agreed)
-        if member.changing and member.standing is None and member.over is None and not self.coming:
+        if member.changing and member.progress is None and member.over is None and not self.coming:
             self.coming = True
             self.world.after(self.slow or self.world.random.uniform(0, 0.3), self._come)
 
@@ -115,14 +115,14 @@ class Node:
             self.world.after(0.2, self._come)
             return
         self.coming = False
-        if self.member.changing and self.member.over is None and self.member.standing is None:
+        if self.member.changing and self.member.over is None and self.member.progress is None:
             self.member.come((self.me,))
 
 
 class World:
     """All nodes, the network between them, and the clock."""
 
-    def __init__(self, seed: int, units: Sequence[Sequence[int]], terms: Terms = TERMS) -> None:
+    def __init__(self, seed: int, units: Sequence[Sequence[int]], terms: MembershipTerms = TERMS) -> None:
         self.random, self.time = random.Random(seed), 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -210,12 +210,12 @@ class World:
         node = self.nodes[one]
         if node.runs and node.member.over is None:
             node.coming = True  # its training thread comes no more
-            node.member.farewell.begin(how)
+            node.member.shutdown.begin(how)
             self.after(1.5, lambda: self.kill(one))
             self._when_told(one)
 
     def _when_told(self, one: int) -> None:
-        if self.nodes[one].member.farewell.done:
+        if self.nodes[one].member.shutdown.done:
             self.kill(one)
         elif not self.nodes[one].dead:
             self.after(0.05, lambda: self._when_told(one))

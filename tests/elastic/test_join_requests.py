@@ -10,7 +10,14 @@ import pytest
 
 from lightning_hetero.comm import threads
 from lightning_hetero.elastic import join_requests
-from lightning_hetero.elastic.join_requests import Admission, JobGoneError, JoinRequests, answers, ask, other_job
+from lightning_hetero.elastic.join_requests import (
+    Admission,
+    JobGoneError,
+    JoinRequests,
+    is_other_job,
+    job_answers,
+    request_to_join,
+)
 from lightning_hetero.errors import JoinRefusedError
 
 LIMIT = timedelta(seconds=20)
@@ -33,7 +40,7 @@ class Asks(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.outcome = ask(self.address, self.card, LIMIT, lambda: None)
+            self.outcome = request_to_join(self.address, self.card, LIMIT, lambda: None)
         except Exception as error:
             self.outcome = error
 
@@ -76,7 +83,7 @@ def test_where_the_job_goes_on_without_its_first_rank_those_that_wait_ask_the_ne
 
 
 def test_requests_are_taken_after_the_connections_of_a_view_were_broken(requests: JoinRequests) -> None:
-    threads.cut()  # a rank was lost
+    threads.abort_sockets()  # a rank was lost
     time.sleep(0.5)  # for the thread to notice, if it would
     Asks(requests.address).start()
     _until(lambda: requests.waiting == 1)
@@ -84,7 +91,7 @@ def test_requests_are_taken_after_the_connections_of_a_view_were_broken(requests
 
 def test_who_does_not_fit_is_told_why(requests: JoinRequests) -> None:
     with pytest.raises(JoinRefusedError, match="does not let this process in: too small"):
-        ask(requests.address, {"problem": "too small"}, LIMIT, lambda: None)
+        request_to_join(requests.address, {"problem": "too small"}, LIMIT, lambda: None)
     assert requests.waiting == 0
 
 
@@ -117,13 +124,13 @@ def test_who_is_silent_does_not_wait_any_more(requests: JoinRequests, monkeypatc
 
 def test_another_secret_is_another_job(requests: JoinRequests) -> None:
     host, port, _ = requests.address
-    assert answers(requests.address)
-    assert not answers([host, port, "0" * 32])
-    assert other_job([host, port, "0" * 32])
-    assert not other_job(requests.address)
-    assert not other_job([host, 1, "0" * 32])  # nobody is there
+    assert job_answers(requests.address)
+    assert not job_answers([host, port, "0" * 32])
+    assert is_other_job([host, port, "0" * 32])
+    assert not is_other_job(requests.address)
+    assert not is_other_job([host, 1, "0" * 32])  # nobody is there
     with pytest.raises(JobGoneError, match="another job answers"):
-        ask([host, port, "0" * 32], {}, LIMIT, lambda: None)
+        request_to_join([host, port, "0" * 32], {}, LIMIT, lambda: None)
 
 
 def test_a_job_that_falls_silent_is_given_up(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,4 +139,4 @@ def test_a_job_that_falls_silent_is_given_up(requests: JoinRequests, monkeypatch
     requests._closed.set()
     requests._thread.join()
     with pytest.raises(JobGoneError, match="silent for 1 s"):
-        ask(requests.address, {}, LIMIT, lambda: None)
+        request_to_join(requests.address, {}, LIMIT, lambda: None)

@@ -9,7 +9,7 @@ import pytest
 from members import LONG, TERMS, TOKEN, Threads, in_threads, until
 
 from lightning_hetero.elastic.membership import Membership
-from lightning_hetero.elastic.protocol import Agreed
+from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import MembershipLostError
 
 
@@ -26,10 +26,10 @@ def steady(threads: Threads, members: list[int], seconds: float = 0.5) -> None:
     assert not any(threads.all[one].changing for one in members), [threads.all[one].events for one in members]
 
 
-def same(results: dict) -> Agreed:
+def same(results: dict) -> AgreedView:
     """What all have agreed on."""
     views = list(results.values())
-    assert all(isinstance(view, Agreed) and view == views[0] for view in views), results
+    assert all(isinstance(view, AgreedView) and view == views[0] for view in views), results
     return views[0]
 
 
@@ -40,7 +40,7 @@ def test_all_agree_on_those_that_remain() -> None:
         changing(threads, [0, 1, 3])
         view = same(threads.agree([0, 1, 3]))
         assert view.members == (0, 1, 3)
-        assert view.standings == {0: (0, 0), 1: (1, 10), 3: (3, 30)}
+        assert view.progress == {0: (0, 0), 1: (1, 10), 3: (3, 30)}
         assert list(view.lost) == [2]
         assert view.lost[2].startswith("has ended without a word: killed, out of memory")
         assert view.host == 0
@@ -62,7 +62,7 @@ def test_it_is_known_how_far_a_lost_member_had_come(lost: int) -> None:
         threads.done[lost] = 5
         alive = [one for one in range(3) if one != lost]
         heard = alive[:1] if lost else alive  # members hear of the coordinator, it hears of all
-        until(lambda: all(threads.all[one]._member.pulse.steps.get(lost) == 5 for one in heard))
+        until(lambda: all(threads.all[one]._member.heartbeat.steps.get(lost) == 5 for one in heard))
         threads.all[lost].close()
         changing(threads, alive)
         assert same(threads.agree(alive)).steps == {lost: 5}

@@ -2,28 +2,28 @@
 
 import pytest
 
-from lightning_hetero.elastic.protocol import Hearing
+from lightning_hetero.elastic.protocol import AdaptiveTimeout
 
 
-def listen(hearing: Hearing, seconds: float, begin: float = 0.0, every: float = 1.0, others: int = 3) -> float:
+def listen(hearing: AdaptiveTimeout, seconds: float, begin: float = 0.0, every: float = 1.0, others: int = 3) -> float:
     """Hear others regularly; returns when that ends."""
     now = begin
     while now < begin + seconds:
         for other in range(1, others + 1):
-            hearing.hear(other, now)
+            hearing.message_came(other, now)
         now += every
     return now
 
 
 def test_what_the_user_gives_counts() -> None:
-    hearing = Hearing(5.0)
+    hearing = AdaptiveTimeout(5.0)
     listen(hearing, 60.0, every=3.0)
     hearing.busy(1, 4.0)
     assert (hearing.grace, hearing.beat, hearing.lapse) == (5.0, 1.25, 1.25)
 
 
 def test_a_regular_beat_makes_the_grace_short_after_some_seconds() -> None:
-    hearing = Hearing(None)
+    hearing = AdaptiveTimeout(None)
     listen(hearing, 7.0)
     assert hearing.grace == 10.0
     listen(hearing, 5.0, begin=7.0)
@@ -33,9 +33,9 @@ def test_a_regular_beat_makes_the_grace_short_after_some_seconds() -> None:
 
 @pytest.mark.parametrize(("gap", "grace"), [(1.1, 2.5), (1.6, 4.0), (2.5, 8.5), (30.0, 60.0)])
 def test_the_longest_gap_of_the_last_minutes_counts(gap: float, grace: float) -> None:
-    hearing = Hearing(None)
+    hearing = AdaptiveTimeout(None)
     now = listen(hearing, 20.0, others=1)
-    hearing.hear(1, now - 1.0 + gap)
+    hearing.message_came(1, now - 1.0 + gap)
     now = listen(hearing, 5 * 60.0, begin=now + gap, others=1)
     assert hearing.grace == pytest.approx(grace)
     listen(hearing, 8 * 60.0, begin=now, others=1)
@@ -43,7 +43,7 @@ def test_the_longest_gap_of_the_last_minutes_counts(gap: float, grace: float) ->
 
 
 def test_where_processes_wait_for_a_core_a_silence_means_less() -> None:
-    hearing = Hearing(None)
+    hearing = AdaptiveTimeout(None)
     now = listen(hearing, 20.0)
     hearing.busy(3, 2.0)
     assert hearing.grace == 2.5
@@ -55,21 +55,21 @@ def test_where_processes_wait_for_a_core_a_silence_means_less() -> None:
 
 
 def test_what_was_learned_in_another_view_is_known_at_once() -> None:
-    before = Hearing(None)
+    before = AdaptiveTimeout(None)
     listen(before, 20.0, every=1.5)
-    now = Hearing(None)
+    now = AdaptiveTimeout(None)
     assert now.grace == 10.0
     now.before = before.longest
     assert now.grace == 3.5
 
 
 def test_many_members_are_heard_less_often() -> None:
-    assert [Hearing(None, members=n).beat for n in (2, 64, 128, 2000)] == [1.0, 1.0, 2.0, 2.0]
+    assert [AdaptiveTimeout(None, members=n).beat for n in (2, 64, 128, 2000)] == [1.0, 1.0, 2.0, 2.0]
 
 
 def test_a_member_that_stands_still_for_a_moment_still_judges_others() -> None:
     """Else nobody would ever be missed on a busy machine, where a beat is soon past."""
-    hearing = Hearing(None)
+    hearing = AdaptiveTimeout(None)
     assert hearing.lapse == 2.5
     listen(hearing, 20.0)
     assert hearing.lapse == 0.625
@@ -77,10 +77,10 @@ def test_a_member_that_stands_still_for_a_moment_still_judges_others() -> None:
 
 def test_who_had_no_connection_was_not_silent() -> None:
     """Members are connected with the coordinator only, and ask each other when it is silent."""
-    hearing = Hearing(None)
+    hearing = AdaptiveTimeout(None)
     hearing.expect([1, 2, 3], 50.0)
     listen(hearing, 120.0, others=1)
     for other in (2, 3):
         hearing.meet(other, 120.0)
-        hearing.hear(other, 120.1)
+        hearing.message_came(other, 120.1)
     assert hearing.grace == 2.5

@@ -6,7 +6,7 @@ import time
 import pytest
 from members import LONG, TERMS, in_processes
 
-from lightning_hetero.elastic.protocol import Agreed
+from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import MembershipLostError
 
 SINGLE = [[0], [1], [2], [3]]
@@ -16,7 +16,7 @@ def agreed(processes, members, of: int | None = None):
     """What members have agreed on; all the same."""
     results = [processes[member].told() for member in members]
     views = [view for _, view in results]
-    assert all(isinstance(view, Agreed) for view in views), views
+    assert all(isinstance(view, AgreedView) for view in views), views
     assert len({repr(view) for view in views}) == 1
     return max(when for when, _ in results), views[0]
 

@@ -23,8 +23,8 @@ def check_settled(world: World) -> None:
     for one in going:
         member = world.nodes[one].member
         assert not member.changing, (one, vars(member))
-        here = [each for each in member.view.members if each not in member.gone.left]
-        assert here == going, (one, member.view, member.gone.left, going)
+        here = [each for each in member.view.members if each not in member.lost.left]
+        assert here == going, (one, member.view, member.lost.left, going)
 
 
 def faults(world: World, draw: random.Random) -> None:
@@ -121,7 +121,7 @@ def test_the_network_breaks_in_another_place_while_a_view_is_made(seed: int, whe
         world.part([0, 1])
         for one in (2, 3, 4):  # they hear each other
             for other in (2, 3, 4):
-                world.nodes[one].member.gone.returns(other)
+                world.nodes[one].member.lost.returns(other)
 
     if when == "proposed":
         first.offer = lambda number: breaks()  # type: ignore[method-assign]
@@ -171,7 +171,7 @@ def check_steps(world: World, lost: list[int], begun: float) -> None:
     assert set(lost) <= set(proposal.steps)
     for one in lost:
         node = world.nodes[one]
-        latest = min(begun, node.stopped) - member.hearing.beat - 2 * TICK - 0.1  # ticks, and delays of the network
+        latest = min(begun, node.stopped) - member.timeout.beat - 2 * TICK - 0.1  # ticks, and delays of the network
         assert node.done(latest) <= proposal.steps[one] <= node.done(node.stopped), (one, proposal.steps)
 
 
@@ -200,7 +200,7 @@ def test_what_a_lost_member_has_done_is_known_after_the_coordinator_is_lost_too(
     world.run(10.0)
     world.kill(3)
     at = world.time
-    world.nodes[0].member.gathering.acknowledged = lambda peer, key: world.kill(0)  # type: ignore[method-assign]
+    world.nodes[0].member.view_change.acknowledged = lambda peer, key: world.kill(0)  # type: ignore[method-assign]
     world.run(15.0)
     check_settled(world)
     assert world.going == [1, 2, 4]

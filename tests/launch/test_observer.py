@@ -15,7 +15,7 @@ from ranks import Outcome, attempt
 
 from lightning_hetero.errors import CommunicationError
 from lightning_hetero.launch import observer as module
-from lightning_hetero.launch.observer import ObservedLauncher, Observer
+from lightning_hetero.launch.observer import ObservedLauncher, ProcessObserver
 
 
 def _job(folder: Path, child: str, grace: float, ends: bool) -> None:
@@ -25,7 +25,7 @@ def _job(folder: Path, child: str, grace: float, ends: bool) -> None:
     one = subprocess.Popen([sys.executable, "-S", "-c", f"import os; {child}"])
     other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(200)"])
     (folder / "other").write_text(str(other.pid))
-    observer = Observer([one, other], grace=grace, poll=0.05)
+    observer = ProcessObserver([one, other], grace=grace, poll=0.05)
     observer.start()
     one.wait()
     time.sleep(0.5 if ends else 100)

@@ -6,9 +6,9 @@ from hypothesis import strategies as some
 
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.planning.choice import CANDIDATES, EQUAL, Wish, choose
-from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.cluster import Cluster, LinkModel
 from lightning_hetero.planning.predictions import predictions
+from lightning_hetero.planning.strategy_choice import CANDIDATES, EQUAL, AutoLimits, choose
 from lightning_hetero.strategies.table import ENTRIES
 
 
@@ -16,7 +16,9 @@ def cluster(
     rate: float, speeds: tuple[float, ...] = (1.0, 1.0), nodes: int = 2, given: tuple[int, ...] = ()
 ) -> Cluster:
     ranks = tuple(Cost(0.01 / speed, 0.09 / 16 / speed) for speed in speeds)
-    return Cluster((ranks,) * nodes, 16 * nodes * len(speeds), 10e6, Way(2e-5, 5e9), Way(2e-4, rate), given=given)
+    return Cluster(
+        (ranks,) * nodes, 16 * nodes * len(speeds), 10e6, LinkModel(2e-5, 5e9), LinkModel(2e-4, rate), given=given
+    )
 
 
 def ddp_step(some_cluster: Cluster) -> float:
@@ -31,7 +33,7 @@ SPEEDS = some.lists(some.sampled_from([1.0, 0.5, 0.25]), min_size=1, max_size=3)
 def test_it_is_among_the_fastest_that_are_allowed_or_none_gains_enough(rate, speeds, nodes, gain, deterministic):
     known = cluster(rate, speeds, nodes)
     measured = ddp_step(known)
-    found = choose(known, measured, Wish(gain=gain, deterministic=deterministic)).prediction
+    found = choose(known, measured, AutoLimits(gain=gain, deterministic=deterministic)).prediction
     allowed = [
         one
         for one in predictions(known)
@@ -49,14 +51,16 @@ def test_it_is_among_the_fastest_that_are_allowed_or_none_gains_enough(rate, spe
 
 
 def test_a_slow_link_is_left_out_of_the_step_and_a_fast_one_is_not():
-    assert choose(cluster(12.5e6), ddp_step(cluster(12.5e6)), Wish()).prediction is not None
-    assert choose(cluster(1e10), ddp_step(cluster(1e10)), Wish()).prediction is None
+    assert choose(cluster(12.5e6), ddp_step(cluster(12.5e6)), AutoLimits()).prediction is not None
+    assert choose(cluster(1e10), ddp_step(cluster(1e10)), AutoLimits()).prediction is None
 
 
 def test_a_gain_over_the_model_alone_is_none_and_over_the_measurement_alone_neither():
     slow, fast = cluster(12.5e6), cluster(1e10)
-    assert choose(slow, slow.split, Wish()).prediction is None  # it is not as slow as the model says
-    assert choose(fast, 10 * fast.split, Wish()).prediction is None  # it is slow for a reason that the model lacks
+    assert choose(slow, slow.split, AutoLimits()).prediction is None  # it is not as slow as the model says
+    assert (
+        choose(fast, 10 * fast.split, AutoLimits()).prediction is None
+    )  # it is slow for a reason that the model lacks
 
 
 def test_how_much_hides_is_told_by_the_measured_steps():
@@ -66,19 +70,19 @@ def test_how_much_hides_is_told_by_the_measured_steps():
         known.split + known.exposed(known.gradients(), known.split),
         known.split + known.gradients(),
     )
-    assert choose(known, hides_nothing, Wish(gain=0.7)).prediction is not None
-    assert choose(known, hides_all, Wish(gain=0.7)).prediction is None
-    stalled = choose(known, 10 * hides_nothing, Wish(gain=1.0)).prediction  # nothing explains it
+    assert choose(known, hides_nothing, AutoLimits(gain=0.7)).prediction is not None
+    assert choose(known, hides_all, AutoLimits(gain=0.7)).prediction is None
+    stalled = choose(known, 10 * hides_nothing, AutoLimits(gain=1.0)).prediction  # nothing explains it
     assert stalled is None
 
 
 def test_exact_stays_whatever_is_gained():
-    assert choose(cluster(1e5), 100.0, Wish(exact=True)).prediction is None
+    assert choose(cluster(1e5), 100.0, AutoLimits(exact=True)).prediction is None
 
 
 def test_the_arithmetic_is_told():
     known = cluster(12.5e6)
-    found = choose(known, 2.0, Wish())
+    found = choose(known, 2.0, AutoLimits())
     assert "A step takes 2 s, of which 100 ms is work" in found.why
     assert f"{known.gradients():.3g} s" in found.why
     assert found.prediction is not None

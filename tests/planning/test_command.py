@@ -14,9 +14,15 @@ from rich.console import Console
 
 from lightning_hetero.cli import main
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.planning.choice import RAREST
-from lightning_hetero.planning.cluster import Way, bytes_per_second
-from lightning_hetero.planning.plan import Wish, of_file, of_file_but, of_wish, plan
+from lightning_hetero.planning.cluster import LinkModel, bytes_per_second
+from lightning_hetero.planning.plan import (
+    ClusterOptions,
+    cluster_from_file,
+    cluster_from_file_and_options,
+    cluster_from_options,
+    plan,
+)
+from lightning_hetero.planning.strategy_choice import RAREST
 
 
 def printed(arguments, capsys):
@@ -56,15 +62,17 @@ def test_help_names_the_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     told = re.findall(r"--(\w+) \w+\s+(?:[^-]|-(?!-))*?\(([\w.-]+)[^)]*\)\s", capsys.readouterr().out)
-    found = {name: text for name, text in told if name in Wish._fields}
-    assert set(found) == set(Wish._fields)
+    found = {name: text for name, text in told if name in ClusterOptions._fields}
+    assert set(found) == set(ClusterOptions._fields)
     for name, text in found.items():
-        value = Wish()._asdict()[name]
+        value = ClusterOptions()._asdict()[name]
         assert (bytes_per_second(text) if text[-1] in "tB" else float(text)) == (1 if name == "speeds" else value), name
 
 
 def test_the_cluster_that_was_described():
-    cluster = of_wish(Wish(nodes=3, ranks=2, params=1e6, step=0.4, speeds=(1, 1, 0.5), batch=10, fixed=0.25))
+    cluster = cluster_from_options(
+        ClusterOptions(nodes=3, ranks=2, params=1e6, step=0.4, speeds=(1, 1, 0.5), batch=10, fixed=0.25)
+    )
     assert [len(node) for node in cluster.nodes] == [2, 2, 2]
     assert [cost.seconds(10) for cost in cluster.ranks] == pytest.approx([0.4, 0.4, 0.8] * 2)
     assert cluster.ranks[0].fixed == pytest.approx(0.1)
@@ -117,7 +125,7 @@ def saved(folder, **changed):
 
 
 def test_a_measured_cluster_is_read(tmp_path, capsys):
-    cluster = of_file(saved(tmp_path))
+    cluster = cluster_from_file(saved(tmp_path))
     assert (cluster.samples, cluster.size, cluster.between.bandwidth) == (128, 4e6, 125e6)
     text = printed(["--from", str(saved(tmp_path)), "--most", "2"], capsys)
     assert "2 nodes, 4 ranks; 1 million parameters" in text
@@ -145,20 +153,20 @@ def test_ranks_without_which_the_job_would_be_faster_are_named(tmp_path, capsys)
 )
 def test_a_measured_cluster_that_cannot_be_is_refused(tmp_path, wrong, words):
     with pytest.raises(ConfigurationError, match=words):
-        of_file(saved(tmp_path, **wrong))
+        cluster_from_file(saved(tmp_path, **wrong))
 
 
 def test_what_is_given_beside_a_file_counts_more_than_what_it_has(tmp_path):
     file = saved(tmp_path)
-    cluster = of_file(file)
+    cluster = cluster_from_file(file)
     given = {"params": 5e6, "batch": 8, "link": 1e6, "inside": 2e9, "handling": 7e9, "nodes": 3}
-    found, linked = of_file_but(file, given)
+    found, linked = cluster_from_file_and_options(file, given)
     assert linked
     assert found.nodes == (*cluster.nodes, cluster.nodes[0])
     assert (found.size, found.samples, found.handling) == (20e6, 48, 7e9)
-    assert (found.within, found.between) == (Way(1e-5, 2e9), Way(1e-4, 1e6))
-    assert of_file_but(file, {"latency": 0.5})[0].between == Way(0.5, 125e6)
-    assert of_file_but(file, {}) == (cluster, True)
+    assert (found.within, found.between) == (LinkModel(1e-5, 2e9), LinkModel(1e-4, 1e6))
+    assert cluster_from_file_and_options(file, {"latency": 0.5})[0].between == LinkModel(0.5, 125e6)
+    assert cluster_from_file_and_options(file, {}) == (cluster, True)
 
 
 def test_a_link_that_was_not_measured_is_not_printed_but_asked_for(tmp_path, capsys):
@@ -186,7 +194,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
     file = tmp_path / "other.json"
     file.write_text(text)
     with pytest.raises(ConfigurationError, match="is no file that the doctor has saved"):
-        of_file(file)
+        cluster_from_file(file)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +228,7 @@ def test_bad_input_ends_with_one_line(options, words, capsys):
 
 
 def test_zero_latency_and_a_model_of_one_parameter_are_no_trouble():
-    cluster = of_wish(Wish(nodes=1, ranks=1, params=1, step=1e-6, latency=0.0, fixed=0.0))
+    cluster = cluster_from_options(ClusterOptions(nodes=1, ranks=1, params=1, step=1e-6, latency=0.0, fixed=0.0))
     console = Console(file=open(os.devnull, "w"), width=80)  # noqa: SIM115
     plan(cluster, 1, "int4", 1, None, console)
     console.file.close()
@@ -267,7 +275,7 @@ def test_what_doctor_saves_plan_reads(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "lightning_hetero"]
     doctor = [*command, "doctor", "--devices", "2", "--accelerator", "cpu", "--save", str(file)]
     subprocess.run(doctor, check=True, capture_output=True, timeout=300, env=environment)
-    cluster = of_file(file)
+    cluster = cluster_from_file(file)
     assert [len(node) for node in cluster.nodes] == [2]
     assert json.loads(file.read_text())["between"] is None  # one node
     assert cluster.samples == 128

@@ -7,16 +7,16 @@ import pytest
 import lightning_hetero.strategies
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.planning.choice import Wish, choose
-from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.cluster import Cluster, LinkModel
 from lightning_hetero.planning.predictions import AVERAGES, CENTERS, DASO, PAIRS, WIRES, predictions
+from lightning_hetero.planning.strategy_choice import AutoLimits, choose
 
 KINDS = {kind.name: kind for kind in (*AVERAGES, DASO, *CENTERS, *PAIRS)}
 STRATEGIES = vars(lightning_hetero.strategies)
 
 
 def cluster(rate=1e6):
-    return Cluster(((Cost(0.01, 0.001),) * 2,) * 2, 128, 8.6e6, Way(2e-5, 5e9), Way(2e-4, rate))
+    return Cluster(((Cost(0.01, 0.001),) * 2,) * 2, 128, 8.6e6, LinkModel(2e-5, 5e9), LinkModel(2e-4, rate))
 
 
 def takes(kind, wire):
@@ -57,17 +57,17 @@ def test_a_streaming_exchange_that_is_over_before_its_next_one_needs_two_steps()
 
 @pytest.mark.parametrize("name", ["hetero_gossip", "hetero_gossip_async", "hetero_easgd_async"])
 def test_hetero_auto_goes_on_with_the_wire_that_was_wished_for(name, monkeypatch):
-    monkeypatch.setattr("lightning_hetero.planning.choice.CANDIDATES", (name,))
+    monkeypatch.setattr("lightning_hetero.planning.strategy_choice.CANDIDATES", (name,))
     some_cluster = cluster(rate=3e6)
-    assert choose(some_cluster, 100.0, Wish(gain=0.0, wire="bf16")).prediction.options["wire"] == "bf16"
-    assert "wire" not in choose(some_cluster, 100.0, Wish(gain=0.0, wire="int8")).prediction.options
+    assert choose(some_cluster, 100.0, AutoLimits(gain=0.0, wire="bf16")).prediction.options["wire"] == "bf16"
+    assert "wire" not in choose(some_cluster, 100.0, AutoLimits(gain=0.0, wire="int8")).prediction.options
 
 
 def test_gradients_within_a_replica_count_as_exposed():
     """1.3 billion parameters on 64 nodes of 8 ranks: a step of 0.485 s of work takes many seconds."""
     ranks = [Cost(0.04 / speed, 0.36 / 32 / speed) for speed in (1.0, 1.0, 0.5)]
     nodes = tuple(tuple(ranks[(8 * node + i) % 3] for i in range(8)) for node in range(64))
-    some_cluster = Cluster(nodes, 32 * 512, 5.2e9, Way(2e-5, 5e9), Way(2e-4, 125e6))
+    some_cluster = Cluster(nodes, 32 * 512, 5.2e9, LinkModel(2e-5, 5e9), LinkModel(2e-4, 125e6))
     for one in predictions(some_cluster):
         work = some_cluster.even if one.name == "ddp" else some_cluster.split
         assert one.step - one.exposed == pytest.approx(work)

@@ -11,12 +11,12 @@ from lightning_hetero.algorithms.topologies import MATCHINGS, rule_of, sends
 from lightning_hetero.batching.shares import Cost, makespan
 from lightning_hetero.comm import all_reduce
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.planning.choice import Wish, changes, choose, efficiencies
-from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.cluster import Cluster, LinkModel
 from lightning_hetero.planning.predictions import WIRES, predictions
+from lightning_hetero.planning.strategy_choice import AutoLimits, changes, choose, efficiencies
 from lightning_hetero.strategies.table import ENTRIES
 
-WITHIN = Way(2e-5, 5e9)
+WITHIN = LinkModel(2e-5, 5e9)
 
 
 def cluster(nodes=(2, 2), speeds=(1.0,), size=8.6e6, rate=25e6, latency=2e-4, samples=64, step=0.075, hidden=0.5):
@@ -28,7 +28,7 @@ def cluster(nodes=(2, 2), speeds=(1.0,), size=8.6e6, rate=25e6, latency=2e-4, sa
         samples,
         size,
         WITHIN,
-        Way(latency, rate),
+        LinkModel(latency, rate),
         hidden,
     )
 
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_a_ring_that_is_played_through(nodes):
 
 
 def test_a_ring_takes_as_many_rounds_as_it_has_when_played_through():
-    way, members, size = Way(0.003, 1e6), 5, 1e6
+    way, members, size = LinkModel(0.003, 1e6), 5, 1e6
     clock = 0.0
     for _ in range(members - 1):  # each sends a part to the next one, twice around
         clock += 2 * (way.latency + size / members / way.bandwidth)
@@ -99,7 +99,7 @@ def test_gradients_are_exposed_as_when_their_buckets_are_played_through(count, s
 @given(some.floats(1e-4, 100.0), some.floats(1e6, 1e9))
 def test_buckets_by_the_link_are_as_large_as_those_that_are_chosen_in_training(seconds, size):
     some_cluster = cluster(size=size, step=1e-9)  # nothing to hide behind: all but the last bucket travel before
-    chosen = all_reduce.Travel(0.0, seconds / size).bucket_mib() or all_reduce.DEFAULT
+    chosen = all_reduce.AllReduceTime(0.0, seconds / size).bucket_mib() or all_reduce.DEFAULT
     last = replace(some_cluster, hidden=1.0).exposed(seconds, 1e6) / seconds * size
     assert last <= size
     # A power of 2 there: up to half as large.
@@ -174,7 +174,7 @@ def test_splitting_by_speed_never_loses_and_a_faster_link_neither(some_cluster):
     found = by_name(some_cluster)
     assert found["hetero_ddp"].step <= found["ddp"].step * (1 + 1e-9)
     way = some_cluster.between
-    faster = by_name(replace(some_cluster, between=Way(way.latency, 2 * way.bandwidth)))
+    faster = by_name(replace(some_cluster, between=LinkModel(way.latency, 2 * way.bandwidth)))
     assert all(faster[name].step <= one.step * (1 + 1e-9) for name, one in found.items())
 
 
@@ -209,13 +209,13 @@ def test_pairs_meet_within_nodes_and_between_them_as_often_as_when_they_are_draw
 def test_asynchronous_gossip_waits_for_nobody_and_is_no_advice_where_it_could_hardly_exchange():
     some_cluster = replace(cluster(), handling=1e30)
     for rate, seldom in ((125e6, False), (12.5e6, False), (1e6, True)):
-        slower = replace(some_cluster, between=Way(2e-4, rate))
+        slower = replace(some_cluster, between=LinkModel(2e-4, rate))
         found = by_name(slower)["hetero_gossip_async"]
         assert found.step == pytest.approx(some_cluster.split)
         assert found.sent <= rate * found.step  # per direction
         assert found.seldom == seldom
         assert (predictions(slower)[-1].name == "hetero_gossip_async") == seldom
-    assert choose(slower, 100.0, Wish()).prediction.name != "hetero_gossip_async"
+    assert choose(slower, 100.0, AutoLimits()).prediction.name != "hetero_gossip_async"
 
 
 # -- what would help, and scaling -----------------------------------------------------------------------------

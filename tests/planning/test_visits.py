@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from lightning_hetero.batching.shares import Cost
-from lightning_hetero.planning.choice import Wish, choose
-from lightning_hetero.planning.cluster import Cluster, Way
+from lightning_hetero.planning.cluster import Cluster, LinkModel
 from lightning_hetero.planning.predictions import predictions
+from lightning_hetero.planning.strategy_choice import AutoLimits, choose
 
 SIZE, VISITS = 8.6e6, 60
 
@@ -20,7 +20,7 @@ def cluster(nodes=(1, 1), speeds=(1.0,), rate=2.5e6, step=0.07, given=()):
     world = sum(nodes)
     costs = iter([Cost(0.0, step / 16 / speeds[rank % len(speeds)]) for rank in range(world)])
     ranks = tuple(tuple(next(costs) for _ in range(count)) for count in nodes)
-    return Cluster(ranks, 16 * world, SIZE, Way(2e-5, 5e9), Way(2e-4, rate), handling=1e30, given=given)
+    return Cluster(ranks, 16 * world, SIZE, LinkModel(2e-5, 5e9), LinkModel(2e-4, rate), handling=1e30, given=given)
 
 
 def visits_of(some_cluster, fewer=1.0):
@@ -97,7 +97,7 @@ def test_a_rank_that_comes_far_to_the_center_holds_up_the_fit_and_is_not_chosen(
     visit = 2 * (2e-4 + SIZE / 2.5e6)
     assert found["hetero_easgd_async"].step == pytest.approx(0.07 + (visit - 0.07) / 16 + SIZE / 5e8 / 16, rel=1e-3)
     assert found["hetero_easgd_async"].step > 1.5 * found["hetero_node"].step
-    chosen = choose(some_cluster, 10.0, Wish()).prediction
+    chosen = choose(some_cluster, 10.0, AutoLimits()).prediction
     assert chosen is not None
     assert chosen.name != "hetero_easgd_async"
 

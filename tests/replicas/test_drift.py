@@ -12,7 +12,7 @@ from tasks import Net, fit
 
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.replicas import drift as module
-from lightning_hetero.replicas.drift import SameParameters, drifts, sums_of
+from lightning_hetero.replicas.drift import ParameterDriftCheck, drifts, sums_of
 
 # -- distances ---------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def test_parameters_that_are_not_finite_are_far_and_a_device_without_float64_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     [found] = drifts([sums_of([torch.ones(2)]), sums_of([torch.tensor([1.0, math.nan])])], [0, 1], ["p"])
-    assert not found.distance <= SameParameters.LIMIT
+    assert not found.distance <= ParameterDriftCheck.LIMIT
     monkeypatch.setattr(module, "widest", lambda device: torch.float32)
     assert sums_of([torch.full((3,), 0.1)]).dtype == torch.float64
     assert sums_of([]).shape == (0, 2)
@@ -85,7 +85,7 @@ class Apart(pl.Callback):
 def _fit(by: float, unlike: bool = True) -> tuple[torch.Tensor, list[str]]:
     if unlike:  # CPUs, as if they were of several kinds
         Topology.backend = lambda self, ranks: None  # type: ignore[method-assign]
-    SameParameters.EVERY = 5
+    ParameterDriftCheck.EVERY = 5
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = fit(Net, batch_size=8, callbacks=[Apart(6, by)], max_steps=12, strategy={"balance": "off"})

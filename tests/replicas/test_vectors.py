@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 
-from lightning_hetero.comm.objects import finite
+from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.replicas.vectors import share
 
 INF, NAN = float("inf"), float("nan")

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_hetero.batching.preserved import untouched
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.strategies.capacity import Footprint, Trials, largest, usable
+from lightning_hetero.strategies.capacity import Footprint, Trials, largest, preserve_state, usable
 from lightning_hetero.strategies.options import memory_per_rank
 
 CPU = torch.device("cpu")
@@ -166,7 +165,7 @@ def test_nothing_stays(filled):
     stepped = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     before = described(module, optimizer)
-    with untouched(module, optimizer):
+    with preserve_state(module, optimizer):
         expected = module.numbers()
     trials = Trials(module, [optimizer], CPU, None)
     with trials.begun():

@@ -2,60 +2,62 @@
 
 import pytest
 
-from lightning_hetero.batching.planner import PastShares, Planner
+from lightning_hetero.batching.planner import Planner, ShareHistory
 from lightning_hetero.strategies import recovery_policy
-from lightning_hetero.strategies.recovery_policy import AT_LEAST, AT_MOST, EXACT, Count, Standing, count, sentence
+from lightning_hetero.strategies.recovery_policy import AT_LEAST, AT_MOST, EXACT, LostSamples, Progress, count, sentence
 
 
 @pytest.fixture
-def past(monkeypatch: pytest.MonkeyPatch) -> PastShares:
+def past(monkeypatch: pytest.MonkeyPatch) -> ShareHistory:
     """Four ranks with the ids 2, 3, 5 and 7, which take 3 samples each; from step 100 on others share them."""
     monkeypatch.setattr(recovery_policy, "gather", lambda value, what: [value])
     made = Planner(4)
     made.expect(12)
-    made_past = PastShares()
+    made_past = ShareHistory()
     made_past.end([2, 3, 5, 7], made, 100)
     return made_past
 
 
-def standings(*steps: int, met: int = 0) -> list[Standing]:
-    return [Standing(0, 0, 0, step + 1, 0, step, met) for step in steps]
+def standings(*steps: int, met: int = 0) -> list[Progress]:
+    return [Progress(0, 0, 0, step + 1, 0, step, met) for step in steps]
 
 
-def test_what_lost_ranks_have_told(past: PastShares) -> None:
-    assert count({5: "", 7: ""}, {5: 60, 7: 99}, standings(99, 40), past, alike=False) == Count(40 * 3 + 3, AT_MOST)
+def test_what_lost_ranks_have_told(past: ShareHistory) -> None:
+    assert count({5: "", 7: ""}, {5: 60, 7: 99}, standings(99, 40), past, alike=False) == LostSamples(
+        40 * 3 + 3, AT_MOST
+    )
 
 
-def test_a_rank_that_was_ahead_has_lost_nothing(past: PastShares) -> None:
-    assert count({3: ""}, {3: 150}, standings(99, 40), past, alike=False) == Count(0, AT_MOST)
+def test_a_rank_that_was_ahead_has_lost_nothing(past: ShareHistory) -> None:
+    assert count({3: ""}, {3: 150}, standings(99, 40), past, alike=False) == LostSamples(0, AT_MOST)
 
 
-def test_nothing_is_known_of_one(past: PastShares) -> None:
+def test_nothing_is_known_of_one(past: ShareHistory) -> None:
     """Then it was not behind the slowest one, as far as anybody knows."""
-    assert count({5: "", 7: ""}, {7: 99}, standings(99, 90), past, alike=False) == Count(10 * 3 + 3, AT_LEAST)
+    assert count({5: "", 7: ""}, {7: 99}, standings(99, 90), past, alike=False) == LostSamples(10 * 3 + 3, AT_LEAST)
 
 
-def test_where_all_meet_after_the_same_steps_a_rank_has_done_those(past: PastShares) -> None:
+def test_where_all_meet_after_the_same_steps_a_rank_has_done_those(past: ShareHistory) -> None:
     met = [*standings(96, met=90), *standings(99, met=96)]
-    assert count({5: ""}, {5: 60}, met, past, alike=False) == Count(4 * 3, AT_MOST)
-    assert count({5: ""}, {}, met, past, alike=False) == Count(4 * 3, AT_MOST)
-    assert count({5: ""}, {5: 98}, met, past, alike=False) == Count(2 * 3, AT_MOST)
+    assert count({5: ""}, {5: 60}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
+    assert count({5: ""}, {}, met, past, alike=False) == LostSamples(4 * 3, AT_MOST)
+    assert count({5: ""}, {5: 98}, met, past, alike=False) == LostSamples(2 * 3, AT_MOST)
 
 
-def test_where_all_take_each_step_together_the_number_is_exact(past: PastShares) -> None:
-    assert count({5: ""}, {5: 60}, standings(98, 99, met=90), past, alike=True) == Count(2 * 3, EXACT)
+def test_where_all_take_each_step_together_the_number_is_exact(past: ShareHistory) -> None:
+    assert count({5: ""}, {5: 60}, standings(98, 99, met=90), past, alike=True) == LostSamples(2 * 3, EXACT)
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (Count(3, EXACT), " 3 samples that it had are not trained on."),
-        (Count(3, AT_MOST), " Up to 3 samples that it had are not trained on."),
-        (Count(3, AT_LEAST), " At least 3 samples that it had are not trained on."),
-        (Count(0, EXACT), ""),
-        (Count(0, AT_MOST), ""),
-        (Count(0, AT_LEAST), " How many samples that it had are not trained on is not known."),
+        (LostSamples(3, EXACT), " 3 samples that it had are not trained on."),
+        (LostSamples(3, AT_MOST), " Up to 3 samples that it had are not trained on."),
+        (LostSamples(3, AT_LEAST), " At least 3 samples that it had are not trained on."),
+        (LostSamples(0, EXACT), ""),
+        (LostSamples(0, AT_MOST), ""),
+        (LostSamples(0, AT_LEAST), " How many samples that it had are not trained on is not known."),
     ],
 )
-def test_in_words(found: Count, said: str) -> None:
+def test_in_words(found: LostSamples, said: str) -> None:
     assert sentence(*found, "that it had") == said

@@ -27,7 +27,7 @@ def _saves(
             strategy.survival.view = 4
         return [value, *(others or [])]
 
-    @saving.whole
+    @saving.retry_on_peer_loss
     def save(strategy: Any) -> None:
         saves.append(strategy.survival.view)
         if lost == "saves":

@@ -1,4 +1,4 @@
-"""The interface of a center: vectors that replicas pull towards themselves, one after the other, in any order."""
+"""Interface of a parameter center: vectors towards which replicas pull, one after the other, in any order."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from lightning_hetero.comm.all_reduce import CHUNK
 
 
 class CenterLayout(NamedTuple):
-    """Which ranks use a center.
+    """Ranks that use a center.
 
     Attributes:
         rank: this process.
@@ -41,7 +41,7 @@ class CenterLayout(NamedTuple):
 
 
 class PushPull(NamedTuple):
-    """What a client learns from a push-pull.
+    """Result of a push-pull, on the client.
 
     Attributes:
         square: squared Euclidean distance from the center as it was. If it is not finite, the center did not change.
@@ -54,8 +54,8 @@ class PushPull(NamedTuple):
     sent: int = 0
 
 
-class Rule:
-    """What a push-pull does: the elastic one, ``D = values - center;  center += push D``, and ``D`` is the answer."""
+class CenterRule:
+    """Rule of a push-pull: the elastic one, ``D = values - center;  center += push D``, and ``D`` is the answer."""
 
     def travelling(self, center: Sequence[Tensor]) -> Sequence[Tensor]:
         """Those vectors of the center for which a client sends values, and gets an answer; the first ones."""
@@ -63,11 +63,11 @@ class Rule:
 
     def measure(self, values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
         """Before the center moves: the square in :class:`PushPull`. May overwrite the values."""
-        return differ(values, center)
+        return subtract_center(values, center)
 
     def move(self, values: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
         """Move the center, if the square is finite, and overwrite the values with the answer."""
-        push_by(values, center, push, square)
+        push_center(values, center, push, square)
 
 
 class Center(ABC):
@@ -80,8 +80,8 @@ class Center(ABC):
         rule: what a push-pull does. Default: the elastic rule.
     """
 
-    def __init__(self, layout: CenterLayout, rule: Rule | None = None) -> None:
-        self.layout, self.rule = layout, rule or Rule()
+    def __init__(self, layout: CenterLayout, rule: CenterRule | None = None) -> None:
+        self.layout, self.rule = layout, rule or CenterRule()
 
     @abstractmethod
     def open(self, values: Sequence[Tensor]) -> None:
@@ -111,7 +111,7 @@ class Center(ABC):
             out: where to write the center. Default: new memory.
         """
 
-    def look(self) -> tuple[list[Tensor], list[int]] | None:
+    def peek(self) -> tuple[list[Tensor], list[int]] | None:
         """A copy of the center, and the counts, if they are at hand on this rank; nobody uses the center meanwhile."""
         return None
 
@@ -132,7 +132,7 @@ class Center(ABC):
         """Free all resources; local, idempotent, also after an error."""
 
 
-def differ(values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
+def subtract_center(values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
     """``values -= center``; the squared norm of the difference."""
     square = 0.0
     for value, old in zip(values, center, strict=True):
@@ -141,14 +141,14 @@ def differ(values: Sequence[Tensor], center: Sequence[Tensor]) -> float:
     return square
 
 
-def push_by(difference: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
+def push_center(difference: Sequence[Tensor], center: Sequence[Tensor], push: float, square: float) -> None:
     """``center += push * difference``, if that is finite."""
     if math.isfinite(square):
         for old, moved in zip(center, difference, strict=True):
             old.add_(moved, alpha=push)
 
 
-def copied(values: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
+def copy_vectors(values: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
     """A copy of vectors, in given memory or in new memory."""
     copies = [torch.empty_like(value) for value in values] if out is None else list(out)
     for copy, value in zip(copies, values, strict=True):

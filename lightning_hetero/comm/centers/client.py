@@ -1,4 +1,4 @@
-"""A center that replicas use one by one, and its three homes: shared memory, a thread of one rank, a window of MPI."""
+"""Client of a parameter center, and the center's three homes: shared memory, a thread of one rank, an MPI window."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.agreement import raise_on_all
 from lightning_hetero.comm.all_reduce import ReplicaLinks
-from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, Rule
+from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterRule, PushPull
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
@@ -25,10 +25,10 @@ __all__ = [
     "Center",
     "CenterLayout",
     "CenterOptions",
+    "CenterRule",
     "Home",
     "MPICenter",
     "PushPull",
-    "Rule",
     "SharedCenter",
     "ThreadCenter",
     "open_center",
@@ -39,7 +39,7 @@ Home = Literal["auto", "shared_memory", "thread", "mpi"]
 
 @dataclass(frozen=True)
 class CenterOptions:
-    """What a strategy asks of a center.
+    """Options of a center.
 
     Attributes:
         home: where it lives. ``"auto"``: in shared memory if all leaders are on one host, else in a thread.
@@ -53,7 +53,7 @@ class CenterOptions:
     locked: bool = True
     in_turn: bool = False
     wire: str = "fp32"
-    rule: Rule | None = None
+    rule: CenterRule | None = None
 
 
 def open_center(

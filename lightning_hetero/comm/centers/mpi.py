@@ -1,4 +1,4 @@
-"""A center in a window of MPI: clients read it and add to it without a thread of the host."""
+"""Parameter center in an MPI window: clients read it and add to it without a thread of the host."""
 
 import math
 import threading
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, differ
+from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, subtract_center
 from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class MPICenter(Center):
         from mpi4py import MPI
 
         self._fetch(self._center)
-        square = differ(values, self._center)
+        square = subtract_center(values, self._center)
         if math.isfinite(square):
             for start, difference, scaled in zip(self._starts[1:], values, self._center, strict=True):
                 self._add(torch.mul(difference, push, out=scaled), start)
@@ -155,7 +155,7 @@ def _type(array: Any) -> "MPI.Datatype":
 
 
 def mpi_missing(world: int) -> HeteroError | None:
-    """Why the MPI center cannot be had here, if it cannot."""
+    """Reason why the MPI center cannot be had here, if it cannot."""
     advice = "Install mpi4py with an MPI library (pip install 'lightning-hetero[mpi]' mpich), and launch with mpiexec"
     try:
         from mpi4py import MPI

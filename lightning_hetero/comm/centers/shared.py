@@ -1,4 +1,4 @@
-"""A center in memory that the processes of one host share."""
+"""Parameter center in memory that the processes of one host share."""
 
 import fcntl
 import os
@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather, raise_on_all
-from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, Rule, copied
+from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterRule, PushPull, copy_vectors
 from lightning_hetero.comm.failures import cause
-from lightning_hetero.comm.shared_memory import Mapped
+from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.errors import CommunicationError, ConfigurationError, HeteroError
 
 _LOCK, _ALIVE = 0, 1  # bytes of the file: locked by the client at work; and, from here on, by each leader that lives
@@ -33,7 +33,7 @@ class SharedCenter(Center):
         rule: what a push-pull does. Default: the elastic rule.
     """
 
-    def __init__(self, layout: CenterLayout, locked: bool = True, rule: Rule | None = None) -> None:
+    def __init__(self, layout: CenterLayout, locked: bool = True, rule: CenterRule | None = None) -> None:
         super().__init__(layout, rule)
         self._locked = locked
         self._file = -1
@@ -42,11 +42,11 @@ class SharedCenter(Center):
     @override
     def open(self, values: Sequence[Tensor]) -> None:
         like = [torch.zeros(len(self.layout.leaders), dtype=torch.float64), *values]
-        memory: Mapped | None = None
+        memory: MappedVectors | None = None
         problem: HeteroError | None = None
         if self.layout.rank == self.layout.host:
             try:
-                memory = Mapped(like)
+                memory = MappedVectors(like)
             except OSError as error:
                 size = sum(value.nbytes for value in like)
                 problem = ConfigurationError(
@@ -57,7 +57,7 @@ class SharedCenter(Center):
         path = gather(memory.path if memory else "", "the center's file")[self.layout.host]
         if self.layout.is_client:
             try:
-                self._table, *self._values = (memory or Mapped(like, path)).vectors
+                self._table, *self._values = (memory or MappedVectors(like, path)).vectors
                 # After mapping, which opens and closes the file: closing it ends all locks of the process.
                 self._file = os.open(path, os.O_RDWR)
             except (OSError, RuntimeError, ValueError) as error:
@@ -86,11 +86,11 @@ class SharedCenter(Center):
     @override
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
         with self._held() if self._locked else nullcontext():
-            return copied(self._values, out), self._counts()
+            return copy_vectors(self._values, out), self._counts()
 
     @override
-    def look(self) -> tuple[list[Tensor], list[int]] | None:
-        return (copied(self._values, None), self._counts()) if self._file >= 0 else None
+    def peek(self) -> tuple[list[Tensor], list[int]] | None:
+        return (copy_vectors(self._values, None), self._counts()) if self._file >= 0 else None
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:

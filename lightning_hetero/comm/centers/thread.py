@@ -1,4 +1,4 @@
-"""A center in a thread of one rank. Clients send it their values, and get back the difference from it."""
+"""Parameter center in a thread of one rank: clients send it their values, and get back the difference from it."""
 
 import hmac
 import math
@@ -17,11 +17,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.centers.base import Center, CenterLayout, PushPull, Rule, copied
+from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterRule, PushPull, copy_vectors
 from lightning_hetero.comm.compression import DTYPES
 from lightning_hetero.comm.failures import cause, deadline
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.objects import finite
+from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.threads import close_at_exit
 from lightning_hetero.errors import CommunicationError
 
@@ -165,7 +165,7 @@ _MOST_STRANGERS = 32  # connections at a time that have not sent which rank they
 
 
 class WakeupAddress(NamedTuple):
-    """Where clients connect.
+    """Address for clients.
 
     Attributes:
         host: address of the host.
@@ -355,7 +355,7 @@ class ThreadCenter(Center):
         interface: str,
         in_turn: bool = False,
         wire: str = "fp32",
-        rule: Rule | None = None,
+        rule: CenterRule | None = None,
     ) -> None:
         super().__init__(layout, rule)
         self._groups, self._interface, self._in_turn, self._wire = groups, interface, in_turn, wire
@@ -432,11 +432,11 @@ class ThreadCenter(Center):
     @override
     def read(self, out: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[int]]:
         with self._changed:
-            return copied(self._values, out), list(self._counts)
+            return copy_vectors(self._values, out), list(self._counts)
 
     @override
-    def look(self) -> tuple[list[Tensor], list[int]] | None:
-        return (copied(self._values, None), list(self._counts)) if self.layout.rank == self.layout.host else None
+    def peek(self) -> tuple[list[Tensor], list[int]] | None:
+        return (copy_vectors(self._values, None), list(self._counts)) if self.layout.rank == self.layout.host else None
 
     @override
     def write(self, values: Sequence[Tensor], counts: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What an option may be."""
+"""Checks of an option's value."""
 
 import math
 from collections.abc import Sequence

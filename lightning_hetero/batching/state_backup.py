@@ -1,9 +1,8 @@
-"""Leaves a model as it was, whatever is tried with it."""
+"""Backup of a model's state and its optimizers', restored after steps that were only tried."""
 
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,37 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_hetero.checkpoint import random_states
-from lightning_hetero.comm.objects import CPU
-
 Restore = Callable[[], Any]
 
 
-@contextmanager
-def untouched(*things: Any, device: torch.device = CPU) -> Iterator[None]:
-    """What happens in this block leaves modules, optimizers and random states as they are.
+class StateBackup:
+    """Backup of what objects held, each once.
 
     That covers parameters, buffers, gradients, and what attributes hold: numbers, texts, tensors, generators of random
     numbers, other modules such as metrics, and lists, dictionaries and sets of these. It does not cover objects of
     other classes that an attribute holds.
-
-    Args:
-        *things: modules and optimizers.
-        device: on which this rank computes.
-    """
-    numbers = random_states.current(device)
-    kept = Kept()
-    for thing in things:
-        kept.keep(thing)
-    try:
-        yield
-    finally:
-        kept.restore()
-        random_states.restore(numbers, device)
-
-
-class Kept:
-    """What objects held when they were kept, each once; see :func:`untouched`.
 
     Args:
         whole: which objects are kept as they are, without what they hold; default: none.

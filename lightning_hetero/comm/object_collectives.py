@@ -1,4 +1,4 @@
-"""The border of a process: nothing leaves it but CPU tensors and builtins.
+"""Collectives of Python objects: nothing leaves a process but CPU tensors and builtins.
 
 Another process may not have the device on which a tensor lies: a CPU rank cannot make a ``cuda`` tensor, nor a host
 with two GPUs one on ``cuda:7``. So whatever is sent to other ranks goes through :func:`all_gather`, :func:`gather` or
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 #: Bytes of a message that travel by way of one rank. PyTorch gathers objects with two tensors around a ring: with eight
 #: ranks that are 14 hops, one after the other, and it takes several times as long.
 HEAD = 1024
-#: Bytes from which the content of a tensor is no part of what pickle writes; see :class:`Message`.
+#: Bytes from which the content of a tensor is no part of what pickle writes; see :class:`ObjectMessage`.
 LONG = 1 << 16
 #: Bytes that a rank receives before it passes them on.
 PIECE = 1 << 24
@@ -52,7 +52,7 @@ def portable(value: Any) -> Any:
     return _portable(value, {})
 
 
-def beside(value: Any, there: Any) -> Any:
+def on_device_of(value: Any, there: Any) -> Any:
     """A value that has come from elsewhere, on the device of what it takes the place of.
 
     Args:
@@ -110,7 +110,7 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     Raises:
         DisagreementError: on every rank, if one of them is in another collective.
     """
-    message = packed(value)
+    message = pack_value(value)
     heads, sizes = _heads(message, group)
     rests = torch.zeros(len(sizes), max(*sizes, HEAD) - HEAD, dtype=torch.uint8)
     if rests.numel():
@@ -120,7 +120,7 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def gather(value: Any) -> list[Any] | None:
     """One value per rank, on rank 0; ``None`` on the others (collective). Their tensors arrive on the CPU."""
-    message, here = packed(value), dist.get_rank() == 0
+    message, here = pack_value(value), dist.get_rank() == 0
     heads, sizes = _heads(message, None)
     rests = torch.zeros(len(sizes) if here else 1, max(*sizes, HEAD) - HEAD, dtype=torch.uint8)
     if rests.numel():
@@ -129,9 +129,9 @@ def gather(value: Any) -> list[Any] | None:
 
 
 def _values(heads: Tensor, rests: Tensor, sizes: Sequence[int]) -> list[Any]:
-    """What the ranks' messages hold."""
+    """The values in the ranks' messages."""
     rows = torch.cat([heads, rests], 1).numpy()
-    return [unpacked(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [unpack_value(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _heads(message: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
@@ -157,7 +157,7 @@ def _tag(what: str) -> bytes:
 
 
 def check_sum(summed: float, own: int, group: dist.ProcessGroup | None) -> None:
-    """See that the sum of all ranks' :func:`number_of` is that of one collective (collective over the group if not).
+    """Check that all ranks' :func:`collective_number` are that of one collective (collective over the group if not).
 
     Raises:
         DisagreementError: on every rank, if one of them is in another collective.
@@ -166,7 +166,7 @@ def check_sum(summed: float, own: int, group: dist.ProcessGroup | None) -> None:
         _raise_where_all_are(group)
 
 
-def number_of(what: str, group: dist.ProcessGroup | None) -> int:
+def collective_number(what: str, group: dist.ProcessGroup | None) -> int:
     """A number for a collective, so small that the sum of all ranks' numbers is exact in fp32."""
     return zlib.crc32(what.encode()) % (1 << max(24 - dist.get_world_size(group).bit_length(), 1))
 
@@ -190,7 +190,7 @@ def broadcast(message: bytes, source: int) -> bytes:
     """The message of one rank, on every rank (collective).
 
     Args:
-        message: of :func:`packed`; that of the source counts.
+        message: of :func:`pack_value`; that of the source counts.
         source: its rank.
 
     Raises:
@@ -209,7 +209,7 @@ def broadcast(message: bytes, source: int) -> bytes:
     return message
 
 
-def packed(value: Any, home: torch.device = CPU) -> bytes:
+def pack_value(value: Any, home: torch.device = CPU) -> bytes:
     """A message with a value; plain tensors as arrays, since PyTorch pickles them as for files, which is slow.
 
     Args:
@@ -222,8 +222,8 @@ def packed(value: Any, home: torch.device = CPU) -> bytes:
     return file.getvalue()
 
 
-def unpacked(message: bytes, home: torch.device = CPU) -> Any:
-    """The value in a message of :func:`packed`.
+def unpack_value(message: bytes, home: torch.device = CPU) -> Any:
+    """The value in a message of :func:`pack_value`.
 
     Args:
         message: from a rank of this job.
@@ -232,7 +232,7 @@ def unpacked(message: bytes, home: torch.device = CPU) -> Any:
     return _Unpacker(io.BytesIO(message), home).load()
 
 
-class Message(NamedTuple):
+class ObjectMessage(NamedTuple):
     """A value for other ranks, whose long tensors stay in their own memory until they are sent.
 
     Attributes:
@@ -244,11 +244,11 @@ class Message(NamedTuple):
     parts: list[Tensor]
 
     @classmethod
-    def of(cls, value: Any, copied: bool = False) -> "Message":
+    def of(cls, value: Any, copied: bool = False) -> "ObjectMessage":
         """The message with a value.
 
         Args:
-            value: anything that can be pickled; as for :func:`packed`.
+            value: anything that can be pickled; as for :func:`pack_value`.
             copied: take copies of long tensors on the CPU. Else the message changes with them.
         """
         file, parts = io.BytesIO(), list[Tensor]()
@@ -264,10 +264,10 @@ class Message(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """What the message holds, with new containers; its long tensors are in the memory of the message."""
+        """The value of the message, with new containers; its long tensors are in the memory of the message."""
         return _Unpacker(io.BytesIO(self.head), CPU, [part.numpy() for part in self.parts]).load()
 
-    def passed_on(self, ranks: Sequence[int]) -> "Message":
+    def passed_on(self, ranks: Sequence[int]) -> "ObjectMessage":
         """The message of the first of some ranks, on all of them (collective over these ranks).
 
         Each rank passes on what it receives, so that many ranks take hardly longer than one.
@@ -293,8 +293,8 @@ class Message(NamedTuple):
         return _announced, (self.head, [part.numel() for part in self.parts])
 
 
-def _announced(head: bytes, sizes: Sequence[int]) -> Message:
-    return Message(head, [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes])
+def _announced(head: bytes, sizes: Sequence[int]) -> ObjectMessage:
+    return ObjectMessage(head, [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes])
 
 
 class _Packer(pickle.Pickler):
@@ -305,7 +305,7 @@ class _Packer(pickle.Pickler):
         self._home = home
 
     def reducer_override(self, obj: Any) -> Any:
-        """How to make what is no builtin anew; pickle keeps what is one object one."""
+        """The recipe for an object that is no builtin; pickle keeps what is one object one."""
         if isinstance(obj, torch.device) and not _anywhere(obj):
             return _device, (obj == self._home,)
         if not isinstance(obj, Tensor):

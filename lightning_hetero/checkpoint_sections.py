@@ -10,12 +10,12 @@ FORMAT = 1
 
 
 def part_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What this package has added; empty if nothing, or if this version cannot read it."""
+    """The section that this package has added; empty if there is none, or if this version cannot read it."""
     return {} if _unreadable(checkpoint) else checkpoint.get(KEY, {})
 
 
 def _unreadable(checkpoint: Mapping[str, Any]) -> str | None:
-    """Why this version cannot read what another one has added; ``None`` if it can."""
+    """Reason why this version cannot read another one's section; ``None`` if it can."""
     if KEY not in checkpoint or (number := checkpoint[KEY].get("format")) == FORMAT:
         return None
     return (

@@ -1,4 +1,4 @@
-"""The monitor's data: steps and exchanges of each rank, in bounded memory, and who took part."""
+"""Data of the monitor: steps and exchanges of each rank, in bounded memory, and changes of membership."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lightning_hetero.batching.shares import Cost, Curve, TooSlow
-from lightning_hetero.batching.timer import Lap
+from lightning_hetero.batching.timer import StepTiming
 from lightning_hetero.comm.view import View as Members
-from lightning_hetero.strategies.recovery_policy import Loss
+from lightning_hetero.strategies.recovery_policy import MembershipChange
 
 
 class Record(NamedTuple):
@@ -53,7 +53,7 @@ class Record(NamedTuple):
         return sum(self.wait) / (sum(self.compute) + sum(self.wait))
 
 
-class Exchanged(NamedTuple):
+class ExchangeRecord(NamedTuple):
     """Cost of a replica's exchanges since the start of the fit, and the algorithm's own numbers.
 
     Attributes:
@@ -68,10 +68,10 @@ class Exchanged(NamedTuple):
     Example::
 
         from lightning_hetero import HeteroMonitor
-        from lightning_hetero.callbacks import Exchanged
+        from lightning_hetero.callbacks import ExchangeRecord
 
         monitor = HeteroMonitor()  # give it to the Trainer, and fit
-        latest: Exchanged | None = monitor.exchanges[-1] if monitor.exchanges else None
+        latest: ExchangeRecord | None = monitor.exchanges[-1] if monitor.exchanges else None
     """
 
     step: int
@@ -83,7 +83,7 @@ class Exchanged(NamedTuple):
     status: dict[str, float | str]
 
 
-class Stretch(NamedTuple):
+class StepSpan(NamedTuple):
     """Consecutive steps of one rank, added up.
 
     Attributes:
@@ -112,25 +112,25 @@ class Stretch(NamedTuple):
         return self.data + self.compute + self.wait + self.exchange
 
     @classmethod
-    def of(cls, lap: Lap, first: int, start: float) -> "Stretch":
+    def of(cls, timing: StepTiming, first: int, start: float) -> "StepSpan":
         """One step, on a clock that shows ``start`` when the fit starts."""
-        data = min(lap.data, lap.work)
-        wait = max(lap.wait - lap.exchange, 0.0)
-        samples = 0 if lap.padding else lap.samples
-        return cls(first, 1, lap.began - start, samples, data, lap.work - data, wait, lap.exchange)
+        data = min(timing.data, timing.work)
+        wait = max(timing.wait - timing.exchange, 0.0)
+        samples = 0 if timing.padding else timing.samples
+        return cls(first, 1, timing.began - start, samples, data, timing.work - data, wait, timing.exchange)
 
 
-def together(stretches: Sequence[Stretch]) -> Stretch:
+def merge_spans(stretches: Sequence[StepSpan]) -> StepSpan:
     """Consecutive stretches as one."""
     first, _, began, *_ = stretches[0]
     _, steps, _, *amounts = zip(*stretches, strict=True)
-    return Stretch(first, sum(steps), began, *map(sum, amounts))
+    return StepSpan(first, sum(steps), began, *map(sum, amounts))
 
 
-def coarser(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
+def coarsen(stretches: Sequence[StepSpan], most: int) -> list[StepSpan]:
     """At most ``most`` stretches, of equally many of the given ones each (the last may have fewer)."""
     size = max(1, -(-len(stretches) // most))
-    return [together(stretches[i : i + size]) for i in range(0, len(stretches), size)]
+    return [merge_spans(stretches[i : i + size]) for i in range(0, len(stretches), size)]
 
 
 def thin(records: list[Any], most: int = 2048) -> None:
@@ -139,7 +139,7 @@ def thin(records: list[Any], most: int = 2048) -> None:
         del records[1:-1:2]
 
 
-class StepRecord:
+class StepHistory:
     """One rank's steps: the first and the latest one by one, all of them in stretches that double as the fit goes on.
 
     Args:
@@ -152,26 +152,26 @@ class StepRecord:
 
     def __init__(self, start: float, first: int = 0) -> None:
         self._start, self._count, self._width = start, first, 1
-        self._full: list[Stretch] = []
-        self._open: Stretch | None = None
-        self.beginning: list[Stretch] = []
-        self._latest: deque[Stretch] = deque(maxlen=self.ENDS)
+        self._full: list[StepSpan] = []
+        self._open: StepSpan | None = None
+        self.beginning: list[StepSpan] = []
+        self._latest: deque[StepSpan] = deque(maxlen=self.ENDS)
         self._early: list[tuple[float, float]] = []
         self._late: deque[tuple[float, float]] = deque(maxlen=self.ENDS)
 
-    def add(self, lap: Lap) -> None:
+    def add(self, timing: StepTiming) -> None:
         """Record a step."""
-        step = Stretch.of(lap, self._count, self._start)
+        step = StepSpan.of(timing, self._count, self._start)
         self._count += 1
         if len(self.beginning) < self.ENDS:
             self.beginning.append(step)
         self._latest.append(step)
-        self._open = step if self._open is None else together((self._open, step))
+        self._open = step if self._open is None else merge_spans((self._open, step))
         if self._open.steps == self._width:
             self._full.append(self._open)
             self._open = None
             if len(self._full) == self.STRETCHES:
-                self._full, self._width = coarser(self._full, self.STRETCHES // 2), 2 * self._width
+                self._full, self._width = coarsen(self._full, self.STRETCHES // 2), 2 * self._width
 
     def hidden(self, began: float, ended: float) -> None:
         """Record that an exchange was under way in the background; times on the clock of the laps."""
@@ -179,12 +179,12 @@ class StepRecord:
         spans.append((began - self._start, ended - self._start))
 
     @property
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[StepSpan]:
         """All steps."""
         return self._full if self._open is None else [*self._full, self._open]
 
     @property
-    def end(self) -> list[Stretch]:
+    def end(self) -> list[StepSpan]:
         """The latest steps, one by one."""
         return list(self._latest)
 
@@ -194,8 +194,8 @@ class StepRecord:
         return [*self._early, *self._late]
 
 
-class View(NamedTuple):
-    """All that one rank has seen of a fit; it is gathered on the rank that writes the report.
+class RankRecord(NamedTuple):
+    """Measurements of one rank in a fit; gathered on the rank that writes the report.
 
     Attributes:
         rank: which, by the number that it had when it joined the job.
@@ -209,18 +209,18 @@ class View(NamedTuple):
     """
 
     rank: int
-    stretches: list[Stretch]
-    beginning: list[Stretch]
-    end: list[Stretch]
+    stretches: list[StepSpan]
+    beginning: list[StepSpan]
+    end: list[StepSpan]
     background: list[tuple[float, float]]
-    exchanges: list[Exchanged]
+    exchanges: list[ExchangeRecord]
     cost: Cost | Curve | None = None
-    losses: tuple[Loss, ...] = ()
+    losses: tuple[MembershipChange, ...] = ()
 
     @property
-    def latest(self) -> Exchanged:
+    def latest(self) -> ExchangeRecord:
         """All that its exchanges have cost."""
-        return self.exchanges[-1] if self.exchanges else Exchanged(0, 0, 0, 0.0, 0.0, float("nan"), {})
+        return self.exchanges[-1] if self.exchanges else ExchangeRecord(0, 0, 0, 0.0, 0.0, float("nan"), {})
 
     @property
     def ended(self) -> float:
@@ -229,7 +229,7 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Change(Loss):
+class ReportedChange(MembershipChange):
     """A change of who takes part, as all ranks know it.
 
     ``seconds`` is the longest stall. ``at`` counts from when the ranks started together, and is negative if others have
@@ -252,13 +252,13 @@ class Change(Loss):
 
     @property
     def how(self) -> str:
-        """How each lost rank was lost."""
+        """Causes of the losses, by rank."""
         told = "; ".join(f"rank {id} {why}" for id, why in sorted(self.lost.items()))
         return self.who if self.joined else told or "connections broke, and all came again"
 
 
-class Attendance:
-    """Who takes part in a fit, as one rank knows it. Its clock and the ranks' numbers start anew when others join.
+class MembershipHistory:
+    """Changes of membership in a fit, as one rank knows them. Its clock and the ranks' numbers start anew at a join.
 
     Args:
         view: of the ranks that start together.
@@ -270,14 +270,14 @@ class Attendance:
         places: host and device of each rank.
     """
 
-    def __init__(self, view: Members, start: float, told: Sequence[list[Change] | None] = ()) -> None:
+    def __init__(self, view: Members, start: float, told: Sequence[list[ReportedChange] | None] = ()) -> None:
         self.replicas = tuple(tuple(view.ids[rank] for rank in ranks) for ranks in view.ranks)
         places = {id: (at.host, at.device) for id, at in zip(view.ids, view.places, strict=True)}
         # A rank that an earlier fit has lost keeps its place in the list.
         self.places = [places.get(id, ("", "")) for id in range(max(places) + 1)]
         self._view, self._rank, self._start = view.number, view.ids[view.rank], start
         known = [changes for changes in told if changes is not None]
-        self._earlier: list[Change] = []
+        self._earlier: list[ReportedChange] = []
         for change in known[0] if known else ():
             same = [one.stalls for changes in known for one in changes if one.view == change.view]
             self._earlier.append(_stood(change, {rank: seconds for own in same for rank, seconds in own.items()}))
@@ -287,11 +287,11 @@ class Attendance:
         """The ranks at the start."""
         return sorted(rank for ranks in self.replicas for rank in ranks)
 
-    def since(self, losses: Sequence[Loss]) -> list[Loss]:
+    def since(self, losses: Sequence[MembershipChange]) -> list[MembershipChange]:
         """Those since the start; times in seconds since then."""
         return [replace(loss, at=loss.at - self._start) for loss in losses if loss.at >= self._start]
 
-    def changes(self, losses: Sequence[Loss], views: Sequence[View] = ()) -> list[Change]:
+    def changes(self, losses: Sequence[MembershipChange], views: Sequence[RankRecord] = ()) -> list[ReportedChange]:
         """All changes, in order; those before the start have negative times.
 
         Args:
@@ -307,21 +307,21 @@ class Attendance:
         for loss in own:
             if loss.view > self._view:  # else the ranks at the start are what has come of it
                 living -= set(loss.lost)
-            found.append(_stood(Change(**vars(loss), writer=min(living)), stalls[loss.view]))
+            found.append(_stood(ReportedChange(**vars(loss), writer=min(living)), stalls[loss.view]))
         return found
 
-    def until(self, now: float, losses: Sequence[Loss]) -> list[Change]:
+    def until(self, now: float, losses: Sequence[MembershipChange]) -> list[ReportedChange]:
         """All changes as this rank knows them, in seconds before ``now`` by ``time.perf_counter()``."""
         return [replace(change, at=change.at + self._start - now) for change in self.changes(losses)]
 
 
-def _stood(change: Change, stalls: dict[int, float]) -> Change:
+def _stood(change: ReportedChange, stalls: dict[int, float]) -> ReportedChange:
     """The change, with how long each rank stood still."""
     return replace(change, stalls=dict(sorted(stalls.items())), seconds=max(stalls.values()))
 
 
-class Fit(NamedTuple):
-    """All that a report is made of. Ranks have the numbers that they had when they joined the job.
+class FitRecord(NamedTuple):
+    """Data of a report. Ranks have the numbers that they had when they joined the job.
 
     Attributes:
         views: of the ranks that have come to the end; after an error only this rank's.
@@ -336,7 +336,7 @@ class Fit(NamedTuple):
         slow: ranks without which the job would be faster, by their latest measurements.
     """
 
-    views: list[View]
+    views: list[RankRecord]
     replicas: tuple[tuple[int, ...], ...]
     places: list[tuple[str, str]]
     lockstep: bool
@@ -344,15 +344,15 @@ class Fit(NamedTuple):
     facts: dict[str, str]
     pairings: list[list[int]] | None
     ended: str | None
-    changes: Sequence[Change] = ()
+    changes: Sequence[ReportedChange] = ()
     slow: TooSlow | None = None
 
     @property
     def living(self) -> int:
-        """How many ranks there were at the end."""
+        """Number of ranks at the end."""
         return self.changes[-1].ranks if self.changes else sum(map(len, self.replicas))
 
     @property
-    def shown(self) -> list[Change]:
+    def shown(self) -> list[ReportedChange]:
         """The changes since the time lines begin."""
         return [change for change in self.changes if change.at >= 0]

@@ -1,4 +1,4 @@
-"""The rule by which some members of a view may go on without the others."""
+"""Quorum rule: which members of a view may go on without the others."""
 
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Roster(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What tells this view from all others."""
+        """Key that tells this view from all others."""
         return self.number, self.host
 
     @property
@@ -36,8 +36,8 @@ class Roster(NamedTuple):
         return cls(int(number), int(host), tuple(tuple(int(member) for member in unit) for unit in units))
 
 
-class Decision(NamedTuple):
-    """Who may go on.
+class QuorumDecision(NamedTuple):
+    """Decision on who may go on.
 
     Attributes:
         units: those of which all members are present.
@@ -50,7 +50,7 @@ class Decision(NamedTuple):
 
 def decide(
     present: Collection[int], rosters: Collection[Roster], left: Collection[int], minimum: int, unit: str = "replica"
-) -> Decision:
+) -> QuorumDecision:
     """Whether the members that are present may go on without the others.
 
     They may if they hold more than half of the units of each view, or exactly half of them with the unit of the
@@ -87,7 +87,7 @@ def decide(
         lowest = f"rank {min(first, default=0)}"
         missing = "" if first in ours else f" without {lowest}"
         rule = f"it takes more than half, or half with {lowest}"
-        return Decision(kept, f"only {len(ours)} of {len(voters)} {unit}s remain{missing}; {rule}")
+        return QuorumDecision(kept, f"only {len(ours)} of {len(voters)} {unit}s remain{missing}; {rule}")
     if len(kept) < minimum:
-        return Decision(kept, f"only {len(kept)} {unit}s remain, and at least {minimum} are required")
-    return Decision(kept, "" if kept else f"no {unit} remains")
+        return QuorumDecision(kept, f"only {len(kept)} {unit}s remain, and at least {minimum} are required")
+    return QuorumDecision(kept, "" if kept else f"no {unit} remains")

@@ -1,4 +1,4 @@
-"""Replicas that visit a center one by one, each whenever it is ready: what all algorithms with such a center share."""
+"""Base of asynchronous algorithms with a center: replicas exchange with it one by one, each whenever it is ready."""
 
 import time
 from abc import abstractmethod
@@ -18,7 +18,7 @@ from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, la
 
 
 class ExchangeRates:
-    """How often this replica exchanges, against the mean of all.
+    """Rate of this replica's exchanges, against the mean of all.
 
     A replica that comes four times as often would pull the center four times as much. So what each adds is divided by
     its rate.
@@ -32,7 +32,7 @@ class ExchangeRates:
         self._index = index
         self._seen: deque[tuple[float, list[int]]] = deque(maxlen=window + 1)
 
-    def saw(self, counts: Sequence[int]) -> None:
+    def observe(self, counts: Sequence[int]) -> None:
         """Take in the exchanges of each replica so far, at an exchange of this one."""
         self._seen.append((time.monotonic(), list(counts)))
 
@@ -54,25 +54,25 @@ class ExchangeRates:
         return [b - a for a, b in zip(first, last, strict=True)]
 
 
-class VisitingAverager(CenteredAverager):
-    """Opens the center, saves it, and goes on with it when replicas are lost.
+class AsyncCenterAverager(CenteredAverager):
+    """Base of averagers that exchange with a center one by one: it opens the center, saves it, and replaces a lost one.
 
     Replicas wait for each other at the ends of epochs only, and where all evaluate or save.
     """
 
-    facts = replace(CenteredAverager.facts, lockstep=False)
+    traits = replace(CenteredAverager.traits, lockstep=False)
     #: Entries of the state that tell of the center, and so are the same for all replicas.
     of_center: ClassVar[tuple[str, ...]] = ("reference", "counts", "moved")
     _center: Center | None = None
 
     @abstractmethod
     def center_options(self) -> CenterOptions:
-        """Where the center lives, and what an exchange does."""
+        """The center's home, and the rule of an exchange."""
 
     @property
-    def kept(self) -> list[Tensor]:
+    def center_vectors(self) -> list[Tensor]:
         """All vectors that the center keeps, as they were when all last looked."""
-        return self.known
+        return self.last_center
 
     def make_center(self) -> Center:
         """The center of all replicas, not open yet (collective)."""
@@ -88,7 +88,7 @@ class VisitingAverager(CenteredAverager):
         self._center = self.make_center()
         self._rates = ExchangeRates(self.links.index)
         self._client = CenterClient(self._center, self.links)
-        self._center.open(self.kept)
+        self._center.open(self.center_vectors)
         return outcome
 
     @override
@@ -109,27 +109,27 @@ class VisitingAverager(CenteredAverager):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        counts = self._client.read(self.kept)
+        counts = self._client.read(self.center_vectors)
         return {**super().state_dict(), "counts": counts}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._client.write(self.kept, state["counts"])
+        self._client.write(self.center_vectors, state["counts"])
 
     @override
-    def remains(self, kept: Sequence[int]) -> dict[str, Any]:
+    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
         assert self._center is not None
-        found = self._center.look()
+        found = self._center.peek()
         if found is not None:
-            for own, value in zip(self.kept, found[0], strict=True):
+            for own, value in zip(self.center_vectors, found[0], strict=True):
                 own.copy_(value)
         counts = found[1] if found is not None else [0] * self.links.count
         state = {**CenteredAverager.state_dict(self), "distance": self._distance, "here": found is not None}
         return {**state, "counts": [counts[index] for index in kept]}
 
     @override
-    def go_on(self, state: dict[str, Any], context: StepContext) -> None:
+    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
         holders = [rank for rank, here in enumerate(self.links.gather(state["here"])) if here]
         if holders:
             theirs = of_rank({name: state[name] for name in self.of_center}, holders[0])
@@ -139,7 +139,7 @@ class VisitingAverager(CenteredAverager):
         self.load_state_dict(state)
 
     def center_lost(self, context: StepContext) -> dict[str, Any]:
-        """What replaces entries of a state when the center was lost with its host (collective).
+        """Replacements for entries of a state when the center was lost with its host (collective).
 
         It begins again as the mean of those that remain.
         """

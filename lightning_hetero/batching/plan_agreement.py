@@ -1,4 +1,4 @@
-"""How ranks that take steps at their own pace agree on a new plan, and on a step that none of them has drawn yet.
+"""Agreement protocol for ranks at their own pace: on a new plan, and on a step that none has drawn yet.
 
 The leader proposes a plan. Each rank answers how far it may draw by the plan before: beyond what it draws while the
 ranks agree. There it waits until the leader has decided. Once all have answered, the plan starts at the farthest of
@@ -26,8 +26,8 @@ from lightning_hetero.comm.threads import THREADS, close_at_exit
 from lightning_hetero.errors import CommunicationError
 
 
-class Proposal(NamedTuple):
-    """A plan that ranks are asked to follow.
+class PlanProposal(NamedTuple):
+    """Plan that ranks are asked to follow.
 
     Attributes:
         number: of the proposal, from 1 on.
@@ -40,8 +40,8 @@ class Proposal(NamedTuple):
     window: float
 
 
-class Decision(NamedTuple):
-    """What has become of a proposal.
+class PlanDecision(NamedTuple):
+    """Outcome of a proposal.
 
     Attributes:
         number: of the proposal.
@@ -52,8 +52,8 @@ class Decision(NamedTuple):
     start: int | None
 
 
-class Member:
-    """A rank's side.
+class PlanMember:
+    """Follower's side of the agreement.
 
     Args:
         next_step: the first step that it has not drawn yet.
@@ -66,7 +66,7 @@ class Member:
     def __init__(self, next_step: int) -> None:
         self.next_step = next_step
         self.latest: tuple[int, Plan | None] = 0, None
-        self._open: Proposal | None = None
+        self._open: PlanProposal | None = None
         self._bound = 0
         self._plans: list[Plan] = []
 
@@ -83,7 +83,7 @@ class Member:
         """It draws a step."""
         self.next_step = max(self.next_step, step + 1)
 
-    def answer(self, proposal: Proposal, rate: float) -> int:
+    def answer(self, proposal: PlanProposal, rate: float) -> int:
         """The first step that it does not draw before it knows what was decided.
 
         Args:
@@ -94,7 +94,7 @@ class Member:
         self._bound = self.next_step + math.ceil(rate * proposal.window) + 1
         return self._bound
 
-    def decide(self, decision: Decision) -> None:
+    def decide(self, decision: PlanDecision) -> None:
         """The leader has decided."""
         proposal = self._open
         if proposal is None or decision.number != proposal.number:
@@ -111,8 +111,8 @@ class Member:
         return plans
 
 
-class Leader:
-    """The side of the rank that proposes.
+class PlanLeader:
+    """Leader's side of the agreement, which proposes.
 
     Args:
         world: number of ranks.
@@ -129,7 +129,7 @@ class Leader:
         self._answers: dict[int, int] = {}
         self.waits = False
 
-    def propose(self, plan: Plan, now: float) -> Proposal:
+    def propose(self, plan: Plan, now: float) -> PlanProposal:
         """Ask all ranks to follow a plan.
 
         Args:
@@ -138,37 +138,37 @@ class Leader:
         """
         self._number, self._answers, self.waits = self._number + 1, {}, True
         self._until = now + self.window
-        return Proposal(self._number, plan, self.window)
+        return PlanProposal(self._number, plan, self.window)
 
     def answered(self, rank: int, number: int, bound: int) -> None:
         """A rank has answered a proposal."""
         if number == self._number:
             self._answers[rank] = bound
 
-    def decide(self, now: float) -> Decision | None:
-        """What becomes of the proposal; ``None``: that is not known yet."""
+    def decide(self, now: float) -> PlanDecision | None:
+        """The decision on the proposal; ``None``: that is not known yet."""
         if len(self._answers) == self._world:
             self.waits = False
-            return Decision(self._number, max(self._answers.values()))
+            return PlanDecision(self._number, max(self._answers.values()))
         if now < self._until:
             return None
         self.waits, self.window = False, min(2 * self.window, self.LONGEST)
-        return Decision(self._number, None)
+        return PlanDecision(self._number, None)
 
 
-def text_of(message: Proposal | Decision) -> str:
+def encode_message(message: PlanProposal | PlanDecision) -> str:
     """A message as text."""
-    if isinstance(message, Decision):
+    if isinstance(message, PlanDecision):
         return json.dumps({"decided": message.number, "start": message.start})
     plan = plan_as_row(message.plan)
     return json.dumps({"proposed": message.number, "plan": plan, "window": message.window})
 
 
-def message_of(told: dict[str, Any]) -> Proposal | Decision:
-    """The message that :func:`text_of` has made a text of, and ``json`` a dictionary."""
+def decode_message(told: dict[str, Any]) -> PlanProposal | PlanDecision:
+    """The message that :func:`encode_message` has made a text of, and ``json`` a dictionary."""
     if "decided" in told:
-        return Decision(told["decided"], told["start"])
-    return Proposal(told["proposed"], plan_of_row(told["plan"]), told["window"])
+        return PlanDecision(told["decided"], told["start"])
+    return PlanProposal(told["proposed"], plan_from_row(told["plan"]), told["window"])
 
 
 def plan_as_row(plan: Plan) -> list[Any]:
@@ -176,7 +176,7 @@ def plan_as_row(plan: Plan) -> list[Any]:
     return [plan.start, [row_of(c) for c in plan.costs], plan.low, plan.high, plan.reach, plan.need]
 
 
-def plan_of_row(row: list[Any]) -> Plan:
+def plan_from_row(row: list[Any]) -> Plan:
     """The plan that :func:`plan_as_row` has described."""
     start, costs, *limits = row
     return Plan(start, tuple(cost_of(*cost) for cost in costs), *map(tuple, limits))
@@ -185,8 +185,8 @@ def plan_of_row(row: list[Any]) -> Plan:
 _POLL = 0.25  # seconds between two looks at the store
 
 
-class Ask(NamedTuple):
-    """That a rank wants all to do something.
+class ActionRequest(NamedTuple):
+    """Request of a rank that all do something.
 
     Attributes:
         what: completes "could not agree on a step ...".
@@ -199,7 +199,7 @@ class Ask(NamedTuple):
 
 
 class AgreedBatch:
-    """Tells all ranks to do something after the same batch, once any of them asks for it.
+    """Agreement of all ranks to do something after the same batch, once any of them asks for it.
 
     It asks through the job's key-value store, and a thread of each rank answers with the batch beyond which its rank
     will not go before it knows all answers. The latest of these batches is the one.
@@ -217,7 +217,7 @@ class AgreedBatch:
     def __init__(
         self,
         store: dist.Store,
-        asks: Callable[[], Ask | None],
+        asks: Callable[[], ActionRequest | None],
         limit: float,
         done: int = 0,
         patience: Callable[[], float] = lambda: 0.0,
@@ -238,7 +238,7 @@ class AgreedBatch:
     def _arm(self) -> None:
         self._at: int | None = None  # the batch that all have agreed on
         self._bound: int | None = None  # how far this rank may go before it knows
-        self._asked = Ask("", 0.0)
+        self._asked = ActionRequest("", 0.0)
         self._known.clear()
 
     @property
@@ -285,11 +285,11 @@ class AgreedBatch:
                 if (own := self._asks()) is not None:
                     self._store.set(key, json.dumps(own))
                 if self._store.check([key]):
-                    self._agree(Ask(*json.loads(self._store.get(key))))
+                    self._agree(ActionRequest(*json.loads(self._store.get(key))))
         except RuntimeError:  # the store has gone, and the job with it
             self._known.set()
 
-    def _agree(self, asked: Ask) -> None:
+    def _agree(self, asked: ActionRequest) -> None:
         notice = max(asked.notice, self._patience())
         with self._lock:
             ahead = math.ceil(notice / max(median_low(self._took), 1e-4)) if self._took else 0

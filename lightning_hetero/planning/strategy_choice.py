@@ -1,4 +1,4 @@
-"""Which strategy to go on with, when the steps of ``hetero_ddp`` have been measured on the cluster."""
+"""Choice of a strategy, when the steps of ``hetero_ddp`` have been measured on the cluster."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_hetero.algorithms.schedules import PRICE
+from lightning_hetero.algorithms.schedules import MAX_WAITING
 from lightning_hetero.planning.cluster import Cluster
 from lightning_hetero.planning.predictions import WIRES, Prediction, predictions
 
@@ -23,8 +23,8 @@ CANDIDATES = (
 EQUAL = 0.03
 
 
-class Wish(NamedTuple):
-    """What a user allows.
+class AutoLimits(NamedTuple):
+    """Limits that a user sets to the choice.
 
     Attributes:
         gain: how much faster another strategy must be, as a fraction.
@@ -42,7 +42,7 @@ class Wish(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What to go on with.
+    """Choice of a strategy.
 
     Attributes:
         prediction: of the strategy; ``None``: stay with ``hetero_ddp``.
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(cluster: Cluster, measured: float, wish: Wish) -> Choice:
+def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     """The strategy that gains most over the steps that have been measured, if one gains enough.
 
     A gain counts over the measured steps, as far as work and an exchange that hides behind nothing can explain how long
@@ -66,14 +66,14 @@ def choose(cluster: Cluster, measured: float, wish: Wish) -> Choice:
 
     Example: four ranks with 0.1 s of work in a step, and a link that takes 0.8 s for the gradients::
 
-        >>> from lightning_hetero.planning.choice import Wish, choose
-        >>> from lightning_hetero.planning.cluster import Cluster, Way
+        >>> from lightning_hetero.planning.strategy_choice import AutoLimits, choose
+        >>> from lightning_hetero.planning.cluster import Cluster, LinkModel
         >>> from lightning_hetero.batching.shares import Cost
         >>> nodes = ((Cost(0.01, 0.09 / 16),) * 2,) * 2
-        >>> cluster = Cluster(nodes, 64, 10e6, Way(2e-5, 5e9), Way(2e-4, 12.5e6))
-        >>> choose(cluster, 1.2, Wish()).prediction.name
+        >>> cluster = Cluster(nodes, 64, 10e6, LinkModel(2e-5, 5e9), LinkModel(2e-4, 12.5e6))
+        >>> choose(cluster, 1.2, AutoLimits()).prediction.name
         'hetero_daso'
-        >>> choose(cluster, 1.2, Wish(exact=True)).prediction is None
+        >>> choose(cluster, 1.2, AutoLimits(exact=True)).prediction is None
         True
     """
     found = {one.name: one for one in predictions(cluster, wish.every, wish.wire)}
@@ -106,8 +106,8 @@ def _ms(seconds: float) -> str:
 RAREST = 500
 
 
-class Change(NamedTuple):
-    """One thing that differs, and what that brings.
+class PossibleChange(NamedTuple):
+    """Change of one thing of the cluster, and its gain.
 
     Attributes:
         what: it is, in words.
@@ -120,8 +120,8 @@ class Change(NamedTuple):
     gain: float
 
 
-def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Change]:
-    """What could be changed, the most helpful first.
+def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[PossibleChange]:
+    """Possible changes, the most helpful first.
 
     Args:
         cluster: as it is.
@@ -132,7 +132,7 @@ def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Chang
     slowest = max(cost.seconds(cluster.samples / cluster.world) for cost in cluster.ranks)
     several = len(cluster.nodes) > 1
     exchange = (cluster.across() if several else cluster.gradients()) * WIRES[wire]
-    rare = max(min(math.ceil(exchange / PRICE / cluster.split), RAREST), every)
+    rare = max(min(math.ceil(exchange / MAX_WAITING / cluster.split), RAREST), every)
     part = exchange / rare / cluster.split
     options: list[tuple[str, Callable[[], tuple[Cluster, int, str]]]] = [
         ("twice the samples per step", lambda: (replace(cluster, samples=2 * cluster.samples), every, wire)),
@@ -150,7 +150,7 @@ def changes(cluster: Cluster, every: int = 16, wire: str = "fp32") -> list[Chang
     for what, change in options:
         other, steps, format_ = change()
         best = predictions(other, steps, format_)[0]
-        found.append(Change(what, best, best.speed / now))
+        found.append(PossibleChange(what, best, best.speed / now))
     return sorted(found, key=lambda one: -one.gain)
 
 

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: found within the step, before an optimizer takes them in."""
+"""Guard against losses and gradients that are not finite: found within the step, before an optimizer takes them in."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from lightning_hetero.errors import NotFiniteError
 OnNaN = Literal["error", "skip", "ignore"]
 
 
-class FiniteSteps:
-    """Finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
+class NonFiniteGuard:
+    """Guard that finds, before the ranks that average gradients step, that the loss or gradient of one is not finite.
 
     It costs no message. A loss that is not finite makes all gradients of its rank NaN. Averaging spreads these, so that
     every rank sees them in what DDP returns. Only then do ranks ask each other who it was. To know, each has looked
@@ -87,7 +87,7 @@ class FiniteSteps:
         return self._active == "skip"
 
     def count(self, loss: Tensor, own: float, total: float, given: bool = True) -> tuple[float, float]:
-        """What this rank and all ranks weigh in a backward pass; under ``"skip"`` without those with a broken loss.
+        """Weights of this rank and of all ranks in a backward pass; under ``"skip"`` without those with a broken loss.
 
         Args:
             loss: of this rank.
@@ -144,17 +144,17 @@ class FiniteSteps:
 
         def look() -> None:
             # Found and not spread before: what an earlier backward pass of this step has spread is not this rank's.
-            self._own = (not_finite(optimizers) > self._spread) | self._own
+            self._own = (gradients_nonfinite(optimizers) > self._spread) | self._own
 
         if len(self._ranks) > 1 and self._averages(model) and start.requires_grad:
             after_own_backward(start, look)
 
-    def look(self, optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
+    def check(self, optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
         """Look at the gradients after a backward pass, before hooks of the user, which ranks may have of their own."""
         if self._averages(model):
-            self._spread = not_finite(optimizers) | self._spread
+            self._spread = gradients_nonfinite(optimizers) | self._spread
 
-    def leaves_out(self, module: nn.Module, scaled: bool) -> bool:
+    def skips_step(self, module: nn.Module, scaled: bool) -> bool:
         """Act on what has been found, between the backward passes and the optimizer's step.
 
         Args:
@@ -179,7 +179,7 @@ class FiniteSteps:
             return True
         if not spread:
             return False
-        name = next((name for name, p in module.named_parameters() if broken([p.grad])), None)
+        name = next((name for name, p in module.named_parameters() if any_nonfinite([p.grad])), None)
         mine = bool(loss), bool(own), name
         with self._waiting():
             group = self._group()
@@ -216,12 +216,14 @@ class FiniteSteps:
             rank_zero_warn(f"At {self._where()} {text} (on_nan='skip'; {self._skipped} times so far).")
 
 
-def not_finite(optimizers: Sequence[Optimizer]) -> bool | Tensor:
-    """Whether a gradient that they would take in is not finite; see :func:`broken`."""
-    return broken([p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]])
+def gradients_nonfinite(optimizers: Sequence[Optimizer]) -> bool | Tensor:
+    """Whether a gradient that they would take in is not finite; see :func:`any_nonfinite`."""
+    return any_nonfinite(
+        [p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    )
 
 
-def broken(gradients: Sequence[Tensor | None]) -> bool | Tensor:
+def any_nonfinite(gradients: Sequence[Tensor | None]) -> bool | Tensor:
     """Whether an element of some of them is not finite; beyond the CPU a tensor, which nobody awaits."""
     values = [g._values() if g.is_sparse else g for g in gradients if g is not None and g.numel()]
     if not values:

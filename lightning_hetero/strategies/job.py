@@ -1,0 +1,429 @@
+"""A DDP strategy whose ranks form a job: it joins one, and goes on with other ranks when the job's view changes."""
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_hetero import lightning_compat
+from lightning_hetero.algorithms.base import FitInfo
+from lightning_hetero.algorithms.engine import Engine, SingleReplica
+from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement
+from lightning_hetero.batching.planner import PlanningState, Repartition, ShareHistory
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.comm import failures
+from lightning_hetero.comm.agreement import gather, of_rank
+from lightning_hetero.comm.collectives import Collectives
+from lightning_hetero.comm.failures import deadline
+from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
+from lightning_hetero.comm.threads import record_sockets
+from lightning_hetero.comm.topology import Topology, interface_towards, place_of
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
+from lightning_hetero.launch.observer import ObservedLauncher
+from lightning_hetero.replicas import optimizer_states
+from lightning_hetero.strategies.default_groups import GroupOverrides, register_hook
+from lightning_hetero.strategies.fit import Fit
+from lightning_hetero.strategies.metrics import MonitoredMetrics
+from lightning_hetero.strategies.numbering import continue_logs, launched, show_progress
+from lightning_hetero.strategies.options import Options
+from lightning_hetero.strategies.position import length_of
+from lightning_hetero.strategies.recovery_policy import Entry, RecoveryPolicy
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP, use_shared_memory_allreduce
+from lightning_hetero.strategies.signals import StopRequest
+from lightning_hetero.strategies.training_step import TrainingStep
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_fits = count()  # of this process
+
+
+class JobStrategy(DDPStrategy):
+    """DDP over the ranks of each replica, in a job whose ranks may change during a fit.
+
+    It holds what the job and the fit are made of. Subclasses say how training goes.
+
+    Args:
+        options: that all strategies share.
+        accelerator: set by the Trainer.
+        *args: of ``DDPStrategy``.
+        **kwargs: of ``DDPStrategy`` and ``DistributedDataParallel``.
+    """
+
+    def __init__(self, options: Options, accelerator: Accelerator | None = None, *args: Any, **kwargs: Any) -> None:
+        self.options = options
+        super().__init__(accelerator, *args, **kwargs)
+        self.timer = StepTimer(torch.device("cpu"))
+        self.collectives = Collectives(self.timer.waiting, self._is_alone, self._loss_counts)
+        self.lent = GroupOverrides()
+        self.survival = RecoveryPolicy()
+
+    job: Job | None = None  # once this process has joined
+    entry: Entry | None = None  # if it joins a job that runs, until training starts
+    share: BatchAccounting
+    engine: Engine
+    step: TrainingStep
+    parts: Fit
+    stop_request: StopRequest | None = None  # of the latest fit
+    monitored: MonitoredMetrics | None = None  # of the latest run
+
+    #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
+    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request", "monitored")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: options, and what the Trainer has set, but no connections."""
+        state = {name: value for name, value in super().__getstate__().items() if name not in self.of_the_job}
+        if isinstance(self.model, DistributedDataParallel):
+            state["_model"] = self.model.module
+        return state
+
+    # -- what a subclass says ----------------------------------------------------------------------
+
+    def algorithm_options(self) -> dict[str, Any]:
+        """Options beyond those that all strategies share, by name; they must be the same on every rank."""
+        return {"on_nan": self.options.on_nan}
+
+    def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
+        return (tuple(range(topology.world)),)
+
+    def make_engine(self, job: Job, share: BatchAccounting) -> Engine:
+        """What happens between replicas."""
+        return SingleReplica(self.options.rebalance_every_n_steps)
+
+    # -- the Trainer, the launcher -----------------------------------------------------------------
+
+    @property
+    def trainer(self) -> "pl.Trainer":
+        """The Trainer that this strategy serves.
+
+        Raises:
+            UnsupportedError: it has none yet.
+        """
+        if (trainer := lightning_compat.trainer_of(self.lightning_module)) is None:
+            raise UnsupportedError(
+                "strategy.trainer is there from the beginning of a fit, validation, test or prediction on: a Trainer "
+                "tells its strategy of itself with the model. Ask for it there, such as in a callback's hook."
+            )
+        return trainer
+
+    @property
+    def environment(self) -> ClusterEnvironment:
+        """What the launcher said about this process, or what has changed since."""
+        environment = self.cluster_environment
+        assert environment is not None
+        return environment
+
+    @property
+    def interface(self) -> str:
+        """This rank's address in the network of the job."""
+        return interface_towards(self.environment.main_address)
+
+    @property
+    def survives(self) -> bool:
+        """Whether a fit goes on when ranks are lost."""
+        return self.options.on_peer_loss == "continue"
+
+    @override
+    def set_world_ranks(self) -> None:
+        assert self.parallel_devices is not None
+        check_variables(self.environment, self.num_nodes)
+        self.parallel_devices = local_devices(self.environment, self.parallel_devices)
+        super().set_world_ranks()
+
+    def renumber(self, rank: int, world: int) -> None:
+        """Let this process have another number, among other ranks than were launched with it."""
+        self.cluster_environment = RenumberedEnvironment(launched(self.environment), rank, world)
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+    def take_number(self, job: Job) -> None:
+        """Let this process have its new number, and the duties of rank zero if that is it."""
+        first = not self.is_global_zero and job.view.rank == 0
+        self.renumber(job.view.rank, job.view.world)
+        if first:
+            continue_logs(self.trainer)
+            if self.trainer.training:
+                show_progress(self.trainer)
+
+    # -- joining a job -----------------------------------------------------------------------------
+
+    def join_world(self) -> None:
+        """Join the world's process group (collective), unless this rank is in that of a running job already."""
+        limit = self.options.limit
+        if self.entry is not None:
+            failures.watch(self.interface, limit.total_seconds())
+            return
+        began, environment = time.monotonic(), self.environment
+        address = RendezvousAddress(
+            environment.main_address, environment.main_port, environment.global_rank(), environment.world_size()
+        )
+
+        def init() -> None:
+            with record_sockets(of_all=True):
+                lightning_compat.init_dist_connection(environment, "gloo", timeout=limit, **_store_of_restart(limit))
+
+        launcher = self.launcher
+        hint = ""
+        if self.survives and address.rank == 0 and self.options.join_file is None:
+            hint = (
+                "If they train already without an earlier process of this rank, it cannot come back here: a rank 0 "
+                "that is started again finds its job through the strategy's `join_file` only."
+            )
+        ended = launcher.ended if isinstance(launcher, ObservedLauncher) else lambda: None
+        join_world(init, address, limit, ended, hint, began)
+
+    def join_job(self) -> Job:
+        """Learn who takes part in the job (collective)."""
+        self.timer.move_to(self.root_device)
+        options, entry = self.options, self.entry
+        place = place_of(self.root_device, hostname(), self.node_rank, self.local_rank)
+        follows = None
+        if entry is not None:
+            cluster = launched(self.environment)  # each launcher counts its nodes from 0
+            follows = ViewSuccession(entry.admission.view, f"{cluster.main_address}:{cluster.main_port}", entry.replica)
+        agreed = {"strategy": type(self).__name__, **options.agreed(), **self.algorithm_options()}
+        job = Job.join(place, options.ranks_per_node, self.replicas, agreed, options.limit, follows)
+        for card, ranks in job.view.topology.shared_cards().items():
+            rank_zero_warn(
+                f"Ranks {ranks} share {card}: each takes its own memory of it, they slow each other down, and NCCL "
+                "does not connect them, so that gradients between them go through the host's memory. Start one rank "
+                "per GPU."
+            )
+        return job
+
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to meet: no job yet, or this rank has failed, and callbacks save what they can."""
+        interrupted = lightning_compat.interrupted(lightning_compat.trainer_of(self.lightning_module))
+        return (interrupted and not self.stopped) or not dist.is_initialized()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all ranks have been asked to stop, have saved, and end."""
+        return self.stop_request is not None and self.stop_request.all_stop
+
+    def _loss_counts(self) -> bool:
+        """Whether this rank's samples have a part in the gradient of the running step."""
+        return self.job is None or self.step.counts
+
+    # -- the view, and what is made from it --------------------------------------------------------
+
+    def build(self, job: Job, repartition: Repartition | None = None) -> Fit | None:
+        """Make what depends on who takes part, by the job's view (collective); returns what was there before.
+
+        In the midst of a fit ``repartition`` says which of the former ranks remain.
+        """
+        former = None if self.job is None else self.parts
+        parts = Fit.build(
+            job,
+            self.options,
+            self.timer,
+            self.collectives,
+            lambda: self.trainer,
+            self.make_engine,
+            former,
+            repartition,
+        )
+        self.job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
+        return former
+
+    def rebuild(self, job: Job, moved: Repartition) -> None:
+        """Make what depends on who takes part, which goes on where the former parts have stopped (collective).
+
+        Args:
+            job: with the new view.
+            moved: which ranks are in it, by their former numbers, and from which step on they share batches.
+        """
+        former = self.build(job, moved)
+        assert former is not None
+        self.step.continue_from(former.step)
+        self.parts.loaders.continue_from(former.loaders, moved)
+
+    def continue_with(self, job: Job, moved: Repartition, missed: bool, source: int, past: ShareHistory) -> None:
+        """Go on with the ranks that remain (collective).
+
+        Args:
+            job: of these ranks.
+            moved: which ones, by their former numbers, and from which step on they share batches.
+            missed: whether the others have completed an exchange between replicas that this rank has not.
+            source: a rank that has acted on the latest reports.
+            past: learns by which plans the ranks have shared batches until now.
+        """
+        before, engine = self.job, self.engine
+        assert before is not None
+        self.take_number(job)
+        failures.watch(self.interface, self.options.limit.total_seconds(), job.view.ids)
+        self._settle_plan()
+        known = PlanningState.of(self.share.planner)
+        of_rank(known, source).apply_to(self.share.planner)
+        past.end(before.view.ids, self.share.planner, moved.start)
+        self.rebuild(job, moved)
+        kept = [before.view.index_of(member.id) for member in job.view.replicas]
+        self.engine.continue_after_loss(engine, kept, missed, self.fit_info())
+        self.continue_in_view()
+
+    def continue_in_view(self) -> None:
+        """Let training go on in a new view: average gradients, ask for stops, and plan there (collective)."""
+        module, job = self.lightning_module, self.job
+        assert module is not None
+        assert job is not None
+        self.lent.lend_layers(module, job.data_group())
+        self.wrap_anew()
+        if self.stop_request is not None:
+            self.stop_request.move(job.store("stop"))
+        self.begin_background_plans()
+        self.timer.restart()
+
+    def abandon(self) -> None:
+        """Drop what is under way: all connections are broken. Local."""
+        self.share.forget()
+        self.engine.abandon()
+
+    def copy_states(self, windows: Sequence[int]) -> None:
+        """Let the ranks of each replica go on from the one that has taken most optimizer steps (collective).
+
+        Args:
+            windows: optimizer steps of each rank.
+        """
+        assert self.job is not None
+        for replica in self.job.view.replicas:
+            steps = [windows[rank] for rank in replica.ranks]
+            if len(set(steps)) > 1:
+                self._copy_state(replica.ranks, replica.ranks[steps.index(max(steps))])
+
+    def _copy_state(self, ranks: Sequence[int], source: int) -> None:
+        """Give some ranks the weights and the optimizers' state of one of them (collective over all ranks)."""
+        module, own = self.lightning_module, None
+        assert module is not None
+        if self.global_rank == source:
+            own = module.state_dict(), [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+        theirs = of_rank(own, source)
+        if self.global_rank not in ranks or self.global_rank == source:
+            return
+        values, states = theirs
+        module.load_state_dict(values)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            # The learning rate is this rank's own: its schedule has yet to follow.
+            optimizer_states.restore(optimizer, {**optimizer.state_dict(), "state": state})
+
+    def fit_info(self) -> FitInfo:
+        """The job and the fit, as the algorithm between replicas needs to know them."""
+        assert self.job is not None
+        return FitInfo(
+            self.job.view.topology,
+            self.job.view.ranks,
+            self.job.groups,
+            self.interface,
+            self.options.on_nan == "skip",
+            lambda: length_of(self.trainer),
+            bool(getattr(self.trainer, "fast_dev_run", False)),
+        )
+
+    # -- DDP over the replica ----------------------------------------------------------------------
+
+    @override
+    def configure_ddp(self) -> None:
+        """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
+        model, parts, job = self.model, self.parts, self.job
+        assert model is not None
+        assert job is not None
+        ranks = parts.share.replica
+        if len(ranks) == 1:
+            return  # nothing to average with: DDP would only cost time
+        options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
+        options["process_group"] = group = parts.data_group()  # a LightningCLI passes every option, the group too
+        assert group is not None
+        options = parts.buckets.options(options, model, self.root_device)
+        if self.entry is not None:  # all have loaded the same values
+            options["init_sync"] = False
+        ddp = ReplicaDDP(self.timer, module=model, **options)
+        if (hook := lightning_compat.comm_hook(self)) is not None:
+            register_hook(ddp, *hook, group, self.lent, job.view.count > 1)
+        topology = job.view.topology
+        way = use_shared_memory_allreduce(self.options, ddp, topology, ranks, group, hooked=hook is not None)
+        way = way or topology.route(ranks)
+        if way != parts.told:
+            parts.told = way
+            who = "all ranks" if job.view.count == 1 else f"ranks {list(ranks)}"
+            rank_zero_info(f"{type(self).__name__}: gradients of {who} are averaged {way}.")
+        self.model = ddp
+
+    def wrap_anew(self) -> None:
+        """Let DDP wait for the gradients of what is trainable now (collective over the replica)."""
+        if isinstance(self.model, ReplicaDDP):
+            self.model = self.lightning_module
+            with self.timer.waiting(), deadline("agree on trainable parameters"):
+                self.configure_ddp()
+
+    # -- plans that are agreed in the background ---------------------------------------------------
+
+    def begin_background_plans(self) -> None:
+        """Agree on plans in the background from now on, if that serves the strategy (collective).
+
+        Where replicas exchange all at once, plans come from the reports that they exchange there. So they do where
+        only reports tell how large a step is.
+        """
+        self.end_background_plans()  # of a fit that did not
+        job, share = self.job, self.share
+        assert job is not None
+        planner = share.planner
+        moves = planner.auto and not planner.held and planner.total > 0 and not planner.learns
+        if not moves or self.engine.lockstep or job.view.count == 1:
+            return
+        fit = next(_fits)
+        if job.view.rank == 0:
+            PlanAgreement.open_mailboxes(job.store(f"plans/{fit}"), job.view.world)
+        store = job.store(f"plans/{of_rank(fit, 0)}")
+
+        def lost() -> str | None:
+            failure = failures.first(0.0)
+            return str(failure) if failure else "a rank was lost" if self.survival.changing else None
+
+        def before_draw(step: int) -> None:
+            agreement = self.share.agreement  # another one, once ranks were lost
+            if agreement is not None:
+                agreement.before_draw(step)
+
+        PlanAgreement(share, store, job.view.rank, self.options.limit.total_seconds(), lost)
+        planner.before_draw = lambda step: self.survival.again(lambda: before_draw(step))
+
+    def _settle_plan(self) -> None:
+        """End with the same plan on all ranks that remain (collective over them)."""
+        if (agreement := self.share.agreement) is not None:
+            agreement.settle(lambda plan: gather(plan, "the plan that is agreed"))
+
+    def end_background_plans(self) -> None:
+        """All ranks have trained on all that they draw, or are about to have (collective)."""
+        if (agreement := self.share.agreement) is not None:
+            self.survival.again(lambda: gather(None, "the end of training"))  # until then some may wait for others
+            self.survival.again(self._settle_plan)
+            agreement.close()
+
+    def close_background_plans(self) -> None:
+        """End the thread, if there is one; idempotent."""
+        if self.job is not None and self.share.agreement is not None:
+            self.share.agreement.close()
+
+
+def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
+    """Keys of their own for ranks that torchrun has started again: its store may hold addresses of those before.
+
+    With several agents torchrun makes another store for each start, and counts restarts apart.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store, *_ = next(rendezvous("env://", timeout=timeout))
+    return {"store": dist.PrefixStore(f"restart {restarts}", store)}
