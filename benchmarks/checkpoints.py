@@ -5,6 +5,7 @@ waits for. Taken on rank 0: the time inside the callback at the end of a batch a
 training up, and the mean time of all steps, which also sees what the writing takes from the training.
 
     python benchmarks/checkpoints.py [--repeats 5] [--ranks 2] [--every 20] [--megabytes 50]
+    python benchmarks/checkpoints.py --repeats 1 --megabytes 10      # a minute or two
 """
 
 import os

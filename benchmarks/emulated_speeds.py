@@ -4,6 +4,7 @@ Rank i takes 10 ms a batch and k_i = 2, 2, 4, 8 ms a sample, by a delay that use
 By hand: even 138 ms, shares in proportion to measured speed 66, affine model and exact split 58, bound 56.5.
 
     python benchmarks/emulated_speeds.py [--repeats 3]
+    python benchmarks/emulated_speeds.py --repeats 1      # a minute
 """
 
 import statistics

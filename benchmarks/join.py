@@ -4,6 +4,7 @@ Prints how long the others stand still, next to the time in which one copy of th
 and how much memory a join takes at its peak beyond what training takes, in copies of the model.
 
     python benchmarks/join.py [--repeats 1] [--megabytes 100]
+    python benchmarks/join.py --megabytes 20      # some minutes
 """
 
 import json

@@ -1,5 +1,6 @@
 """The loss of strategies at equal samples against the bytes that a replica sends, on four ranks of this machine.
 
+    python benchmarks/loss_by_bytes.py --steps 100 --seeds 1 ddp hetero_diloco:tau=20,balance=off             # a minute
     python benchmarks/loss_by_bytes.py --save digits.jsonl                     # a table; runs are kept as they come
     python benchmarks/loss_by_bytes.py --task text --seeds 2 --save text.jsonl
     python benchmarks/loss_by_bytes.py --draw digits.jsonl text.jsonl --picture docs/images/loss_by_bytes.png

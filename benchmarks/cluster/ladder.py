@@ -2,6 +2,7 @@
 
     sudo python benchmarks/cluster/ladder.py --rate 100mbit --steps 22 --delay 0.55    # the table in docs/benchmarks.md
     sudo python benchmarks/cluster/ladder.py --rate 1gbit --share 0.5
+    sudo python benchmarks/cluster/ladder.py --rate 1gbit --delay 0.2 --steps 16 --repeats 1          # a minute
 
 Four nodes of one rank, an exchange in every step, devices by delay. The delay is chosen so that the original spends a
 given share of its time communicating, from what its exchanges take by themselves.

@@ -1,7 +1,7 @@
 """Predicted against measured time per step, on emulated clusters: links, nodes and speeds vary, and so do strategies.
 
     sudo python benchmarks/cluster/predicted.py                        # 24 clusters, some eighty minutes
-    sudo python benchmarks/cluster/predicted.py --rates 20mbit --shapes 2x1    # five minutes for two more
+    sudo python benchmarks/cluster/predicted.py --rates 1gbit --shapes 2x1 --speeds alike    # two minutes, one cluster
     sudo python benchmarks/cluster/predicted.py --into all.json                # goes on where it was broken off
 
 Devices by delay. In each cluster every device trains by itself first, and the links are measured as

@@ -3,6 +3,7 @@
     sudo python benchmarks/peers --envs peers-envs --make-envs --save runs.json    # all contenders, three links
     sudo python benchmarks/peers --envs peers-envs --rates 200mbit --seeds 1 ddp torchft_diloco:every=16 hetero_daso
     sudo python benchmarks/peers --envs peers-envs --unequal                        # devices of unequal speed
+    sudo python benchmarks/peers --rates 1gbit --seeds 1 --steps 16 ddp torch_alone hetero_ddp    # a minute
 
 Two nodes of two ranks (`--unequal`: four of one), emulated: network namespaces, shaped links, devices by a delay that
 uses no core. Network, first weights, order of the data, global batch and inner optimizer are the same for all; each
