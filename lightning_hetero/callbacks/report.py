@@ -239,7 +239,7 @@ def _page(fit: FitRecord, verdict: Verdict, pictures: str) -> str:
         changes=_changes(fit),
         exchanges=_section("Exchanges between replicas, whole fit", _table(head, exchanges)) if exchanges else "",
         pairings=_section("Completed exchanges of each replica with each", _table(replicas, met)) if met else "",
-        traits=_table((), facts.items()),
+        facts=_table((), facts.items()),
     )
 
 
