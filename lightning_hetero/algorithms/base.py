@@ -171,7 +171,11 @@ class FitInfo:
 
     @property
     def job(self) -> tuple[Topology, Groups]:
-        """The topology and the process groups of the job."""
+        """The topology and the process groups of the job.
+
+        Raises:
+            UnsupportedError: there is no job.
+        """
         if self.topology is None or self.groups is None:
             raise UnsupportedError("this averager needs a job: let a strategy call its setup.")
         return self.topology, self.groups

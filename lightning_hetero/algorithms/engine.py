@@ -290,7 +290,11 @@ class ReplicaEngine:
 
     @property
     def running(self) -> Averager:
-        """The averager of the running fit."""
+        """The averager of the running fit.
+
+        Raises:
+            UnsupportedError: no fit runs.
+        """
         if self.averager is None:
             raise UnsupportedError("replicas exchange during a fit only: begin one with Trainer.fit.")
         return self.averager

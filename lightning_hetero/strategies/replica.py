@@ -148,7 +148,11 @@ class ReplicaStrategy(HeteroStrategy):
 
     @property
     def traffic(self) -> Traffic:
-        """What exchanges between replicas have cost since the ranks have met; an error before they have."""
+        """What exchanges between replicas have cost since the ranks have met.
+
+        Raises:
+            UnsupportedError: they have not met yet.
+        """
         if self.job is None:
             raise UnsupportedError(
                 "strategy.traffic is there from the beginning of a fit on: it counts what exchanges have cost since "
