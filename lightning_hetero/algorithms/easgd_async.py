@@ -48,6 +48,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
     center: Home = "auto"
     debias: bool = False
     _exchange: Callable[[], PushPull] | None = None
+    _completed = 0  # exchanges of this replica
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +84,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
             return None
         exchange = self._exchange or self._begin(context.samples_per_replica)  # the center may have been lost meanwhile
         seen, self._exchange = exchange(), None
+        self._completed += 1
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
         if not self._healthy:
@@ -128,9 +130,22 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         return super().consensus(context)
 
     @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._completed = state["counts"][self.links.index]
+
+    @override
     def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
         self._exchange = None
-        return super().state_after_loss(kept)
+        return {**super().state_after_loss(kept), "completed": self._completed}
+
+    @override
+    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
+        super().continue_after_loss(state, context)
+        # By the replicas' own counts: the center may count an exchange whose answer was lost, and which is repeated.
+        self._completed = state["completed"]
+        own = self.links.gather((self._completed, self.links.is_leader))
+        self._client.write(self.center_vectors, [completed for completed, is_leader in own if is_leader])
 
 
 @dataclass

@@ -392,10 +392,6 @@ def check_exact(rest: list[Seen]) -> None:
 @pytest.mark.parametrize("moment", MOMENTS)
 @rows(KEPT)
 def test_the_others_go_on_when_a_rank_is_lost(name: str, moment: str) -> None:
-    if (name, moment) == ("hetero_easgd_round_robin", "within"):
-        pytest.xfail(
-            "one waits for its turn within an epoch, and the other, whose turn it is, for all at the epoch's end"
-        )
     check_lost(name, moment, attempt(lost, 3, name, moment, nodes=[1, 1, 1], timeout=60))
 
 

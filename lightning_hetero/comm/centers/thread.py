@@ -446,6 +446,8 @@ class ThreadCenter(Center):
             for wire in self._wires.values():
                 wire.start(values)
             self._counts = list(counts)
+            self._next = self._counts.index(min(self._counts))  # in turn: who has made fewest exchanges
+            self._changed.notify_all()
 
     @override
     def leave(self) -> None:
