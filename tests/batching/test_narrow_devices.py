@@ -21,7 +21,7 @@ def test_which_devices_have_float64(kind: str, narrow: bool) -> None:
 def _narrow() -> tuple[torch.Tensor, float]:
     dist.init_process_group("gloo")
     for module in (collectives, accounting):
-        module.widest = lambda device: torch.float32  # type: ignore[attr-defined]
+        module.widest_float = lambda device: torch.float32  # type: ignore[attr-defined]
     rank = dist.get_rank()
     own = Collectives(StepTimer(torch.device("cpu")).waiting, lambda: False, lambda: True)
     mean = own.reduce(torch.tensor([rank, 3]), None, "mean")

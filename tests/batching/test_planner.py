@@ -170,7 +170,7 @@ def steps(planner, now, costs, seconds):
     """Update with reports of steps that have all taken so long, under the plan in force; returns the new plan."""
     shares = planner.shares(max(now - 1, 0))
     reports = [
-        r._replace(samples=n, compute=seconds, laps=10, since=100.0, drawn=now + 1.0)
+        r._replace(samples=n, compute=seconds, steps=10, since=100.0, drawn=now + 1.0)
         for r, n in zip(costs, shares, strict=True)
     ]
     return planner.update(now, reports)
@@ -244,7 +244,7 @@ def kept_apart(seed):
                 ahead[rank] += spent[rank] - until
             now += min(laps)
             reports = [
-                cost._replace(samples=n, compute=s / k, laps=k, since=100.0, drawn=now + 1.0)
+                cost._replace(samples=n, compute=s / k, steps=k, since=100.0, drawn=now + 1.0)
                 for cost, n, s, k in zip(costs, shares, spent, laps, strict=True)
             ]
             if planner.update(now, reports) is not None:
@@ -264,7 +264,7 @@ def test_steps_that_became_longer_by_a_change_of_speed_are_no_reason_to_take_the
     # Both at a third of their speed, and the second at a sixth: the best step is twice as long as it was.
     changed = [report(0.003)._replace(since=0.1), report(0.009)._replace(since=0.1)]
     now += 40
-    reports = [r._replace(compute=0.225, laps=10, drawn=now + 1.0, samples=32) for r in changed]
+    reports = [r._replace(compute=0.225, steps=10, drawn=now + 1.0, samples=32) for r in changed]
     assert planner.update(now, reports) is not None
     for later in range(1, 40):
         assert (
