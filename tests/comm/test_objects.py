@@ -124,8 +124,8 @@ def test_files_are_written_by_plugins() -> None:
     assert set(written) == {"checkpoint/writer.py"}
     callers: dict[str, Any] = _calls({"save_checkpoint"}, {"files", "self.checkpoint_io", "strategy.checkpoint_io"})
     # Of which the first takes copies itself.
-    assert set(callers) == {"checkpoint/writer.py", "strategies/saving.py"}
-    assert "save_checkpoint(portable(" in (PACKAGE / "strategies/saving.py").read_text()
+    assert set(callers) == {"checkpoint/writer.py", "strategies/base.py"}
+    assert "save_checkpoint(portable(" in (PACKAGE / "strategies/base.py").read_text()
 
 
 def test_the_control_a_plain_pickle_takes_the_whole_memory() -> None:
