@@ -119,10 +119,10 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 if __name__ == "__main__":
-    choice.CANDIDATES = ("hetero_node",)
-    cluster.measure = lambda chosen: [cluster.Link(pair, 0.5, 1e3) for pair in chosen]
+    strategy_choice.CANDIDATES = ("hetero_node",)
+    cluster.measure_links = lambda chosen: [cluster.MeasuredLink(pair, 0.5, 1e3) for pair in chosen]
     seconds = float(sys.argv[1])  # of a step, as the ranks believe
-    auto.choose = lambda cluster, step, wish: choice.choose(cluster, seconds, wish)
+    auto.choose = lambda cluster, step, wish: strategy_choice.choose(cluster, seconds, wish)
     strategy = lightning_hetero.AutoStrategy(
         measure=8, every=4, balance="off", rebalance_every_n_steps=2, start_method="fork", ranks_per_node=1
     )
