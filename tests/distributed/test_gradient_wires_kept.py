@@ -233,6 +233,6 @@ def test_bytes_are_those_of_theory() -> None:
 
 
 def test_what_precision_goes_with_a_wire() -> None:
-    scaled: Any = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
+    scaled: Any = SimpleNamespace(scaler=object())
     assert "another loss scale" in str(WiredGradients("powersgd:4").problem(scaled))
     assert WiredGradients("fp16").problem(scaled) is None
