@@ -259,7 +259,12 @@ TWO_NODES = [
         "net.0.weight and 1 more became trainable, or frozen, in mid-epoch",
     ),
     unfrozen(
-        bad.OwnStrategy, {}, UnsupportedError, bad.Thaws(), "Thaws has frozen net.0.weight and others", "regrows=True"
+        bad.OwnStrategy,
+        {},
+        UnsupportedError,
+        bad.Thaws(),
+        "Thaws has frozen net.0.weight and others",
+        "supports_unfreezing",
     ),
     unfrozen(
         bad.OwnStrategy,
@@ -267,7 +272,7 @@ TWO_NODES = [
         UnsupportedError,
         bad.FreezesLater(),
         "OwnAverager does not say that it can go on",
-        "regrows=True",
+        "supports_unfreezing=True",
     ),
     gossip(NoLoCoStrategy, "gamma: rank 0: 0.7, rank 1: 0.5", {"gamma": [0.7, 0.5]}),
     gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
