@@ -118,7 +118,9 @@ def check_resumed(name: str, ranks: list[tuple[Seen, dict[str, Seen]]], folder: 
         trained([parts[at] for _, parts in ranks], name)
         # All that is kept is there again, of the others too, and of an exchange under way. Pairs of `hetero_gossip_async`
         # may exchange between the resume and the save.
-        assert name == "hetero_gossip_async" or same_state(states_of(folder / f"{at}-again.ckpt"), states_of(folder / path))
+        assert name == "hetero_gossip_async" or same_state(
+            states_of(folder / f"{at}-again.ckpt"), states_of(folder / path)
+        )
         for whole, parts in ranks:
             assert whole.steps == STEPS
             check_goes_on(name, whole, parts[at], step)
