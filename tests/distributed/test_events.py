@@ -116,8 +116,8 @@ def check_resumed(name: str, ranks: list[tuple[Seen, dict[str, Seen]]], folder: 
         assert sorted(i for whole, _ in ranks for step in steps for i in whole.seen[step]) == list(range(SAMPLES))
     for at, step, path in (("end", EPOCH, f"step={EPOCH}.ckpt"), ("middle", MIDDLE, "middle.ckpt")):
         trained([parts[at] for _, parts in ranks], name)
-        # All that is kept is there again, of the others too, and of an exchange under way. Pairs of `hetero_gossip_async`
-        # may exchange between the resume and the save.
+        # All that is kept is there again, of the others too, and of an exchange under way. Only the pairs of
+        # `hetero_gossip_async` may exchange between the resume and the save.
         assert name == "hetero_gossip_async" or same_state(
             states_of(folder / f"{at}-again.ckpt"), states_of(folder / path)
         )
