@@ -143,7 +143,7 @@ class Fit:
 
 
 def _same_parameters(job: Job) -> ParameterDriftCheck | None:
-    """What compares parameters in this rank's replica; ``None`` if its devices are alike (collective over it)."""
+    """The drift check of this rank's replica; ``None`` if its devices are alike (collective over it)."""
     ranks = job.view.replica.ranks
     if len(ranks) == 1 or job.view.topology.backend(ranks) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Averagers of one's own against loops by hand: SlowMo of docs/own_averager.md, and one that keeps replicas apart."""
+"""Algorithms of a user against loops in NumPy: SlowMo of docs/own_averager.md, and a pull towards the mean."""
 
 import contextlib
 import io
