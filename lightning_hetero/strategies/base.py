@@ -1,5 +1,6 @@
 """The Lightning face of every strategy: one training step that reads from top to bottom, and other overrides."""
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -109,6 +110,7 @@ class HeteroStrategy(JobStrategy):
     def setup_distributed(self) -> None:
         reset_seed()
         self.set_world_ranks()
+        began = time.monotonic()
         if self.entry is None:
             check_process_group(failures.watched(), self.survives)
             if self.job is None and (growth := self.survival.growth) is not None:
@@ -116,7 +118,7 @@ class HeteroStrategy(JobStrategy):
             trainer = lightning_compat.trainer_of(self.lightning_module)
             if self.survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 threads.freeze_gc()  # before others wait for this rank
-        self.join_world()
+        self.join_world(began)
         if self.job is None:
             if (growth := self.survival.growth) is not None:
                 growth.resume()

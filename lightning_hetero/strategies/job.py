@@ -1,7 +1,6 @@
 """A DDP strategy whose ranks form a job: it joins one, and goes on with other ranks when the job's view changes."""
 
 import os
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -160,13 +159,17 @@ class JobStrategy(DDPStrategy):
 
     # -- joining a job -----------------------------------------------------------------------------
 
-    def join_world(self) -> None:
-        """Join the world's process group (collective), unless this rank is in that of a running job already."""
+    def join_world(self, began: float) -> None:
+        """Join the world's process group (collective), unless this rank is in that of a running job already.
+
+        Args:
+            began: when this rank began to look for others, by ``time.monotonic()``; ``timeout`` counts from then.
+        """
         limit = self.options.limit
         if self.entry is not None:
             failures.watch_ranks(self.interface, limit.total_seconds())
             return
-        began, environment = time.monotonic(), self.environment
+        environment = self.environment
         address = RendezvousAddress(
             environment.main_address, environment.main_port, environment.global_rank(), environment.world_size()
         )
