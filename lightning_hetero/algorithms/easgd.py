@@ -200,7 +200,7 @@ class EAMSGDAverager(ElasticAverager):
         for optimizer, group in pairs:
             for p in group["params"]:
                 buffer = optimizer.state.get(p, {}).get("momentum_buffer")
-                if buffer is not None:
+                if buffer is not None and p.requires_grad:  # a frozen one stands still, and is in no vector
                     p.add_(buffer, alpha=group["momentum"] * float(group["lr"]))
         x = self.replica.pack(out)
         self.replica.unpack(y)
