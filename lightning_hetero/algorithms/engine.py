@@ -126,7 +126,7 @@ def unfrozen_within_epoch(names: Iterable[str]) -> str:
         names: of the parameters.
     """
     return (
-        f"{_listed(names)} became trainable, or frozen, in mid-epoch; replicas agree on what is trainable at the "
+        f"{listed(names)} became trainable, or frozen, in mid-epoch; replicas agree on what is trainable at the "
         "beginning of an epoch. Change it there, as in on_train_epoch_start, or use hetero_ddp."
     )
 
@@ -139,13 +139,14 @@ def layout_is_fixed(averager: str, names: Iterable[str]) -> str:
         names: of the parameters.
     """
     return (
-        f"{_listed(names)} became trainable, or frozen, during the fit; {averager} does not say that it can go on with "
+        f"{listed(names)} became trainable, or frozen, during the fit; {averager} does not say that it can go on with "
         "other parameters. Let it say so (traits = Traits(supports_unfreezing=True)), unfreeze all before the fit, or "
         "use hetero_ddp."
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The names in few words: the first one, and how many more."""
     first, *more = names
     return f"{first} and {len(more)} more" if more else first
 

@@ -5,12 +5,13 @@ own state is in a shard (:mod:`~lightning_hetero.checkpoint.shards`).
 """
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
 from lightning_hetero.batching.shares import cost_of, row_of
@@ -45,6 +46,20 @@ def warn_if_unreadable(checkpoint: Mapping[str, Any]) -> None:
     """Say that this version leaves out what another one has added."""
     if (problem := _unreadable(checkpoint)) is not None:
         rank_zero_warn(f"{problem} Only what Lightning itself has saved is restored.")
+
+
+# -- the model --------------------------------------------------------------------------------------
+
+
+def add_trainable(checkpoint: dict[str, Any], module: nn.Module) -> None:
+    """Add which parameters are trainable to a checkpoint."""
+    trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    checkpoint.setdefault(KEY, {"format": FORMAT})["trainable"] = trainable
+
+
+def trainable_in(checkpoint: Mapping[str, Any]) -> Mapping[str, bool]:
+    """By name, whether a parameter was trainable; empty if the checkpoint does not tell."""
+    return part_of(checkpoint).get("trainable", {})
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -105,7 +120,6 @@ def add_replicas(
     view: View,
     save: str,
     losses: LossTracker,
-    trainable: Sequence[str],
 ) -> None:
     """Describe the replicas in rank 0's checkpoint (collective).
 
@@ -115,24 +129,18 @@ def add_replicas(
         view: who takes part.
         save: the name of this save, which its shards bear.
         losses: of this rank.
-        trainable: names of the parameters that are trainable.
     """
     everyone = gather(losses.state_dict(), "the ranks' losses to save")
     if view.rank == 0:
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
-        replicas = {**names, "trainable": list(trainable), "losses": everyone}
+        replicas = {**names, "losses": everyone}
         checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
 
 
 def save_name(checkpoint: Mapping[str, Any]) -> str | None:
     """The name of the save to which a checkpoint belongs, if it has shards."""
     return part_of(checkpoint).get("replicas", {}).get("save")
-
-
-def trainable_names(checkpoint: Mapping[str, Any]) -> list[str] | None:
-    """Names of the parameters that were trainable; ``None`` if the checkpoint does not tell."""
-    return part_of(checkpoint).get("replicas", {}).get("trainable")
 
 
 def replica_mismatch(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> str | None:

@@ -1,7 +1,7 @@
 """Checks before training starts: Trainer, model and fit that would hang or be wrong are refused on every rank."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
+from lightning_hetero.algorithms.engine import listed
 from lightning_hetero.batching.sampler import ShareSampler
 from lightning_hetero.comm.agreement import check_equal, gather, raise_on_all
 from lightning_hetero.comm.view import View
@@ -204,26 +205,27 @@ def two_points(optimizers: Sequence[Optimizer]) -> HeteroError | None:
     return None
 
 
-def go_on_with(module: torch.nn.Module, trainable: Collection[str] | None) -> None:
+def restore_trainable(module: torch.nn.Module, trainable: Mapping[str, bool]) -> bool:
     """Let the parameters be trainable that were so in a checkpoint; callbacks do not unfreeze them again.
 
     Args:
         module: the model.
-        trainable: names of the parameters; ``None``: as they are.
+        trainable: whether a parameter was, by its name. Others stay as they are.
+
+    Returns:
+        Whether anything has changed.
     """
-    if trainable is None:
-        return
-    frozen = []
-    for name, p in module.named_parameters():
-        if p.requires_grad and name not in trainable:
-            frozen.append(name)
-        p.requires_grad_(name in trainable)
-    if frozen:
-        more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
+    changed = {n: p for n, p in module.named_parameters() if trainable.get(n, p.requires_grad) != p.requires_grad}
+    for name, p in changed.items():
+        p.requires_grad_(trainable[name])
+    if frozen := [name for name in changed if not trainable[name]]:
         rank_zero_warn(
-            f"{frozen[0]}{more} had been frozen when the checkpoint was saved, and stays frozen. To go on with other "
+            f"{listed(frozen)} had been frozen when the checkpoint was saved, and stays frozen. To go on with other "
             "trainable parameters load the weights only, or change what is trainable in on_train_epoch_start."
         )
+    if thawed := [name for name in changed if trainable[name]]:
+        rank_zero_info(f"{listed(thawed)} is trainable again, as when the checkpoint was saved.")
+    return bool(changed)
 
 
 def unsurvivable(

@@ -27,7 +27,6 @@ from lightning_hetero.checkpoint.format import (
     CheckpointIdentity,
     add_replicas,
     replica_mismatch,
-    trainable_names,
 )
 from lightning_hetero.checkpoint.snapshot import identity
 from lightning_hetero.checkpoint.writer import BackgroundWriter
@@ -47,7 +46,6 @@ from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.guards import (
     averages_again,
     complex_parameters,
-    go_on_with,
     two_points,
     unfreezing,
     unsupported,
@@ -287,7 +285,7 @@ class ReplicaStrategy(HeteroStrategy):
         if saving.others_join(self.checkpoint_io):
             checkpoint[COMMON] = self.survival.retry(lambda: self.engine.common_state())
             view = self.engine.view
-            add_replicas(checkpoint, self._identity(), view, "", self.engine.losses, self.averager.replica.trainable)
+            add_replicas(checkpoint, self._identity(), view, "", self.engine.losses)
             self.weight_averages.save(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -297,7 +295,7 @@ class ReplicaStrategy(HeteroStrategy):
         view = self.engine.view
         with self._shards.saving(io, filepath, view.is_leader, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
-            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses, self.averager.replica.trainable)
+            add_replicas(checkpoint, self._identity(), view, save, self.engine.losses)
             with saving.raise_on_all_ranks(alone=False):
                 if own is not None:
                     shard = shards.shard_path(filepath, view.replica.id, save)
@@ -314,9 +312,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     @override
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        go_on_with(self.lightning_module, trainable_names(checkpoint))
-        self.change_layout()
+        self.change_layout()  # to what was trainable
         self.weight_averages.load(checkpoint)
         if self.entry is not None:
             why = replica_mismatch(checkpoint, self._identity(), self.engine.view) or "Nobody has joined after all."

@@ -22,10 +22,12 @@ from lightning_hetero.checkpoint.format import (
     COMMON,
     CheckpointIdentity,
     add_plan,
+    add_trainable,
     nearest_replicas,
     replica_mismatch,
     restore_plan,
     save_name,
+    trainable_in,
     warn_if_unreadable,
 )
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
@@ -37,6 +39,7 @@ from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO, environment_of, hpc_path, trainer_of
 from lightning_hetero.strategies.capacity import Capacity
+from lightning_hetero.strategies.guards import restore_trainable
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.position import begin_next_epoch, fetch_anew_between_epochs, fetch_anew_if_moved
 
@@ -217,6 +220,8 @@ class RankState:
     def _add_common(self, checkpoint: dict[str, Any]) -> None:
         """Add what all ranks know alike to a checkpoint."""
         share = self._strategy.share
+        assert self._strategy.lightning_module is not None
+        add_trainable(checkpoint, self._strategy.lightning_module)
         add_plan(checkpoint, share)
         self._capacity.add_to(checkpoint)
         share.loaders.sizes.add_to(checkpoint)
@@ -224,7 +229,10 @@ class RankState:
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on with the plan of a checkpoint."""
         strategy = self._strategy
+        assert strategy.lightning_module is not None
         warn_if_unreadable(checkpoint)
+        if restore_trainable(strategy.lightning_module, trainable_in(checkpoint)):
+            strategy.wrap_anew()
         restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.entry is not None)
         self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint

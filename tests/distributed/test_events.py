@@ -495,8 +495,7 @@ def check_changed(name: str, change: Any, ranks: list[tuple[Seen, Seen]]) -> Non
         assert (ranks[0][number].weights != begin).all()
     first = ranks[0][0].path
     for whole, second in ranks:
-        if name not in WORLDS:  # in which a callback's layers stay frozen, as with Lightning
-            check_goes_on(name, whole, second, MIDDLE)
+        check_goes_on(name, whole, second, MIDDLE)
         assert torch.equal(second.begun[0], whole.path[MIDDLE - 1])
         path = [weights[:still] for weights in whole.path]
         if change is Thaws:
