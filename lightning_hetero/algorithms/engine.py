@@ -23,7 +23,7 @@ def nonfinite_message(
     broken: Sequence[int],
     replicas: Sequence[Sequence[int]],
     step: int,
-    seen: Sequence[tuple[str | None, int | None]],
+    seen: Sequence[tuple[str | None, int | None] | None],
     fresh_start: str,
 ) -> str:
     """The error message for replicas that are not finite.
@@ -32,25 +32,35 @@ def nonfinite_message(
         broken: their numbers.
         replicas: the ranks of each.
         step: optimizer step after which they were found.
-        seen: of each rank, the first parameter or buffer that is not finite, and the step of the first such loss.
+        seen: of each rank, the first parameter or buffer that is not finite, and the step of the first such loss;
+            ``None``: this rank does not know.
         fresh_start: with what such a replica would go on, were it left out.
     """
     parts = []
     for index in broken:
         ranks = replicas[index]
-        name = next((seen[rank][0] for rank in ranks if seen[rank][0]), None)
+        known = {rank: found for rank in ranks if (found := seen[rank]) is not None}
+        if not known:
+            parts.append(f"replica {index} (ranks {list(ranks)}) has sent values that are not finite")
+            continue
+        name = next((name for name, _ in known.values() if name), None)
         if name is None:
             parts.append(
                 f"the changes of replica {index} (ranks {list(ranks)}) are too large for the wire; use 'bf16' or 'fp32'"
             )
             continue
-        losses = [f"of rank {rank} at step {seen[rank][1]}" for rank in ranks if seen[rank][1] is not None]
+        losses = [f"of rank {rank} at step {step}" for rank, (_, step) in known.items() if step is not None]
         parts.append(
             f"replica {index} (ranks {list(ranks)}) holds values that are not finite, the first in {name!r}"
             + (f"; the first loss that was not: {', '.join(losses)}" if losses else "; its losses were all finite")
         )
     spread = "No value that is not finite has reached the others."
-    firsts = sorted((seen[rank][1] or 0, rank) for i in broken for rank in replicas[i] if seen[rank][1] is not None)
+    firsts = sorted(
+        (found[1], rank)
+        for i in broken
+        for rank in replicas[i]
+        if (found := seen[rank]) is not None and found[1] is not None
+    )
     if len(broken) > 1 and firsts:
         spread = (
             f"The loss of rank {firsts[0][1]} was the first that was not finite, at step {firsts[0][0]}: before that "
@@ -81,7 +91,7 @@ def explain_nonfinite(engine: "ReplicaEngine") -> Iterator[None]:
         if facts.lockstep:
             seen = engine.links.gather(mine)
         else:  # nobody else knows
-            seen = [mine if rank == engine.view.rank else (None, None) for rank in range(engine.view.world)]
+            seen = [mine if rank == engine.view.rank else None for rank in range(engine.view.world)]
         message = nonfinite_message(error.replicas, engine.view.ranks, engine.windows, seen, facts.fresh_start)
         told = NotFiniteError(error.replicas, message)
         raise (told.of_all() if facts.lockstep else told) from None

@@ -39,12 +39,14 @@ class StreamPosition(NamedTuple):
         state: of the loader after its latest batch; before it if the loader has come to its end, since that batch
             serves for padding. ``None``: the loader cannot tell, or this is its first batch.
         ended: whether the loader has come to its end.
+        before: state of the loader before its latest batch, which serves for padding if no other one follows.
     """
 
     epoch: int
     batches: int
     state: Any
     ended: bool
+    before: Any
 
 
 class StreamCollectives(Protocol):
@@ -152,11 +154,13 @@ class Stream(LoaderProxy):
         first = self._count = self._go_on(epoch)
         batches = iter(self.loader)
         batch = next(batches, end) if first and self._resumed and self._resumed.ended else end
-        before = after = None if self._resumed is None else self._resumed.state
+        before, after = (None, None) if self._resumed is None else (self._resumed.before, self._resumed.state)
         self._over, ended = False, False
         while True:
             current = end if ended else next(batches, end)
             ended = current is end
+            if ended and batch is end and first and self._resumed:  # it was saved after its last batch
+                batch = self._last_batch(self._resumed, end)
             samples, problem = self._measure(current) if not ended else (0.0, None)
             mine = StepTally(samples, float(not ended), float(ended and batch is end))
             if self._count == first:
@@ -173,7 +177,7 @@ class Stream(LoaderProxy):
             self.drawn.append(Drawn(samples, tally.samples))
             if self.stateful and not ended:
                 before, after = after, copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
-            self._states.append(StreamPosition(epoch, self._count, before if ended else after, ended))
+            self._states.append(StreamPosition(epoch, self._count, before if ended else after, ended, before))
             yield batch
         self._over = True
 
@@ -207,6 +211,13 @@ class Stream(LoaderProxy):
         for _, _ in zip(range(1 + place.ended), self.loader, strict=False):
             pass  # ends the epoch that the checkpoint knows; the next iteration begins another
         return 0
+
+    def _last_batch(self, place: StreamPosition, end: Any) -> Any:
+        """The batch after which the loader came to its end."""
+        if place.before is not None:
+            self.loader.load_state_dict(place.before)  # type: ignore[attr-defined]
+        batches = list(self.loader)  # to its end, so that the next iteration begins an epoch
+        return batches[-1] if batches else end
 
     def _somebody_has_data(self, everyone: StepTally, problem: str | None) -> bool:
         """Look at the first batches of all ranks; an error is raised on every rank at once."""
