@@ -80,14 +80,24 @@ def both(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(
-    ("every", "wait", "warmup", "cooldown"), [(4, 1, 12, 15), (3, 3, 7, 10), (5, 4, 0, 1), (2, 0, 20, 9), (7, 5, 1, 30)]
+    ("every", "wait", "warmup", "cooldown", "nodes"),
+    [
+        (4, 1, 12, 15, NODES),
+        (3, 3, 7, 10, [2, 1]),
+        (5, 4, 0, 1, NODES),
+        (2, 0, 20, 9, NODES),
+        (7, 5, 1, 30, NODES),
+        (1, 1, 0, 1, [2, 1]),
+    ],
 )
-def test_constant_rates(every: int, wait: int, warmup: int, cooldown: int) -> None:
+def test_constant_rates(every: int, wait: int, warmup: int, cooldown: int, nodes: list[int]) -> None:
     options = {"global_every": every, "wait": wait, "warmup": warmup, "cooldown": cooldown, "patience": 99, "epochs": 5}
-    truths = in_numpy("daso", **options), in_numpy("delta", **options)
+    options["speeds"] = SPEEDS[: sum(nodes)]
+    truths = [in_numpy(mixing, **options, nodes=nodes) for mixing in ("daso", "delta")]
     assert len(truths[0].weights) == 100
-    for truth, results in zip(truths, zip(*run(both, 4, options, nodes=NODES), strict=True), strict=True):
-        check(results, truth)
+    results = zip(*run(both, sum(nodes), options, nodes=nodes), strict=True)
+    for truth, result in zip(truths, results, strict=True):
+        check(result, truth, nodes)
 
 
 @pytest.mark.long

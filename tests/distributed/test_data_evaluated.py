@@ -12,7 +12,6 @@ from oracles import oracle
 from ranks import run
 from tasks import FAST, EvaluatedNet, Net, dataset, error, parameters
 from test_data import UNEVEN, WORLD
-from torch import nn
 from torch.utils.data import (
     DataLoader,
 )
@@ -20,34 +19,6 @@ from torch.utils.data import (
 from lightning_hetero import HeteroDDPStrategy
 
 # -- evaluation ----------------------------------------------------------------------------------------------
-
-
-def _evaluate(samples: int, batch_size: int, balance: Any) -> dict[str, Any]:
-    module = EvaluatedNet()
-    strategy = HeteroDDPStrategy(balance=balance)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "num_sanity_val_steps": 0})
-    loader = DataLoader(dataset(samples), batch_size=batch_size)
-    trainer.fit(module, DataLoader(dataset(30), batch_size=4), loader)
-    result = {"val": module.evaluated, "metrics": {k: v.item() for k, v in trainer.callback_metrics.items()}}
-    module.evaluated = []
-    result["metrics"] |= trainer.test(module, loader, verbose=False)[0]
-    result["test"] = module.evaluated
-    with torch.no_grad():
-        result["truth"] = module.loss(dataset(samples)[:]).item()
-    result["predict"] = [i for batch in trainer.predict(module, loader) for i in batch]
-    return result
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("balance", ["auto", UNEVEN, [1.0, 0.0, 1.0]])
-@pytest.mark.parametrize(("samples", "batch_size"), [(101, 4), (7, 4), (10, 1), (12, 4)])
-def test_evaluation_sees_every_sample_once(samples: int, batch_size: int, balance: Any) -> None:
-    results = run(_evaluate, WORLD, samples, batch_size, balance)
-    for stage in ("val", "test", "predict"):
-        assert Counter(i for r in results for i in r[stage]) == Counter(range(samples)), stage
-    for result in results:  # the mean over samples, however they were split
-        assert result["metrics"]["val"] == pytest.approx(result["truth"], rel=1e-12)
-        assert result["metrics"]["test"] == pytest.approx(result["truth"], rel=1e-12)
 
 
 class Writer(BasePredictionWriter):
@@ -59,44 +30,37 @@ class Writer(BasePredictionWriter):
         self.pairs = list(zip(batch_indices[0], predictions, strict=True))
 
 
-def _predict() -> list[tuple[list[int], list[int]]]:
-    writer = Writer()
-    strategy = HeteroDDPStrategy(balance=UNEVEN)
-    trainer = pl.Trainer(strategy=strategy, callbacks=[writer], **FAST)
-    trainer.predict(EvaluatedNet(), DataLoader(dataset(50), batch_size=4))
-    return writer.pairs
+def _evaluate(samples: int, batch_size: int, balance: Any) -> dict[str, Any]:
+    module, writer = EvaluatedNet(), Writer()
+    strategy = HeteroDDPStrategy(balance=balance)
+    trainer = pl.Trainer(
+        strategy=strategy, **{**FAST, "max_epochs": 1, "num_sanity_val_steps": 0, "callbacks": [writer]}
+    )
+    loader = DataLoader(dataset(samples), batch_size=batch_size)
+    trainer.fit(module, DataLoader(dataset(30), batch_size=4), loader)
+    result = {"val": module.evaluated, "metrics": {k: v.item() for k, v in trainer.callback_metrics.items()}}
+    module.evaluated = []
+    result["metrics"] |= trainer.test(module, loader, verbose=False)[0]
+    result["test"] = module.evaluated
+    with torch.no_grad():
+        result["truth"] = module.loss(dataset(samples)[:]).item()
+    result["predict"] = [i for batch in trainer.predict(module, loader) for i in batch]
+    result["written"] = writer.pairs
+    return result
 
 
-def test_prediction_writers_get_the_right_indices() -> None:
-    pairs = [pair for result in run(_predict, WORLD) for pair in result]
-    assert all(indices == predicted for indices, predicted in pairs)
-    assert Counter(i for indices, _ in pairs for i in indices) == Counter(range(50))
-
-
-class Normed(EvaluatedNet):
-    """BatchNorm: its statistics must be the same on all ranks when they validate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)).double()
-        self.used: list[float] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.used.append(self.net[1].running_mean.sum().item())
-        super().validation_step(batch, batch_idx)
-
-
-def _normed() -> list[float]:
-    module, strategy = Normed(), HeteroDDPStrategy(balance=UNEVEN)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2, "num_sanity_val_steps": 0})
-    trainer.fit(module, DataLoader(dataset(96), batch_size=8), DataLoader(dataset(101), batch_size=4))
-    return module.used
-
-
-def test_all_ranks_validate_with_the_same_buffers() -> None:
-    results = run(_normed, WORLD)
-    assert results[0] == results[1] == results[2]
-    assert results[0][0] != results[0][-1]  # or nothing was learned between
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("balance", ["auto", UNEVEN, [1.0, 0.0, 1.0]])
+@pytest.mark.parametrize(("samples", "batch_size"), [(101, 4), (7, 4), (10, 1), (12, 4)])
+def test_evaluation_sees_every_sample_once(samples: int, batch_size: int, balance: Any) -> None:
+    results = run(_evaluate, WORLD, samples, batch_size, balance)
+    for stage in ("val", "test", "predict"):
+        assert Counter(i for r in results for i in r[stage]) == Counter(range(samples)), stage
+    assert all(indices == predicted for result in results for indices, predicted in result["written"])
+    assert Counter(i for r in results for indices, _ in r["written"] for i in indices) == Counter(range(samples))
+    for result in results:  # the mean over samples, however they were split
+        assert result["metrics"]["val"] == pytest.approx(result["truth"], rel=1e-12)
+        assert result["metrics"]["test"] == pytest.approx(result["truth"], rel=1e-12)
 
 
 def test_oracle_differs_from_an_untrained_model() -> None:

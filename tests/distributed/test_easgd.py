@@ -18,13 +18,6 @@ from lightning_hetero.algorithms.easgd import ElasticAverager
 
 PULL = {"moving_rate": 0.2, "beta": 0.7}
 NESTEROV = {"momentum": 0.8, "nesterov": True}
-SYNC: list[tuple[Any, dict[str, Any]]] = [
-    ("easgd", {"tau": 3, **PULL}),
-    ("easgd", {"tau": 2, **PULL, "wire": "fp16"}),
-    ("overlap", {"tau": 3, **PULL}),
-    ("eamsgd", {"tau": 3, **PULL, "model": NESTEROV}),
-    ("diloco", {"tau": 3}),
-]
 
 
 # -- conservation --------------------------------------------------------------------------------------------
@@ -142,20 +135,6 @@ def test_overlap_changes_no_bit() -> None:
             assert len(plain["centers"]) == 40
             assert same(plain, overlapped)
         assert not same(results[0], results[2])  # a control
-
-
-@pytest.mark.long
-def test_two_launches_are_alike_and_so_are_the_centers_of_all_ranks() -> None:
-    fits = [*SYNC, ("round_robin", {"tau": 3, **PULL}), ("round_robin", {"tau": 2, **PULL, "wire": "bf16"})]
-    fits = [(name, {**options, "epochs": 1}) for name, options in fits]
-    first, second = (run(lines, 3, *fits, nodes=APART) for _ in range(2))
-    for rank in range(3):
-        for number, (name, _) in enumerate(fits):
-            result = first[rank][number]
-            assert same(result, second[rank][number]), name
-            assert torch.equal(result["centers"], first[0][number]["centers"]), name
-            assert torch.equal(result["final"], first[0][number]["final"]), name
-            assert rank == 0 or not torch.equal(result["path"][-2], first[0][number]["path"][-2]), name
 
 
 # -- what counts as a replica, and as a step -----------------------------------------------------------------
