@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from ranks import attempt, run
-from tasks import FAST, Dropping, EvaluatedNet, Net, dataset, error, parameters
+from tasks import FAST, Dropping, EvaluatedNet, Net, Save, dataset, error, parameters
 from test_node import NODES, SHARES
 from torch import nn
 from torch.utils.data import DataLoader
@@ -57,31 +57,26 @@ class Counting(Dropping):
         return nn.functional.mse_loss(self.net(x), batch[1])
 
 
-def _resumed(folder: str, module: Any, saves: dict[str, Any], name: str, options: dict[str, Any]) -> list[torch.Tensor]:
-    warnings.filterwarnings("ignore", "The dirpath has changed")
+def _resumed(folder: str, step: int, options: dict[str, Any]) -> list[torch.Tensor]:
     weights = []
-    for part in ("whole", "second"):
-        keep = ModelCheckpoint(f"{folder}/{part}", save_top_k=-1, filename="{step}", **saves)
-        model, strategy = module(), DASOStrategy(**BASE, **options)
-        path = f"{folder}/whole/{name}.ckpt" if weights else None
-        _fit(model, strategy, path, enable_checkpointing=True, callbacks=keep)
+    for resume in (None, f"{folder}/saved.ckpt"):
+        model, saves = Counting(), [] if resume else [Save(f"{folder}/saved.ckpt", step, False)]
+        _fit(model, DASOStrategy(**BASE, **CYCLING, **options), resume, callbacks=saves)
         weights.append(torch.cat([value.double().reshape(-1) for value in model.state_dict().values()]))
     return weights
 
 
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(
-    ("module", "saves", "name", "options"),
+    ("step", "options"),
     [
-        (Counting, {"every_n_train_steps": 8}, "step=16", {**CYCLING, "wait": 3}),
-        (Counting, {"every_n_train_steps": 10}, "step=10", {**CYCLING, "wait": 4, "mixing": "delta"}),
-        (Counting, {"every_n_train_steps": 5}, "step=5", {**CYCLING, "wait": 3, "global_every": 3, "mixing": "delta"}),
+        (16, {"wait": 3}),
+        (10, {"wait": 4, "mixing": "delta"}),
+        (5, {"wait": 3, "global_every": 3, "mixing": "delta"}),
     ],
 )
-def test_resuming_is_as_if_never_stopped(
-    tmp_path: Path, module: Any, saves: dict[str, Any], name: str, options: dict[str, Any]
-) -> None:
-    for whole, second in run(_resumed, 3, str(tmp_path), module, saves, name, options, nodes=NODES):
+def test_resuming_is_as_if_never_stopped(tmp_path: Path, step: int, options: dict[str, Any]) -> None:
+    for whole, second in run(_resumed, 3, str(tmp_path), step, options, nodes=NODES):
         assert torch.equal(whole, second)
 
 

@@ -182,19 +182,6 @@ def test_what_is_written_between_two_steps_is_not_in_it(tmp_path: Path, kind: An
         assert max(value.abs().max() for value in weights.values()) > 0.2  # the step has moved it since it was clamped
 
 
-def _resumed(folder: str, kind: Any) -> Any:
-    _writes_late()
-    whole = fit(f"{folder}/whole", kind, Dropping)
-    path = f"{folder}/whole/step={2 * EVERY}.ckpt"
-    return whole, fit(f"{folder}/again", kind, Dropping, ckpt_path=path)
-
-
-@pytest.mark.parametrize("kind", [DDP, DILOCO], ids=["ddp", "diloco"])
-def test_a_resumed_run_ends_as_if_never_stopped(tmp_path: Path, kind: Any) -> None:
-    for whole, again in run(_resumed, 2, str(tmp_path), kind, nodes=[1, 1]):
-        assert torch.equal(whole, again)
-
-
 class Broken(AtomicCheckpointIO):
     """A disk of one rank that is full."""
 

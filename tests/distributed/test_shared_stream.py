@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from ranks import run
-from tasks import FAST, Net, dataset, error, parameters
+from tasks import FAST, Net, Save, dataset, error, parameters
 from torch.utils.data import DataLoader, IterableDataset
 from virtual_time import virtual_time
 
@@ -117,22 +117,11 @@ def test_shares_follow_measured_speeds() -> None:
 # -- resuming ----------------------------------------------------------------------------------------------------
 
 
-class SaveAt(pl.Callback):
-    """Saves after so many steps."""
-
-    def __init__(self, steps: int, path: str) -> None:
-        self.steps, self.path = steps, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.steps:
-            trainer.save_checkpoint(self.path)
-
-
 def _resumed(
     kind: Any, options: Any, folder: Any, data: Any, workers: int, steps: int = 10
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     path = f"{folder}/{kind.__name__}.ckpt"
-    whole = _fit(kind, options, data(), workers, callbacks=[SaveAt(steps, path)])
+    whole = _fit(kind, options, data(), workers, callbacks=[Save(path, steps, False)])
     return whole, _fit(kind, options, data(), workers, path=path)
 
 

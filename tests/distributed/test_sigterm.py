@@ -49,10 +49,6 @@ class Watched(EvaluatedNet):
     def __init__(self) -> None:
         super().__init__()
         self.epochs = 0
-        self.began: torch.Tensor | None = None
-
-    def on_train_start(self) -> None:
-        self.began = parameters(self)
 
     def on_train_epoch_end(self) -> None:
         self.epochs += 1
@@ -89,7 +85,6 @@ def _fit(
         "seen": module.seen,
         "evaluated": module.evaluated,
         "weights": parameters(module),
-        "began": module.began,
         "files": sorted(name for name in os.listdir(folder) if not name.endswith(".shards")),
     }
 

@@ -2,16 +2,22 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import events
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from center_tasks import fit
 from oracles import SPEEDS, START, data, order, split
 from ranks import run
+from saved import replicas_of
+from tasks import Save
 from test_low_bit import rounded
 from torch import nn
+
+from lightning_hetero.errors import CheckpointError
 
 TAU, LR, MOMENTUM, PIECES = 6, 0.01, 0.9, [slice(0, 3), slice(3, 6), slice(6, 8)]
 SETTINGS = list(itertools.product([1, 3], [0, 2], [1.0, 0.5]))  # fragments, delay, blend
@@ -170,3 +176,26 @@ def test_all_ranks_choose_the_same_tau() -> None:
     assert one == other
     assert one[0] == 8
     assert all(2 <= tau <= 12 for tau in one)
+
+
+def _save(path: str) -> None:
+    events.fit("hetero_diloco/fragments", Save(path, 11, True))
+
+
+def _resume(path: str, options: dict[str, Any]) -> events.Seen:
+    return events.fit("hetero_diloco/fragments", resume=path, options=options)
+
+
+def test_with_other_fragments_all_ranks_say_so_and_another_delay_goes_on(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    run(_save, 3, path, nodes=[1, 1, 1])
+    [pending] = replicas_of(path)[0]["algorithm"]["pending"]
+    assert pending["step"] == 10
+    for seen in run(_resume, 3, path, {"fragments": 1}, nodes=[1, 1, 1]):
+        assert isinstance(seen.error, CheckpointError)
+        assert "Resume with the fragments and exclude" in str(seen.error)
+    for delay in (0, 3):
+        first, *others = run(_resume, 3, path, {"delay": delay}, nodes=[1, 1, 1])
+        assert first.error is None
+        assert first.weights.isfinite().all()
+        assert all(torch.equal(other.weights, first.weights) for other in others)

@@ -1,6 +1,5 @@
 """`hetero_diloco` in fragments, with exchanges under way, when a replica is lost."""
 
-import logging
 import os
 import signal
 import time
@@ -9,12 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from events import ROWS, Model, Seen, fit
 from ranks import attempt
-from tasks import FAST
-from test_survival import Module, Numbered
+from tasks import dataset
 from torch.utils.data import DataLoader
-
-from lightning_hetero import DiLoCoStrategy
 
 LOST = 7  # steps that rank 2 takes
 
@@ -44,17 +41,11 @@ class Apart(pl.Callback):
             self.at.append(trainer.global_step)
 
 
-def _fit(options: dict[str, Any]) -> Any:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_hetero").addHandler(handler)
-    module, apart = Module(), Apart()
-    strategy = DiLoCoStrategy(on_peer_loss="continue", balance="off", timeout=60, **options)
-    trainer = pl.Trainer(strategy=strategy, callbacks=[apart], **{**FAST, "max_epochs": 2})
-    trainer.fit(module, DataLoader(Numbered(), batch_size=2, shuffle=True))
-    weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-    return weights, apart.centers, apart.under_way, max(apart.at), said
+def _fit(options: dict[str, Any]) -> tuple[Seen, Apart]:
+    apart, model = Apart(), Model(ROWS["hetero_diloco"], scheduled=False)
+    options = {"on_peer_loss": "continue", "balance": "off", **options}
+    data = DataLoader(dataset(192), batch_size=4, shuffle=True)  # no epoch ends before the loss
+    return fit("hetero_diloco", apart, model=model, data=data, options=options), apart
 
 
 LONG = pytest.mark.long
@@ -71,17 +62,17 @@ def test_replicas_that_remain_are_alike(options: dict[str, Any]) -> None:
     outcomes = attempt(_fit, 3, options, nodes=[1, 1, 1])
     assert outcomes[2].exitcode == -signal.SIGKILL
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
-    (first, centers, under_way, ahead, said), (second, others, theirs, behind, quiet) = (o.value for o in outcomes[:2])
-    assert torch.equal(first, second)
-    last = max(centers)
-    after = range(ahead + 1, last + 1)
-    assert all(torch.equal(centers[step], others[step]) for step in after)
-    assert all(under_way[step] == theirs[step] for step in after)
-    assert any(under_way[step] for step in after) == bool(options.get("delay"))
-    assert not torch.equal(centers[ahead + 1], centers[last])  # they still exchange
-    dropped = [text for text in said if "These are dropped" in text]
+    (first, ahead), (second, behind) = (outcome.value for outcome in outcomes[:2])
+    assert torch.equal(first.weights, second.weights)
+    last = max(ahead.centers)
+    after = range(max(ahead.at) + 1, last + 1)
+    assert all(torch.equal(ahead.centers[step], behind.centers[step]) for step in after)
+    assert all(ahead.under_way[step] == behind.under_way[step] for step in after)
+    assert any(ahead.under_way[step] for step in after) == bool(options.get("delay"))
+    assert not torch.equal(ahead.centers[after[0]], ahead.centers[last])  # they still exchange
+    dropped = [text for text in first.said if "These are dropped" in text]
     assert len(dropped) == bool(options.get("delay"))
-    assert not any("These are dropped" in text for text in quiet)
-    assert any("Error feedback begins anew" in text for text in said) == ("wire" in options)
+    assert not any("These are dropped" in text for text in second.said)
+    assert any("Error feedback begins anew" in text for text in first.said) == ("wire" in options)
     if options.get("delay"):
-        assert ahead > behind + 1
+        assert max(ahead.at) > max(behind.at) + 1

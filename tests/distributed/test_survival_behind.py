@@ -9,12 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from events import BATCH, EPOCH, ROWS, STEPS, Model, Seen, fit, one_process, order
 from ranks import attempt
-from tasks import FAST
-from test_survival import Module, Numbered
-from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
 from lightning_hetero.algorithms.periodic import PeriodicAverager
 from lightning_hetero.errors import CommunicationError
 
@@ -69,51 +66,44 @@ class Missed(pl.Callback):
                 self._fail()
 
 
-def _fit(kind: Any, options: dict[str, Any], what: str) -> Any:
-    module, missed = Module(), Missed(what)
-    strategy = kind(on_peer_loss="continue", timeout=60, balance="off", **options)
-    trainer = pl.Trainer(strategy=strategy, callbacks=[missed], **{**FAST, "max_epochs": 2})
-    trainer.fit(module, DataLoader(Numbered(), batch_size=4, shuffle=True))
-    weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-    return weights, trainer.global_step, getattr(missed, "sum", None), module.taken, strategy.survival.losses
+def _fit(name: str, what: str) -> tuple[Seen, float | None]:
+    missed, model = Missed(what), Model(ROWS[name], scheduled=False)
+    seen = fit(name, missed, model=model, options={"on_peer_loss": "continue", "balance": "off"})
+    return seen, getattr(missed, "sum", None)
 
 
-def _both(kind: Any, options: dict[str, Any], what: str) -> Any:
-    outcomes = attempt(_fit, 3, kind, options, what, nodes=None if kind is HeteroDDPStrategy else [1, 1, 1])
+def _both(name: str, what: str) -> list[tuple[Seen, float | None]]:
+    outcomes = attempt(_fit, 3, name, what, nodes=[1, 1, 1])
     assert outcomes[2].exitcode == -signal.SIGKILL
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
-    first, second = (outcome.value for outcome in outcomes[:2])
-    assert torch.equal(first[0], second[0])
-    assert first[1] == second[1] == 16
-    assert [len(losses) for *_, losses in (first, second)] == [1, 1]
-    return first, second
+    both = [outcome.value for outcome in outcomes[:2]]
+    for seen, _ in both:
+        assert torch.equal(seen.weights, both[0][0].weights)
+        assert seen.error is None
+        assert seen.steps == STEPS
+        assert len(seen.losses) == 1
+    return both
 
 
 def test_a_step_that_one_rank_has_missed_is_copied() -> None:
     """The step at which the third rank died counts with its samples, since rank 0 has taken it with them."""
-    (weights, _, _, taken, losses), (*_, others, _) = _both(HeteroDDPStrategy, {}, "step")
-    assert losses[0].step == STEP + 1
-    data, module = Numbered(), Module()
-    optimizer = module.configure_optimizers()
-    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
-    order = list(sampler)
-    for step in range(16):
-        samples = order[12 * step : 12 * step + 12] if step <= STEP else sorted({*taken[step], *others[step]})
+    (first, _), (second, _) = _both("hetero_ddp", "step")
+    assert first.losses[0].step == STEP + 1
+    batches = []
+    for step in range(STEPS):
+        whole = order(step // EPOCH)[BATCH * (step % EPOCH) :][:BATCH]
+        batches.append(whole if step <= STEP else [*first.rows[step], *second.rows[step]])
         # In the step of the loss, the third rank's samples are missing if the batch had been drawn before.
-        assert len(samples) in ((8, 12) if step == STEP + 1 else (12,))
-        loss = torch.nn.functional.mse_loss(module.net(data.x[samples].double()), data.y[samples].double())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert (weights - torch.cat([p.detach().reshape(-1) for p in module.parameters()])).abs().max() < 1e-10
+        assert len(set(batches[-1])) in ((8, 12) if step == STEP + 1 else (12,))
+    assert (first.weights - one_process(batches)).abs().max() < 1e-10
 
 
 def test_an_exchange_that_one_replica_has_missed_is_copied() -> None:
-    first, second = _both(NodeAverageStrategy, {"every_n_steps": 3}, "exchange")
-    assert first[4][0].replicas == second[4][0].replicas == 2
+    (first, _), (second, _) = _both("hetero_node", "exchange")
+    assert first.losses[0].replicas == second.losses[0].replicas == 2
 
 
-@pytest.mark.parametrize("kind", [HeteroDDPStrategy, NodeAverageStrategy])
-def test_a_collective_that_one_rank_has_missed_is_not_repeated(kind: Any) -> None:
-    first, second = _both(kind, {}, "collective")
-    assert first[2] == second[2] == 111.0  # with the part of the rank that has died since
+@pytest.mark.parametrize("name", ["hetero_ddp", "hetero_node"])
+def test_a_collective_that_one_rank_has_missed_is_not_repeated(name: str) -> None:
+    (_, first), (_, second) = _both(name, "collective")
+    assert first == second == 111.0  # with the part of the rank that has died since
