@@ -111,8 +111,6 @@ class OwnAlpha(ElasticAverager):
             c.add_(mean, alpha=beta)
 
 
-# -- conservation, the hull, the fixed point -----------------------------------------------------------------
-
 numbers = st.floats(-10, 10, allow_subnormal=False)
 rates = st.floats(0.01, 0.99)  # both rates 1 would be unstable, and is refused
 
@@ -138,9 +136,6 @@ def test_neither_holds_of_mutants() -> None:
     assert train(ElasticForce(1.8, beta=0.1), starts, weights, 9).x.min() < -2.1  # swings past the center
 
 
-# -- stability -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long(after=1)
 @pytest.mark.parametrize(("alpha", "beta", "stays"), [(0.5, 1.49, True), (1.1, 0.89, True), (0.5, 1.51, False)])
 def test_the_bound_on_alpha_and_beta(alpha: float, beta: float, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,12 +158,6 @@ def test_between_one_and_the_bound_there_is_a_warning() -> None:
     assert "swing past each other" in (stability(1.2, 0.5) or "")
     assert "swing past each other" in (stability(0.5, 1.2) or "")
     assert stability(1.0, 0.99) is stability(0.3, 0.9) is stability(0.0, 1.0) is None
-
-
-# -- traps ---------------------------------------------------------------------------------------------------
-
-
-# -- the rates -----------------------------------------------------------------------------------------------
 
 
 def optimizers(*lrs: float) -> list[torch.optim.Optimizer]:

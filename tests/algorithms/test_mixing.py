@@ -54,9 +54,6 @@ def executed(to: Sends) -> np.ndarray:
     return result
 
 
-# -- nothing is lost -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", ALL)
 def test_rows_and_columns_sum_to_one(name: str, n: int) -> None:
@@ -101,9 +98,6 @@ def test_all_come_to_the_mean(name: str, n: int) -> None:
     np.testing.assert_allclose(product(ALL[name], n, 1200), 1 / n, atol=1e-6)
 
 
-# -- the same everywhere -------------------------------------------------------------------------------------
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(ALL)), st.lists(st.integers(0, 999), min_size=1, max_size=12, unique=True),
@@ -140,9 +134,6 @@ def test_seeds_and_rounds_differ() -> None:
     assert [random_matching(10, t, 1) for t in range(5)] != [random_matching(10, t + 1, 1) for t in range(5)]
 
 
-# -- the odd one ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [3, 5, 7])
 def test_an_odd_one_is_idle_uniformly(n: int) -> None:
     rounds = 400 * n
@@ -162,9 +153,6 @@ def test_every_pair_meets_equally_often(n: int) -> None:
     share = rounds * (n // 2) / (n * (n - 1) / 2)
     assert len(pairs) == n * (n - 1) // 2
     assert max(abs(count - share) for count in pairs.values()) < 5 * share**0.5
-
-
-# -- how fast ------------------------------------------------------------------------------------------------
 
 
 def test_spectra_of_what_never_changes() -> None:
@@ -209,6 +197,3 @@ def test_random_matchings_contract_as_theory_says(n: int) -> None:
     error = np.std(ratios) / len(ratios) ** 0.5
     assert abs(np.mean(ratios) - expected) < 4 * error
     assert 4 * error < 0.06  # so that it can fail
-
-
-# -- by name -------------------------------------------------------------------------------------------------

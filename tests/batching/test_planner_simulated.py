@@ -21,9 +21,6 @@ class LinearCluster(Cluster):
         return super().run(steps, speeds and [Cost(0.010, k) for k in speeds])
 
 
-# -- the simulated cluster ---------------------------------------------------------------------------
-
-
 # (new speeds, the best possible step in seconds, worked out by hand)
 CHANGES = [
     ((0.002, 0.008, 0.004, 0.008), 0.074),  # one rank at a quarter: 32, 8, 16, 8 samples

@@ -116,9 +116,6 @@ def test_a_batch_of_unknown_size_on_one_rank_is_an_error_on_all_ranks(step):
     assert wire.exchanges == step + 1 + (step > 0)  # at the first batch of all ranks, then of the replica's
 
 
-# -- in the place of the loader ------------------------------------------------------------------------
-
-
 class Loader:
     dataset = "the dataset"
 
@@ -148,9 +145,6 @@ def test_a_sized_stream_has_the_length_that_it_is_given_and_another_none():
     assert list(stream) == [[1]]
     with pytest.raises(TypeError):
         len(Stream([[1]], len, nothing, OneReplica()))
-
-
-# -- batches that grow and shrink ------------------------------------------------------------------------
 
 
 class Endless(IterableDataset):

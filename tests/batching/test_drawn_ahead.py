@@ -1,0 +1,190 @@
+"""Ranks with real, prefetching dataloaders, in lockstep in one process: plans change, and no sample may be lost."""
+
+from collections import Counter
+
+import pytest
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.planner import Planner
+from lightning_hetero.batching.sampler import Position
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.strategies import loaders as loaders_module
+from lightning_hetero.strategies.loaders import Loaders
+
+LOADING = 0.003  # seconds that a rank without workers takes to load a batch
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Mailbox:
+    """In place of the all-gather of reports: what all ranks have sent, once all have."""
+
+    def __init__(self, rows, rank):
+        self.rows, self.rank, self.in_flight = rows, rank, False
+
+    def launch(self, row):
+        self.rows[self.rank], self.in_flight = [float(x) for x in row], True
+
+    def collect(self):
+        self.in_flight = False
+        return list(self.rows)
+
+
+class Numbers:
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return index
+
+
+class Rank:
+    """One rank as the strategy sets it up, with everything real but the wire and the clock."""
+
+    def __init__(self, rank, world, rows, sizes, batch_size, workers, persistent):
+        self.rank, self.epoch, self.clock = rank, 0, Clock()
+        self.planner = Planner(world)
+        self.share = None
+        loaders = Loaders(
+            rank,
+            tuple(range(world)),
+            self.planner,
+            self.position,
+            lambda value: value,
+            lambda tally: tally,
+            len,
+            global_batch_size=None,
+            sized_by_user=False,
+            balance_iterable=False,
+        )
+        timer = StepTimer(torch.device("cpu"), clock=self.clock)
+        self.share = BatchAccounting(
+            self.planner,
+            timer,
+            loaders,
+            tuple(range(world)),
+            None,
+            Mailbox(rows, rank),
+        )
+        self.combined = CombinedLoader(
+            [
+                loaders.training(
+                    DataLoader(
+                        data := Numbers(samples),
+                        batch_size=batch_size,
+                        sampler=DistributedSampler(data, num_replicas=1, rank=0, seed=3),
+                        num_workers=workers,
+                        persistent_workers=persistent and workers > 0,
+                    ),
+                    sharded_by_user=False,
+                )
+                for samples in sizes
+            ],
+            "max_size_cycle",
+        )
+        loaders.combined = lambda: self.combined
+
+    def position(self):
+        step = 0 if self.share is None else self.share.step
+        if self.share is not None:
+            self.share.begin_pass()
+        return Position(self.epoch, 0, step)
+
+    def step(self, batches, seconds_per_sample):
+        """What happens between the arrival of a batch and the end of the step."""
+        self.share.begin()
+        drawn = self.share.drawn
+        self.clock.now += 0.010 + seconds_per_sample * max(drawn.samples, 1)
+        self.share.end(report=(self.share.step + 1) % 4 == 0)
+        return [batch.tolist() for batch in batches], drawn
+
+    def close(self):
+        self.combined.reset()  # ends the workers now, rather than when the garbage is collected, which takes long
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Makes ranks; the checks that all ranks agree need no wire, as all are made alike."""
+    for name in ("check_equal", "raise_on_all"):
+        monkeypatch.setattr(loaders_module, name, lambda *_: None)
+    made = []
+
+    def make(sizes, batch_size, workers, persistent=True):
+        rows = [[] for _ in workers]
+        made.extend(Rank(r, len(workers), rows, sizes, batch_size, w, persistent) for r, w in enumerate(workers))
+        return made
+
+    yield make
+    for rank in made:
+        rank.close()
+
+
+def run_epoch(ranks, epoch, speeds):
+    """All ranks, step by step; returns for each step the (batches, drawn) of every rank."""
+    for rank in ranks:
+        rank.epoch = epoch
+        iter(rank.combined)
+    steps = []
+    for _ in range(len(ranks[0].combined)):
+        parts = [next(rank.combined)[0] for rank in ranks]
+        for rank in ranks:
+            rank.clock.now += LOADING
+        steps.append([rank.step(batches, k) for rank, batches, k in zip(ranks, parts, speeds, strict=True)])
+    return steps
+
+
+@pytest.mark.long(after=1)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize(
+    ("sizes", "workers", "persistent"),
+    [
+        ([160], [0, 0], True),  # five batches of 32
+        ([256], [0, 0], True),  # eight: reports are sent at the end of every epoch, and arrive in the next
+        ([256], [2, 0], True),  # then a rank has drawn four more batches at once
+        ([416, 96], [0, 0], True),
+        ([416, 96], [2, 0], True),  # so does one in which the shorter loader begins anew
+        ([400, 96], [2, 0], False),  # with a tail, and workers that begin anew as well
+    ],
+)
+def test_every_sample_is_drawn_once_whatever_the_plan_and_however_far_ahead(cluster, sizes, workers, persistent):
+    ranks = cluster(sizes, 16, workers, persistent)
+    for epoch, speeds in enumerate([(0.001, 0.004), (0.001, 0.004), (0.004, 0.001), (0.001, 0.001)]):
+        steps = run_epoch(ranks, epoch, speeds)
+        assert len(steps) == -(-sizes[0] // 32)
+        for i, samples in enumerate(sizes):
+            # The longest loader once; a shorter one over and over, each time once.
+            per_round = -(-samples // 32)
+            for first in range(0, len(steps), per_round):
+                of_round = steps[first : first + per_round]
+                seen = Counter(n for step in of_round for batches, drawn in step if drawn.samples for n in batches[i])
+                assert set(seen.values()) == {1}
+                assert len(seen) == samples if len(of_round) == per_round else 32 * len(of_round)
+        for step in steps:
+            assert sum(drawn.samples for _, drawn in step) == step[0][1].total == step[1][1].total
+            of_loader = [[len(batches[i]) for batches, _ in step] for i in range(len(sizes))]
+            for own in zip(*of_loader, strict=True):  # in equal proportions of all loaders
+                assert own[0] * sum(of_loader[-1]) == own[-1] * sum(of_loader[0])
+    assert len({plan.start for plan in ranks[0].planner.plans}) > 1  # or the test would show nothing
+    assert ranks[0].planner.plans == ranks[1].planner.plans
+
+
+def test_loading_counts_in_every_step_also_after_a_report(cluster):
+    (rank,) = cluster([512], 32, [0])
+    run_epoch([rank], 0, [0.001])
+    # Without the first step of the epoch, in which workers start.
+    assert rank.share.step == 16
+    compute = rank.share._gathering.rows[0][5]  # of the last four steps
+    assert compute == pytest.approx(0.010 + 0.001 * 32 + LOADING)
