@@ -222,7 +222,7 @@ def test_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "first_steps.ipynb"
 
 
-def test_it_is_stored_without_outputs() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     """They would be those of one machine, on one day."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
@@ -232,7 +232,7 @@ def test_it_is_stored_without_outputs() -> None:
 
 
 @pytest.mark.long
-def test_it_runs_and_the_fast_device_takes_more(tmp_path: Path) -> None:
+def test_the_notebook_runs_and_the_fast_device_takes_more(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with watched() as running:
         client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})

@@ -287,3 +287,25 @@ def test_fewer_samples_than_ranks_are_refused():
     check_enough(4, 4, "validation")
     with pytest.raises(DataError, match="the validation dataset has 3 samples for 4 ranks"):
         check_enough(3, 4, "validation")
+
+
+def test_a_shorter_loader_starts_over_within_the_epoch():
+    planner = Planner(2, [3, 1])
+    planner.plans.append(Plan(4, (Cost(0, 1), Cost(0, 3)), (0, 0), (99, 99)))
+    ranks = [Rank(r, planner, 10, 4) for r in range(2)]
+    for epoch in range(2):
+        reference = one_process(10, 4, False, epoch)
+        parts = []
+        for rank in ranks:
+            rank.asked.clear()
+            steps = []
+            while len(steps) < 7:  # batches of the longer loader
+                rank.go_to(epoch, step=7 * epoch + len(steps))
+                for batch in rank.sampler:
+                    steps.append((batch, rank.sampler.drawn.popleft()))
+                    if len(steps) == 7:
+                        break
+            parts.append(steps)
+            assert rank.sampler.next_step == 7 * epoch + 7
+            assert [a[:2] for a in rank.asked] == [(7 * epoch + i, i) for i in range(7)]
+        check_together(parts, (reference * 3)[:7])

@@ -80,15 +80,12 @@ def test_a_string_and_its_class_have_the_same_options(entry: object) -> None:
     assert named.options == strategy.options
 
 
-@pytest.mark.parametrize("kind", [HeteroDDPStrategy, DiLoCoStrategy])
-def test_there_is_no_trainer_before_a_fit(kind: type) -> None:
-    with pytest.raises(UnsupportedError, match=r"strategy\.trainer is there from the beginning of a fit"):
-        _ = kind().trainer
-
-
-def test_there_is_no_traffic_before_a_fit() -> None:
-    with pytest.raises(UnsupportedError, match=r"strategy\.traffic is there from the beginning of a fit"):
-        _ = DiLoCoStrategy().traffic
+@pytest.mark.parametrize(
+    ("kind", "name"), [(HeteroDDPStrategy, "trainer"), (DiLoCoStrategy, "trainer"), (DiLoCoStrategy, "traffic")]
+)
+def test_what_is_there_only_from_the_beginning_of_a_fit(kind: type, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"strategy\.{name} is there from the beginning of a fit"):
+        getattr(kind(), name)
 
 
 def test_the_topology_of_gossip_is_its_option() -> None:
