@@ -1,11 +1,13 @@
 """Finds what a test leaves behind: processes that it has started, however indirectly, and files in shared memory."""
 
 import os
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -45,6 +47,17 @@ def watched() -> Iterator[Callable[..., list[psutil.Process]]]:
         del os.environ[_NAME]
         for process in now():
             process.kill()
+
+
+def completed(command: Any, env: dict[str, str] | None = None, patience: float = _PATIENCE, **options: Any) -> Any:
+    """A command that ends well, and leaves no process behind; with what it has printed."""
+    with watched() as running:
+        env = {**(env or os.environ), _NAME: os.environ[_NAME]}
+        options = {"capture_output": True, "text": True, "timeout": 400, "check": False, **options}
+        done = subprocess.run(command, env=env, **options)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+        assert running(patience) == []
+    return done
 
 
 @contextmanager

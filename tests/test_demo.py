@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from leftovers import watched
+from leftovers import completed, watched
 from matplotlib.image import imread
 
 from lightning_hetero.cli import main
@@ -20,10 +20,7 @@ DEMO = [sys.executable, "-m", "lightning_hetero", "demo"]
 @pytest.mark.long
 def test_demo(tmp_path: Path) -> None:
     command = [*DEMO, "--epochs", "2", "--out", str(tmp_path)]
-    with watched() as running:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-        assert running() == []
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(command)
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stderr == ""  # no noise
 
@@ -94,12 +91,6 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert "usage: lightning-hetero" in capsys.readouterr().err
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lightning_hetero.demo.demo.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"matplotlib and sklearn: .* install 'lightning-hetero\[examples\]'"):
-        main(["demo", "--out", str(tmp_path)])
-
-
 def test_what_a_result_says(tmp_path: Path) -> None:
     steps = [Step(i // 5, 0.1 * i + (i >= 5), samples=8, work=0.06, wait=0.02) for i in range(10)]
     other = [step._replace(samples=4, work=0.02, wait=0.06) for step in steps]
@@ -111,3 +102,9 @@ def test_what_a_result_says(tmp_path: Path) -> None:
     assert result.shares == [8, 4]
     assert result.waiting() == pytest.approx(0.5)
     assert result.waiting(0) == pytest.approx(0.25)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("lightning_hetero.demo.demo.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"matplotlib and sklearn: .* install 'lightning-hetero\[examples\]'"):
+        main(["demo", "--out", str(tmp_path)])

@@ -90,14 +90,6 @@ def test_pairs_are_of_contenders_that_ran_for_both_goals() -> None:
     assert outcome.pairs(runs, ["gone"], (1.0, 0.9)) == []
 
 
-def test_without_a_seed_nothing_is_paired() -> None:
-    import outcome
-
-    runs = [run_of("ddp", 1.0, 20), run_of("fast", 0.25, 20), run_of("fast", 0.5, 20)]
-    cells = {column.header: list(column.cells) for column in outcome.table(runs, "ddp", (1.0, 0.9)).columns}
-    assert cells["times as fast as ddp"] == ["1.00", ""]
-
-
 def test_samples_per_second_of_ranks_at_their_own_pace() -> None:
     """One rank does 32 samples in a second and the other 160; the latter ends first, and that ends the window."""
     import outcome
@@ -175,3 +167,11 @@ def test_each_contender_has_its_system(capsys: pytest.CaptureFixture, tmp_path: 
     assert "Left out: torchft_diloco:every=16." in said
     commands = systems.steps_to_make(systems.system_of("torchft_diloco"), tmp_path)
     assert commands[1][-3:] == ["-c", str(systems.CONSTRAINTS), "torch"]  # before what could choose another one
+
+
+def test_without_a_seed_nothing_is_paired() -> None:
+    import outcome
+
+    runs = [run_of("ddp", 1.0, 20), run_of("fast", 0.25, 20), run_of("fast", 0.5, 20)]
+    cells = {column.header: list(column.cells) for column in outcome.table(runs, "ddp", (1.0, 0.9)).columns}
+    assert cells["times as fast as ddp"] == ["1.00", ""]

@@ -17,16 +17,10 @@ CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 SECURITY = ROOT / "SECURITY.md"
 
 
-# -- the version -----------------------------------------------------------------------------------
-
-
 def test_all_say_the_same_version() -> None:
     project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert project is not None
     assert project.group(1) == lightning_hetero.__version__ == str(CITATION["version"])
-
-
-# -- which versions of Lightning are taken ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])  # the one installs the other
@@ -45,9 +39,6 @@ def test_the_malicious_releases_of_lightning_are_never_installed(name: str) -> N
         assert pinned in asked[name]
     for page in (SECURITY, ROOT / "docs" / "promises.md"):
         assert {"2.6.2", "2.6.3", "2.6.6"} <= set(re.findall(r"2\.\d\.\d", page.read_text()))
-
-
-# -- how to cite -----------------------------------------------------------------------------------
 
 
 def words(text: str) -> str:
@@ -77,9 +68,6 @@ def test_the_papers_are_those_of_the_page_of_sources() -> None:
         assert str(reference["year"]) in point
         found.add(strategy)
     assert found == {"hetero_ddp", "hetero_node", "hetero_daso", "hetero_easgd", "hetero_gossip"}
-
-
-# -- what listens, and what is unpickled -----------------------------------------------------------
 
 
 def calls(tree: ast.Module) -> list[ast.Call]:
@@ -113,12 +101,6 @@ def test_what_the_page_lists_is_what_the_code_does(what: str, kind: object) -> N
     assert does <= told
     assert len(does) >= 2
     assert all((PACKAGE / name).exists() for name in told)
-
-
-def test_files_that_only_listen_are_all_named_once() -> None:
-    does = {file for file, tree in TREES.items() if any(map(listens, calls(tree)))}
-    named = [name for row in rows(SECURITY) for name in files_in(row)]
-    assert all(named.count(name) == 1 for name in does)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,6 @@ def listed(mark: str) -> set[str]:
     return set(names)
 
 
-# -- names -----------------------------------------------------------------------------------------
-
-
 def test_the_public_names() -> None:
     classes = {row[1].strip("`") for row in STRATEGIES.values()}
     assert listed("names") | classes == set(lightning_hetero.__all__)
@@ -55,9 +52,6 @@ def test_the_public_names() -> None:
 def test_callbacks_and_errors() -> None:
     assert listed("callbacks") == set(callbacks.__all__)
     assert listed("errors") == {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
-
-
-# -- strategies and options ------------------------------------------------------------------------
 
 
 def test_the_strategies_are_those_of_the_registry() -> None:
@@ -84,17 +78,11 @@ def test_the_options_of_a_strategy(name: str) -> None:
     assert len(shown) == len(set(shown))
 
 
-# -- commands --------------------------------------------------------------------------------------
-
-
 def test_the_commands(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     commands = re.findall(r"^ {4}(\w+)\b", capsys.readouterr().out, re.MULTILINE)
     assert listed("commands") == set(commands)
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def test_every_key_that_the_code_adds_is_listed() -> None:
@@ -153,9 +141,6 @@ def test_the_keys_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_format() -> None:
     assert f"{FORMAT} in this version" in KEYS["format"]
-
-
-# -- versions --------------------------------------------------------------------------------------
 
 
 def test_the_oldest_versions_are_those_of_the_project() -> None:

@@ -63,12 +63,6 @@ def test_daso_takes_turns_and_mixes_two_steps_later() -> None:
     assert mixed[:3] == [8, 12, 16]  # begun after steps 6, 10, 14: every fourth since the two of the warm-up
 
 
-def test_fragments_take_turns() -> None:
-    lane = lane_of("hetero_diloco", 1)
-    assert [text for _, _, text, _ in lane.texts][:6] == ["part 1", "part 2", "part 0", "part 1", "part 2", "part 0"]
-    assert [steps_before(lane, 0, at) for row, at in lane.mixed if row == 0][:3] == [4, 6, 8]
-
-
 @pytest.mark.parametrize(("name", "i"), [("hetero_easgd", 2), ("hetero_diloco", 2)])
 def test_a_center_serves_one_at_a_time(name: str, i: int) -> None:
     lane = lane_of(name, i)
@@ -90,3 +84,9 @@ def test_every_page_begins_with_its_picture_and_a_figure(tmp_path: Path) -> None
         assert f"images/timeline_{page.stem}.png" in picture
         assert re.match(r"\*\*[^*]*\d", figure), page
         assert "benchmarks.md#" in figure or "peers.md" in figure, page
+
+
+def test_fragments_take_turns() -> None:
+    lane = lane_of("hetero_diloco", 1)
+    assert [text for _, _, text, _ in lane.texts][:6] == ["part 1", "part 2", "part 0", "part 1", "part 2", "part 0"]
+    assert [steps_before(lane, 0, at) for row, at in lane.mixed if row == 0][:3] == [4, 6, 8]

@@ -1,6 +1,5 @@
 """The elastic kernel without a network: what it conserves, where it stays, where it comes to rest, when it explodes."""
 
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -112,8 +111,6 @@ class OwnAlpha(ElasticAverager):
             c.add_(mean, alpha=beta)
 
 
-# -- conservation, the hull, the fixed point -----------------------------------------------------------------
-
 numbers = st.floats(-10, 10, allow_subnormal=False)
 rates = st.floats(0.01, 0.99)  # both rates 1 would be unstable, and is refused
 
@@ -137,21 +134,6 @@ def test_neither_holds_of_mutants() -> None:
     sums = train(ElasticForce(0.3, beta=0.9), starts, weights, 9, kind=OwnAlpha).sums(0.3, 0.9, weights)
     assert np.abs(sums - sums[0]).max() > 1e-2
     assert train(ElasticForce(1.8, beta=0.1), starts, weights, 9).x.min() < -2.1  # swings past the center
-
-
-@pytest.mark.long
-def test_with_weights_the_center_rests_at_the_weighted_mean() -> None:
-    # Quadratics with minima at 1, 0, 0, of which the first holds half of the samples.
-    targets, weights = [1.0, 0.0, 0.0], [3.0, 1.0, 2.0]
-    small = 0.025  # eta h
-    options = {"steps": 900, "step": lambda i, x: x - small * (x - targets[i])}
-    right = train(ElasticForce(0.3, beta=0.9), [0.0] * 3, weights, **options)
-    assert right.c[-1].item() == pytest.approx(0.5, abs=1e-4)
-    wrong = train(ElasticForce(0.3, beta=0.9), [0.0] * 3, weights, kind=OwnAlpha, **options)
-    assert wrong.c[-1].item() == pytest.approx(0.347, abs=2e-3)
-
-
-# -- stability -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long(after=1)
@@ -178,28 +160,6 @@ def test_between_one_and_the_bound_there_is_a_warning() -> None:
     assert stability(1.0, 0.99) is stability(0.3, 0.9) is stability(0.0, 1.0) is None
 
 
-# -- traps ---------------------------------------------------------------------------------------------------
-
-
-def test_one_replica_that_pulls_with_all_swaps_with_its_center(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(easgd, "stability", lambda alpha, beta: None)
-    course = train(ElasticForce(1.0, beta=1.0), [5.0], [1.0], 4, center=2.0)
-    assert course.x.ravel().tolist() == [5.0, 2.0, 5.0, 2.0, 5.0]
-    assert course.c.ravel().tolist() == [2.0, 5.0, 2.0, 5.0, 2.0]
-
-
-def test_symmetric_rates_make_only_the_center_the_mean_and_that_of_before_the_step() -> None:
-    starts = [1.0, -2.0, 4.0]
-    course = train(ElasticForce(1 / 3), starts, [1.0] * 3, 6, step=lambda i, x: 0.9 * x + i)
-    means = course.x.mean(axis=1)
-    assert np.abs(course.c[1:] - means[:-1]).max() <= 1e-12
-    assert np.abs(course.c[1:] - means[1:]).max() > 0.1
-    assert np.ptp(course.x[-1]) > 0.1
-
-
-# -- the rates -----------------------------------------------------------------------------------------------
-
-
 def optimizers(*lrs: float) -> list[torch.optim.Optimizer]:
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs]
     return [torch.optim.SGD(groups, lr=1.0), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=7.0)]
@@ -222,25 +182,3 @@ def optimizers(*lrs: float) -> list[torch.optim.Optimizer]:
 def test_alpha_and_beta(pull: ElasticForce, alpha: float, beta: float) -> None:
     assert pull.alpha(optimizers(0.05, 3.0), 4) == pytest.approx(alpha)
     assert pull.of_center(pull.alpha(optimizers(0.05, 3.0), 4), 4) == pytest.approx(beta)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"moving_rate": 0.1, "rho": 1.0}, "both are given; give one"),
-        ({"moving_rate": "auto", "rho": 1.0}, "both are given"),
-        ({"moving_rate": -0.1}, "moving_rate=-0.1 must be a number"),
-        ({"moving_rate": math.nan}, "moving_rate=nan must be a number"),
-        ({"moving_rate": "automatic"}, "moving_rate='automatic' must be a number"),
-        ({"moving_rate": True}, "moving_rate=True must be a number"),
-        ({"rho": math.inf}, "rho=inf must be a number"),
-        ({"rho": "auto"}, "rho='auto' must be a number"),
-        ({"rho": -1}, "rho=-1 must be a number"),
-        ({"moving_rate": 0.1, "beta": -0.9}, "beta=-0.9 must be a number"),
-        ({"moving_rate": 0.1, "beta": math.nan}, "beta=nan must be a number"),
-        ({"moving_rate": 0.1, "beta": "auto"}, "beta='auto' must be a number"),
-    ],
-)
-def test_numbers_that_cannot_be(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        ElasticForce(**options)

@@ -11,13 +11,6 @@ def sizes(module: nn.Module) -> dict[str, int]:
     return {name: p.numel() for name, p in module.named_parameters()}
 
 
-def test_more_fragments_than_modules_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4))
-    assert Partitioner(2)(model, sizes(model))("2.weight") == 1
-    with pytest.raises(ConfigurationError, match=r"has 2 modules with parameters .* Use fragments=2 or less"):
-        Partitioner(3)(model, sizes(model))
-
-
 def test_blocks_of_a_model_without_blocks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="no module of the model has two children of the same class"):
         Partitioner("blocks")(model := nn.Sequential(nn.Linear(2, 3), nn.ReLU()), sizes(model))

@@ -1,4 +1,4 @@
-"""DASO's schedule as a pure state machine, and its mixing rules by hand."""
+"""Schedules by hand: DASO's rates and how it mixes, and `tau="auto"`."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.algorithms.daso import mix
-from lightning_hetero.algorithms.schedules import RateSchedule, phase
+from lightning_hetero.algorithms.schedules import RateSchedule, TauSchedule, phase, smallest_tau
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.replicas.vectors import Replica
@@ -23,23 +23,25 @@ def course(schedule: RateSchedule, losses: list[float]) -> list[tuple[int, int]]
     return seen
 
 
-def test_on_a_flat_loss() -> None:
-    expected = [(4, 1), (2, 1), (1, 1), (8, 2), (4, 1), (2, 1), (1, 1), (8, 2)]
-    assert course(RateSchedule(), [1.0] * 15) == expected
+@pytest.mark.parametrize(
+    ("threshold", "losses", "rates"),
+    [
+        (0.01, [1.0] * 15, [(4, 1), (2, 1), (1, 1), (8, 2), (4, 1), (2, 1), (1, 1), (8, 2)]),
+        (0.01, [0.9**i for i in range(40)], [(4, 1)]),
+        (0.05, [1.0, 0.96, 0.96], [(4, 1), (2, 1)]),  # a fall within the threshold is none
+        (0.03, [1.0, 0.96, 0.96], [(4, 1)]),
+        (0.05, [-1.0, -0.97, -1.04], [(4, 1), (2, 1)]),  # a metric below zero falls, too
+        (0.05, [-1.0, -1.06, -1.13], [(4, 1)]),
+    ],
+)
+def test_rates_follow_the_loss(threshold: float, losses: list[float], rates: list[tuple[int, int]]) -> None:
+    assert course(RateSchedule(threshold=threshold), losses) == rates
 
 
-def test_a_loss_that_falls_changes_nothing() -> None:
-    assert course(RateSchedule(), [0.9**i for i in range(40)]) == [(4, 1)]
-
-
-def test_a_fall_within_the_threshold_is_none() -> None:
-    assert len(course(RateSchedule(threshold=0.05), [0.96 if i else 1.0 for i in range(3)])) == 2
-    assert len(course(RateSchedule(threshold=0.03), [0.96 if i else 1.0 for i in range(3)])) == 1
-
-
-def test_a_metric_below_zero_falls_too() -> None:
-    assert len(course(RateSchedule(threshold=0.05), [-1.0, -0.97, -1.04])) == 2
-    assert len(course(RateSchedule(threshold=0.05), [-1.0, -1.06, -1.13])) == 1
+@pytest.mark.parametrize("options", [{"wait": True}, {"wait": -1}, {"patience": 0}, {"every": 2.5}, {"threshold": "1"}])
+def test_what_cannot_be(options: dict) -> None:
+    with pytest.raises(ConfigurationError):
+        RateSchedule(**options)
 
 
 @given(
@@ -52,40 +54,6 @@ def test_the_rates_stay_sane(every: int, wait: int, largest: int, patience: int,
         schedule.observe_loss(loss)
         assert 1 <= schedule.every <= max(every, largest)
         assert 0 <= schedule.wait <= schedule.every
-
-
-def test_it_goes_on_where_it_was_saved() -> None:
-    losses = [1.0, 0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5]
-    whole, first, second = RateSchedule(), RateSchedule(), RateSchedule()
-    for loss in losses:
-        whole.observe_loss(loss)
-    for loss in losses[:4]:
-        first.observe_loss(loss)
-    second.load_state_dict(first.state_dict())
-    for loss in losses[4:]:
-        second.observe_loss(loss)
-    assert second.state_dict() == whole.state_dict()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"wait": 5},
-        {"wait": "soon"},
-        {"wait": True},
-        {"wait": -1},
-        {"every": 0},
-        {"max_every": 0},
-        {"patience": 0},
-        {"threshold": 1.0},
-        {"every": 2.5},
-        {"every": True},
-        {"threshold": "0.1"},
-    ],
-)
-def test_what_cannot_be(options: dict) -> None:
-    with pytest.raises(ConfigurationError):
-        RateSchedule(**options)
 
 
 def test_phases() -> None:
@@ -142,3 +110,42 @@ def test_replicas_that_agree_stay_and_all_stay_within_their_range(values: list[f
     assert after.max() <= x.max() + 1e-9
     same = torch.full_like(x, values[0])
     assert torch.allclose(mixed(rule, same, same, same, stale, count), same)
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "delay", "tau"),
+    [
+        ([0.5], 0, 10),  # half a step in ten
+        ([0.1, 0.2, 0.2], 0, 10),  # the same, in fragments
+        ([0.0], 0, 1),
+        ([100.0], 0, 500),  # would need 2000
+        ([3.0], 4, 5),  # hidden; the delay is less than tau
+        ([3.0, 3.0, 3.0], 4, 9),  # hidden, one after another
+        ([5.0], 4, 20),  # replicas wait for one step in twenty
+    ],
+)
+def test_the_smallest_tau(exchanges: list[float], delay: int, tau: int) -> None:
+    assert smallest_tau(exchanges, delay, 500) == tau
+    waited = sum(max(0.0, each - delay) for each in exchanges)
+    if tau < 500:
+        assert waited <= 0.05 * tau + 1e-9
+    if 1 < tau < 500:  # one less would not do
+        assert waited > 0.05 * (tau - 1) or tau - 1 <= delay or sum(exchanges) > tau - 1
+
+
+def test_tau_follows_what_is_measured_at_the_ends_of_rounds() -> None:
+    rhythm = TauSchedule("auto", 0, 500, 2)
+    assert [rhythm.beginning(step) for step in (1, 4, 8, 12)] == [[], [1], [0], [1]]
+    rhythm.measured(0, [math.nan, math.nan])
+    assert rhythm.settle(8) is None  # nothing is known
+    rhythm.measured(0, [0.5, 3.0])  # the second one has waited for the first
+    rhythm.measured(1, [0.5, math.nan])
+    assert rhythm.settle(12) is None  # in mid-round
+    assert "tau=20, until now 8: an exchange of the whole model lasts 1 steps" in (rhythm.settle(16) or "")
+    assert [rhythm.beginning(step) for step in (16, 26, 36)] == [[0], [1], [0]]
+    other = TauSchedule("auto", 0, 500, 2)
+    other.load_state_dict(rhythm.state_dict())
+    assert other.beginning(26) == [1]
+    rhythm.measured(0, [0.55])
+    assert rhythm.settle(36) is None  # it would change by less than a tenth
+    assert TauSchedule(6, 2, 500, 1).settle(6) is None

@@ -1,4 +1,4 @@
-"""The cost model against data of which the truth is known."""
+"""What a rank's times are taken for, a line or a curve, against devices of which the truth is known."""
 
 import math
 import random
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation import by_row, by_time, traces
 
-from lightning_hetero.batching.cost import CostModel
-from lightning_hetero.batching.shares import Cost
+from lightning_hetero.batching.cost import CostModel, CurveEstimator, SpeedEstimator
+from lightning_hetero.batching.shares import Cost, Curve
 
 measurements = st.lists(st.tuples(st.integers(1, 512), st.floats(1e-6, 1e4)), max_size=60)
 
@@ -33,12 +34,6 @@ def settled():
 
 
 # -- what is learned ---------------------------------------------------------------------------------
-
-
-def test_exact_measurements_of_two_sizes_give_a_and_k():
-    fixed, per_sample = settled().cost
-    assert fixed == pytest.approx(0.010, rel=0.03)
-    assert per_sample == pytest.approx(0.002, rel=0.01)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -70,15 +65,6 @@ def test_a_first_guess_gives_most_of_the_time_to_the_samples():
     assert model.error(32) > 3 * model.error(16)  # and it admits that
 
 
-def test_constant_shares_do_not_erase_the_ratio_learned_before():
-    model = settled()
-    before = model.cost
-    for n, t in at(16, times=1000):
-        model.observe(n, t)
-    assert model.cost.fixed == pytest.approx(before.fixed, rel=0.01)
-    assert model.cost.per_sample == pytest.approx(before.per_sample, rel=0.01)
-
-
 def test_under_noise_constant_shares_do_not_erase_the_ratio_either():
     model, rng = settled(), random.Random(0)
     for n, t in at(16, times=1000):
@@ -87,58 +73,29 @@ def test_under_noise_constant_shares_do_not_erase_the_ratio_either():
     assert model.predict(32) == pytest.approx(0.074, rel=0.1)
 
 
-def test_a_slow_drift_of_the_whole_device_keeps_the_ratio():
-    model = settled()
-    for step in range(200):  # doubles slowly, no step of it far
-        model.observe(16, 0.042 * 2 ** (step / 199))
-    assert model.predict(16) == pytest.approx(0.084, rel=0.05)
-    assert model.cost.fixed / model.cost.per_sample == pytest.approx(5, rel=0.1)
-
-
 # -- hiccups and lasting changes ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [0.1, 0.5, 2, 5, 100])
-def test_one_hiccup_is_ignored(factor):
+@pytest.mark.parametrize(
+    ("factors", "last"),
+    [
+        *(((factor,), 1) for factor in (0.1, 0.5, 2, 5, 100)),
+        ((5, 1, 5, 0.1, 5, 1, 0.1, 1), 1),  # never two in a row on one side
+        *(((factor, factor), factor) for factor in (0.25, 0.5, 1.5, 2, 4, 20)),
+        ((2.0, 3.0), math.sqrt(6.0)),
+        ((4, 4, 20), 4),
+        ((100, 1, 2, 2), 2),
+    ],
+)
+def test_one_hiccup_is_ignored_and_a_lasting_change_taken_over_at_the_second_measurement(factors, last):
     model = settled()
-    before, noise = model.cost, model.noise
-    model.observe(16, 0.042 * factor)
-    assert model.cost == pytest.approx(before, rel=1e-9)
-    assert model.noise == noise
-    for n, t in at(16, times=3):
-        model.observe(n, t)
-    assert model.cost == pytest.approx(before, rel=0.01)
-
-
-def test_hiccups_apart_or_on_opposite_sides_are_ignored():
-    model = settled()
-    for factor in (5, 1, 5, 0.1, 5, 1, 0.1, 1):  # never two in a row on one side
+    noise = model.noise
+    for factor in factors:
         model.observe(16, 0.042 * factor)
-    assert model.predict(16) == pytest.approx(0.042, rel=0.01)
-
-
-@pytest.mark.parametrize("factor", [0.25, 0.5, 1.5, 2, 4, 20])
-def test_a_lasting_change_is_taken_over_at_the_second_measurement(factor):
-    model = settled()
-    model.observe(16, 0.042 * factor)
-    model.observe(16, 0.042 * factor)
-    assert model.predict(16) == pytest.approx(0.042 * factor, rel=0.01)
+    assert model.predict(16) == pytest.approx(0.042 * last, rel=0.01)
     # The device as a whole has changed, as far as one can tell.
     assert model.cost.fixed / model.cost.per_sample == pytest.approx(5, rel=0.05)
-
-
-def test_two_measurements_of_a_change_count_alike():
-    model = settled()
-    model.observe(16, 0.042 * 2.0)
-    model.observe(16, 0.042 * 3.0)
-    assert model.predict(16) == pytest.approx(0.042 * math.sqrt(6.0), rel=0.01)
-
-
-def test_a_hiccup_just_after_a_change_is_ignored_too():
-    model = settled()
-    for factor in (4, 4, 20):
-        model.observe(16, 0.042 * factor)
-    assert model.predict(16) == pytest.approx(0.042 * 4, rel=0.01)
+    assert model.noise == noise or len(factors) > 1
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.3])
@@ -163,15 +120,6 @@ def test_after_a_change_the_ratio_is_learned_anew():
     assert model.cost.per_sample == pytest.approx(0.008, rel=0.05)
 
 
-def test_a_hiccup_before_a_change_does_not_tell_where_it_goes():
-    model = settled()
-    model.observe(16, 4.2)  # a hundred times
-    model.observe(16, 0.042)
-    model.observe(16, 0.084)
-    model.observe(16, 0.084)
-    assert model.predict(16) == pytest.approx(0.084, rel=0.01)
-
-
 # -- how sure it is ----------------------------------------------------------------------------------
 
 
@@ -188,17 +136,6 @@ def test_it_is_ready_after_three_measurements_beyond_the_warm_up():
 def test_the_warm_up_leaves_no_trace():
     slow_start = [(16, 3.0), (16, 1.0), *at(16, times=5)]
     assert learned(slow_start).cost == learned([*at(16, times=7)]).cost
-
-
-@pytest.mark.parametrize("noise", [0.02, 0.1, 0.2])
-def test_the_noise_of_a_measurement_is_estimated(noise):
-    rng = random.Random(1)
-    seen = []
-    model = CostModel()
-    for _ in range(600):
-        model.observe(16, 0.042 * max(0.2, rng.gauss(1, noise)))
-        seen.append(model.noise)
-    assert sum(seen[100:]) / 500 == pytest.approx(noise, rel=0.4)
 
 
 def test_the_error_covers_what_the_prediction_is_off_by():
@@ -260,26 +197,149 @@ def test_no_past_keeps_it_from_learning():
 
 
 def test_an_assumed_fit_is_used_at_once_and_can_be_corrected():
-    model = CostModel()
+    model = learned(at(16, 1.0, 1.0, times=50))
     model.assume(Cost(0.010, 0.002), 16)
     assert model.ready
-    assert model.cost == pytest.approx(Cost(0.010, 0.002))
+    assert model.cost == pytest.approx(Cost(0.010, 0.002), rel=1e-12)
     assert 0 < model.error(16) < 0.1
     for n, t in at(32, 0.010, 0.0021, times=20):  # a little slower than it was
         model.observe(n, t)
     assert model.predict(32) == pytest.approx(0.010 + 0.0021 * 32, rel=0.01)
 
 
-def test_an_assumed_fit_replaces_what_was_known():
-    model = learned(at(16, 1.0, 1.0, times=50))
-    model.assume(Cost(0.010, 0.002), 16)
-    assert model.cost == pytest.approx(Cost(0.010, 0.002))
-    model.observe(16, 0.042)
-    assert model.cost == pytest.approx(Cost(0.010, 0.002), rel=1e-3)
+def flat(samples):
+    """Up to 16 samples 64 ms, then 4 ms each."""
+    return 0.064 + 0.004 * max(0, samples - 16)
 
 
-def test_an_assumed_fit_survives_a_round_trip():
-    cost = settled().cost
-    model = CostModel()
-    model.assume(cost, 16)
-    assert model.cost == pytest.approx(cost, rel=1e-12)
+def staircase(samples):
+    """20 ms for each 8 samples."""
+    return 0.020 * -(-samples // 8)
+
+
+def line(samples):
+    return 0.010 + 0.002 * samples
+
+
+def shape():
+    return CurveEstimator(
+        SpeedEstimator.SECONDS, SpeedEstimator.STATE, SpeedEstimator.CHANGE, SpeedEstimator.LEAST_NOISE
+    )
+
+
+def seen(device, sizes, times=8, noise=0.0, seed=0, into=None):
+    """A shape that has seen each size so many times, stretches of 0.1 s at least."""
+    found, rng = into or shape(), random.Random(seed)
+    for n in sizes:
+        for _ in range(times):
+            work = device(n) * max(0.2, rng.gauss(1, noise))
+            found.observe(n, work, max(0.0, 0.11 - work))
+    return found
+
+
+# -- a line or a curve -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [line, lambda n: 0.002 * n, lambda n: 0.05], ids=["a + k n", "k n", "constant"])
+def test_a_straight_line_stays_one(device):
+    assert seen(device, [16, 24, 32, 8, 40]).curve() is None
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.1, 0.3])
+def test_noise_makes_no_curve_of_it(noise):
+    curves = [seen(line, [16, 24, 20, 32, 8], noise=noise, times=20, seed=seed).curve() for seed in range(50)]
+    assert curves == [None] * 50
+
+
+@pytest.mark.parametrize("name", ["quiet", "one_busy", "two_busy", "bursts"])
+@pytest.mark.parametrize("by", [by_time, by_row])
+def test_nor_does_that_of_real_machines(name, by):
+    noise, found, now, curves = by(traces(name)), shape(), 0.0, 0
+    rng = random.Random(0)
+    for step in range(4000):
+        if step % 200 == 0:
+            n = rng.choice([16, 20, 24, 28, 32, 36, 40])
+        work = noise(step, 0, now, line(n) / 10)
+        now += work
+        found.observe(n, work, 0.0)
+        curves += found.curve() is not None
+    assert curves <= 0.02 * 4000
+
+
+def test_a_device_that_is_flat_until_it_is_full_is_a_curve():
+    curve = seen(flat, [32, 24, 16, 8]).curve()
+    for n in (1, 8, 12, 16, 20, 24, 32, 64):
+        assert curve.seconds(n) == pytest.approx(flat(n), rel=1e-3)
+
+
+def test_two_sizes_are_enough_if_a_line_would_take_no_time_for_no_samples():
+    curve = seen(flat, [40, 20]).curve()  # 160 and 80 ms are in proportion
+    assert curve is None
+    curve = seen(lambda n: 0.02 if n <= 16 else 0.02 + 0.004 * (n - 16), [16, 24]).curve()
+    assert curve.seconds(20) == pytest.approx(0.036)
+    assert 0 < curve.seconds(1) < 0.02
+
+
+# -- changes of speed --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
+def test_what_was_before_a_change_of_speed_is_forgotten(factor):
+    found = seen(line, [32, 16])
+    seen(lambda n: factor * line(n), [16, 24], times=3, into=found)
+    assert found.curve() is None
+    assert [p.samples for p in found.points()] == [16, 24]
+
+
+@pytest.mark.parametrize("factor", [0.4, 4.0])
+def test_two_long_steps_are_enough(factor):
+    found = seen(line, [32, 16])
+    for _ in range(2):
+        found.observe(16, factor * line(16), 0.0)
+    assert found.points() == []
+    found = seen(line, [32, 16])
+    for n, times in ((16, factor), *[(16, 1)] * 9, (16, factor)):  # hiccups
+        found.observe(n, times * line(n), 0.0)
+    assert [p.samples for p in found.points()] == [16, 32]
+
+
+def test_a_slow_drift_moves_what_is_known_of_other_sizes():
+    found = seen(flat, [32, 16, 24], times=40)
+    for step in range(1000):  # to twice the time, and no two measurements differ by more than 0.1%
+        found.observe(24, 2 ** (step / 999) * flat(24), 0.05)
+    known = {p.samples: p.seconds for p in found.points()}
+    assert known[16] / known[24] == pytest.approx(flat(16) / flat(24), rel=0.02)
+    assert known[24] == pytest.approx(2 * flat(24), rel=0.03)
+
+
+def test_memory_is_bounded():
+    found = seen(line, range(1, 400), times=2)
+    assert len(found.points()) <= CurveEstimator.SIZES
+    assert all(p.stretches <= CurveEstimator.EACH for p in seen(line, [16, 32], times=100).points())
+
+
+# -- bumps -------------------------------------------------------------------------------------------
+
+
+def test_where_times_bend_down_the_curve_is_below_them_and_it_is_said():
+    assert seen(flat, [32, 24, 16, 8]).bump() == (0.0, 0.0)
+    found = seen(staircase, [24, 32, 33, 40])  # 60, 80, 100, 100 ms: down after 33
+    curve = found.curve()
+    assert [curve.seconds(n) for n in (24, 32, 40)] == pytest.approx([0.060, 0.080, 0.100], rel=1e-3)
+    assert found.bump() == (33, pytest.approx(0.100))
+
+
+# -- resuming ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_an_assumed_curve_is_used_at_the_speed_that_is_measured(factor):
+    found = shape()
+    found.assume(Curve(0.064, 1e-9, ((16.0, 0.004),)))
+    assert found.curve() is None  # nothing has been measured yet
+    seen(lambda n: factor * flat(n), [24], times=2, into=found)
+    for n in (8, 16, 24, 32):
+        assert found.curve().seconds(n) == pytest.approx(factor * flat(n), rel=1e-3)
+
+
+# -- shares ------------------------------------------------------------------------------------------

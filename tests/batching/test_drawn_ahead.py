@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.accounting import BatchAccounting
@@ -188,39 +188,3 @@ def test_loading_counts_in_every_step_also_after_a_report(cluster):
     assert rank.share.step == 16
     compute = rank.share._gathering.rows[0][5]  # of the last four steps
     assert compute == pytest.approx(0.010 + 0.001 * 32 + LOADING)
-
-
-@pytest.mark.parametrize("evaluation", [False, True])
-@pytest.mark.parametrize(
-    ("own_sampler", "workers", "fits"), [(True, (2, 0), False), (True, (0, 0), True), (False, (2, 0), True)]
-)
-def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
-    monkeypatch, evaluation, own_sampler, workers, fits
-):
-    # Rank 0 sends the order of a sampler of the user's when the first batch is drawn. Workers draw it when the epoch's
-    # iterator is made; a rank without workers later, after other collectives: the job would hang.
-    told = []
-    for rank, count in enumerate(workers):
-        told.append([])
-        monkeypatch.setattr(loaders_module, "raise_on_all", lambda *_: None)
-        monkeypatch.setattr(loaders_module, "check_equal", lambda what, values: told[-1].append((what, dict(values))))
-        data = Numbers(64)
-        sampler = RandomSampler(data) if own_sampler else DistributedSampler(data, num_replicas=1, rank=0)
-        loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=count)
-        loaders = Loaders(
-            rank,
-            (0, 1),
-            Planner(2),
-            lambda: Position(0, 0, 0),
-            lambda x: x,
-            lambda x: x,
-            len,
-            None,
-            sized_by_user=False,
-            balance_iterable=False,
-        )
-        if evaluation:
-            loaders.evaluation(loader, sharded_by_user=False, name="validation")
-        else:
-            loaders.training(loader, sharded_by_user=False)
-    assert (told[0] == told[1]) == fits

@@ -10,17 +10,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
+from lightning_hetero.batching.planner import Planner
 from lightning_hetero.batching.sampler import (
     AgreedOrder,
     EvaluatedGroups,
     EvenBatches,
     FixedBatches,
     GroupedBatches,
+    Position,
     seeded,
 )
 from lightning_hetero.errors import DataError
+from lightning_hetero.strategies import loaders as loaders_module
+from lightning_hetero.strategies.loaders import Loaders
 
 sizes = st.integers(0, 60)
 batch_sizes = st.integers(1, 20)
@@ -68,16 +73,6 @@ def test_grouped_batches_join_as_many_batches_as_there_are_ranks(parts, world, f
     assert list(batches.draw(0)) == groups
     assert list(batches.draw(first)) == groups[first:]
     assert batches.size(0) is None
-
-
-def test_a_batch_sampler_that_ends_early_gives_no_empty_batch():
-    class Short(list):
-        def __len__(self):
-            return 8
-
-    batches = GroupedBatches(Short([[1], [2], [3]]), 2)
-    assert len(batches) == 4
-    assert list(batches.draw(0)) == [[1, 2], [3]]
 
 
 @given(st.lists(st.lists(st.integers(), min_size=1, max_size=4), min_size=1, max_size=14), st.integers(1, 5))
@@ -226,16 +221,9 @@ def test_the_random_states_are_as_if_nothing_had_been_drawn(make):
     assert states() == before
 
 
-def test_the_random_states_are_restored_after_an_error_too():
-    class Broken(Coins):
-        def __iter__(self):
-            yield from super().__iter__()
-            raise RuntimeError("no more")
-
-    before = states()
-    with pytest.raises(RuntimeError, match="no more"):
-        order_of(Broken())
-    assert states() == before
+def test_samplers_are_told_the_epoch():
+    assert order_of(Epochal(4), epoch=6) == [6, 6, 6, 6]
+    assert order_of(BatchSampler(Epochal(4), 2, drop_last=False), epoch=7) == [[7, 7], [7, 7]]
 
 
 def test_seeded_is_what_seeding_would_be():
@@ -247,10 +235,47 @@ def test_seeded_is_what_seeding_would_be():
     assert drawn == list(Coins())
 
 
-def test_samplers_are_told_the_epoch():
-    assert order_of(Epochal(4), epoch=6) == [6, 6, 6, 6]
-    assert order_of(BatchSampler(Epochal(4), 2, drop_last=False), epoch=7) == [[7, 7], [7, 7]]
+def test_a_batch_sampler_that_ends_early_gives_no_empty_batch():
+    class Short(list):
+        def __len__(self):
+            return 8
+
+    batches = GroupedBatches(Short([[1], [2], [3]]), 2)
+    assert len(batches) == 4
+    assert list(batches.draw(0)) == [[1, 2], [3]]
 
 
-def test_the_length_is_the_samplers():
-    assert len(AgreedOrder(SequentialSampler(range(17)), Wire().sender, lambda: True, 0)) == 17
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize(
+    ("own_sampler", "workers", "fits"), [(True, (2, 0), False), (True, (0, 0), True), (False, (2, 0), True)]
+)
+def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
+    monkeypatch, evaluation, own_sampler, workers, fits
+):
+    # Rank 0 sends the order of a sampler of the user's when the first batch is drawn. Workers draw it when the epoch's
+    # iterator is made; a rank without workers later, after other collectives: the job would hang.
+    told = []
+    for rank, count in enumerate(workers):
+        told.append([])
+        monkeypatch.setattr(loaders_module, "raise_on_all", lambda *_: None)
+        monkeypatch.setattr(loaders_module, "check_equal", lambda what, values: told[-1].append((what, dict(values))))
+        data = range(64)
+        sampler = RandomSampler(data) if own_sampler else DistributedSampler(data, num_replicas=1, rank=0)
+        loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=count)
+        loaders = Loaders(
+            rank,
+            (0, 1),
+            Planner(2),
+            lambda: Position(0, 0, 0),
+            lambda x: x,
+            lambda x: x,
+            len,
+            None,
+            sized_by_user=False,
+            balance_iterable=False,
+        )
+        if evaluation:
+            loaders.evaluation(loader, sharded_by_user=False, name="validation")
+        else:
+            loaders.training(loader, sharded_by_user=False)
+    assert (told[0] == told[1]) == fits

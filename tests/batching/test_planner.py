@@ -1,14 +1,30 @@
-"""The agreed plan, from arbitrary reports: when shares change, and when they stay or go back."""
+"""Plans: when shares change and when they stay, limits, the split of a step, turns, and what past plans were."""
 
 import itertools
+import json
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.batching.planner import Planner, Report, plan_for_survivors
+from lightning_hetero.batching.planner import (
+    Plan,
+    Planner,
+    PlanningState,
+    Report,
+    ShareHistory,
+    exact_shares,
+    plan_for_survivors,
+    rotating_shares,
+)
+from lightning_hetero.batching.shares import Cost
+from lightning_hetero.errors import ConfigurationError, ShareError
+
+EXAMPLE = (0.002, 0.002, 0.004, 0.008)  # seconds per sample
 
 
 def report(per_sample, fixed=0.0, error=0.0, drawn=0.0):
@@ -76,6 +92,15 @@ def test_a_plan_begins_at_the_first_step_that_nobody_has_drawn():
     assert planner.shares(10**6) == [48, 16]
 
 
+def test_nothing_is_changed_before_every_model_is_ready_not_even_back_to_even():
+    assert Planner(2).update(4, [report(0.001), report(0.009)]) is None  # the batch is not known
+    planner = planner_of(64, 2)
+    assert planner.update(4, [report(0.001), report(0.009, error=math.inf)]) is None
+    assert planner.update(8, [report(0.001), report(0.003)]) is not None
+    assert planner.update(12, [report(0.001), report(0.003)]) is None  # the gain is measured from the latest plan
+    assert planner.update(12, [report(0.003), report(0.001, error=math.inf)]) is None
+
+
 def test_one_plan_at_a_time():
     planner = planner_of(64, 2)
     planner.update(4, [report(0.001, drawn=10.0), report(0.003, drawn=10.0)])
@@ -83,16 +108,6 @@ def test_one_plan_at_a_time():
     assert planner.update(9, opposite) is None  # the first has not begun
     assert planner.update(10, opposite) is not None
     assert [planner.shares(s) for s in (10, 11, 12)] == [[48, 16], [48, 16], [16, 48]]
-
-
-def test_nothing_is_changed_before_every_model_is_ready():
-    planner = planner_of(64, 2)
-    assert planner.update(4, [report(0.001), report(0.009, error=math.inf)]) is None
-    assert planner.update(8, [report(0.001), report(0.009)]) is not None
-
-
-def test_nothing_is_changed_before_the_batch_is_known():
-    assert Planner(2).update(4, [report(0.001), report(0.009)]) is None
 
 
 def test_the_batch_is_learned_from_reports_where_it_is_not_known():
@@ -132,18 +147,6 @@ def test_shares_change_only_for_a_gain_that_counts_and_is_sure(x, error, pays):
     planner = sure_planner(20_000, 2)
     plan = planner.update(4, [report(0.001, error=0.0), report(0.001 * (1 + x), error=error)])
     assert (plan is not None) == pays
-
-
-def test_no_gain_at_all_is_no_reason_to_change():
-    planner = planner_of(64, 2, min_gain=0.0)
-    assert planner.update(4, [report(0.001), report(0.001)]) is None
-
-
-def test_the_gain_is_measured_from_the_latest_plan():
-    planner = planner_of(64, 2)
-    skewed = [report(0.001), report(0.003)]
-    assert planner.update(4, skewed) is not None
-    assert planner.update(8, skewed) is None
 
 
 def test_where_a_batch_costs_the_same_whatever_its_size_the_shares_go_back_to_even():
@@ -214,13 +217,6 @@ def test_a_resplit_that_does_not_make_steps_shorter_is_taken_back_and_the_next_w
     assert waits[2] > 1.5 * waits[1]
 
 
-def test_a_resplit_that_makes_steps_shorter_is_kept():
-    planner = planner_of(64, 2)
-    now = until_a_resplit(planner, 0, SLOWER, 0.048) + 1
-    assert all(steps(planner, now + later, SLOWER, 0.039) is None for later in range(40))
-    assert planner.shares(now + 40) == [39, 25]
-
-
 def seconds_apart(longest, own, exchange):
     """Seconds of a rank's steps: every eighth one waits for the slower rank, and for an exchange."""
     for step in itertools.count(1):
@@ -273,12 +269,6 @@ def test_steps_that_became_longer_by_a_change_of_speed_are_no_reason_to_take_the
     assert planner.shares(now + 40) == [48, 16]
 
 
-def test_while_a_model_is_not_ready_nothing_changes_not_even_back_to_even():
-    planner = planner_of(64, 2)
-    assert planner.update(4, [report(0.001), report(0.003)]) is not None
-    assert planner.update(8, [report(0.003), report(0.001, error=math.inf)]) is None
-
-
 def test_a_share_grows_to_twice_what_has_been_seen_at_most():
     planner = planner_of(64, 4)
     fast = [report(0.0001), report(0.01), report(0.01), report(0.01)]
@@ -288,3 +278,396 @@ def test_a_share_grows_to_twice_what_has_been_seen_at_most():
     assert planner.update(12, fast[::-1]) is not None
     assert planner.update(16, fast) is not None
     assert planner.shares(16) == [61, 1, 1, 1]
+
+
+# -- batches that are larger than the one that was expected --------------------------------------------
+
+
+def skewed_planner(total=64, **options):
+    planner = planner_of(total, 4, **options)
+    assert planner.update(4, [report(k, 0.010, drawn=6.0) for k in EXAMPLE]) is not None
+    return planner
+
+
+@pytest.mark.parametrize("size", [128, 129, 1000])
+def test_a_plan_also_splits_batches_much_larger_than_those_of_training(size):
+    # Validation may use larger batches, and a batch sampler of the user's may vary them; the caution about growth
+    # is no limit that the user has set.
+    shares = skewed_planner().plans[-1].split([size])[0]
+    assert sum(shares) == size
+    assert min(shares) > 0
+    assert size < 1000 or shares[0] > 1.5 * shares[2] > 2 * shares[3]
+
+
+# -- given shares and limits ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("balance", "total", "shares"),
+    [
+        ("off", 64, [16, 16, 16, 16]),
+        ("off", 66, [17, 17, 16, 16]),
+        ([1, 1, 1, 1], 66, [17, 17, 16, 16]),
+        ([4, 2, 1, 1], 64, [32, 16, 8, 8]),
+        ([0.5, 0.25, 0.125, 0.125], 64, [32, 16, 8, 8]),  # relative
+        ([1, 0, 0, 1], 64, [32, 0, 0, 32]),
+        ([0, 0, 0, 3], 7, [0, 0, 0, 7]),
+        ([100, 100, 100, 1], 12, [4, 4, 3, 1]),  # a share above 0 means at least a sample
+    ],
+)
+def test_given_shares(balance, total, shares):
+    planner = planner_of(total, 4, balance)
+    assert planner.shares(0) == shares
+    assert planner.update(4, [report(k) for k in EXAMPLE]) is None  # and no measurement changes them
+    assert planner.shares(100) == shares
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"balance": []},
+        {"balance": [1, 1, 1, math.inf]},
+        {"balance": [True, 1, 1, 1]},
+        {"balance": ["1", 1, 1, 1]},
+        {"high": [8] * 5},
+        {"low": [1, 1, 1, 1.5]},
+        {"low": True},
+    ],
+)
+def test_options_that_cannot_work_are_refused(options):
+    name = {"balance": "balance", "low": "min_batch_size", "high": "max_batch_size"}[next(iter(options))]
+    with pytest.raises(ConfigurationError, match=name):
+        Planner(4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "total", "words"),
+    [
+        ({}, 3, ["3", "4 ranks", "[1, 1, 1, 1]"]),
+        ({"low": 17}, 64, ["64", "[17, 17, 17, 17]", "min_batch_size"]),
+        ({"high": 15}, 64, ["64", "[15, 15, 15, 15]", "sum 60"]),
+        ({"high": [0, 0, 60, 3], "low": 0}, 64, ["64", "sum 63"]),
+    ],
+)
+def test_a_batch_that_the_limits_do_not_admit_is_refused(options, total, words):
+    with pytest.raises(ShareError) as caught:
+        planner_of(total, 4, **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_every_rank_takes_a_sample_unless_it_may_take_none():
+    extreme = [report(0.0001), report(0.0001), report(0.0001), report(5.0)]
+    planner = planner_of(64, 4)
+    planner.update(4, extreme)
+    assert planner.shares(4)[3] == 1
+    planner = planner_of(64, 4, low=0)
+    planner.update(4, extreme)
+    assert planner.shares(4)[3] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "total", "shares"),
+    [
+        ({}, 64, [28, 28, 4, 4]),  # a quarter of an even share
+        ({}, 1024, [496, 496, 16, 16]),  # but no more than that
+        ({}, 16, [6, 6, 2, 2]),  # and no less than this
+        ({"low": 1}, 64, [31, 31, 1, 1]),  # the user has said otherwise
+        ({}, 7, [2, 2, 2, 1]),  # too few for that; the plan begins even, and no share doubles at once
+        ({"balance": [20, 20, 1, 0]}, 64, [31, 31, 2, 0]),
+    ],
+)
+def test_models_that_normalise_their_batch_get_enough_of_it_where_the_batch_allows(options, total, shares):
+    planner = Planner(4, **options)
+    planner.least = 2
+    planner.expect(total)
+    if total > 7:
+        planner.update(4, [report(0.001), report(0.001), report(1.0), report(1.0)])
+    assert planner.shares(4) == shares
+
+
+def test_limits_hold_for_the_even_start_and_for_every_plan():
+    limits = {"low": [1, 20, 1, 7], "high": [10, 64, 12, 64]}
+    planner = planner_of(64, 4, **limits)
+    planner.update(4, [report(k, 0.010) for k in EXAMPLE])
+    for step in (0, 4):
+        shares = planner.shares(step)
+        assert sum(shares) == 64
+        assert all(lo <= n <= hi for lo, n, hi in zip(limits["low"], shares, limits["high"], strict=True))
+    assert planner.shares(4) == [10, 34, 12, 8]  # 30, 78, 58 and 74 ms
+
+
+# -- state ---------------------------------------------------------------------------------------------
+
+
+def test_a_restored_planner_goes_on_as_the_saved_one():
+    saved = skewed_planner(low=2, high=40)
+    state = json.loads(json.dumps(saved.state_dict()))  # builtins only, as a weights-only checkpoint needs
+    restored = planner_of(64, 4, low=2, high=40)
+    restored.load_state_dict(state)
+    assert restored.shares(0) == saved.shares(100) == [24, 24, 11, 5]
+    faster = [report(0.0001, drawn=101.0), *[report(0.01, drawn=101.0)] * 3]
+    assert restored.update(100, faster) == saved.update(100, faster)
+    assert restored.shares(101) == saved.shares(101)
+
+
+# -- limits that are found after the planner was made ----------------------------------------------------
+
+
+@pytest.mark.parametrize("balance", ["auto", "off", [3.0, 1.0, 1.0, 0.0]])
+@pytest.mark.parametrize("least", [1, 2])
+def test_limits_that_are_found_later_are_as_those_that_were_given(balance, least):
+    high = [20, 40, 9, 30]
+
+    def planner(**options):
+        made = Planner(4, balance, **options)
+        made.least = least
+        made.expect(64)
+        return made
+
+    given, found = planner(high=high), planner()
+    assert found.limit(high)
+    assert not found.limit(high)
+    assert found.plans == given.plans
+    assert found.shares(0) == given.shares(0)
+    assert found.state_dict() == given.state_dict()
+    slow = [report(k, 0.010, drawn=6.0) for k in EXAMPLE]
+    assert found.update(4, slow) == given.update(4, slow)
+    assert found.shares(6) == given.shares(6)
+
+
+def test_limits_that_are_found_and_cannot_be_met():
+    with pytest.raises(ShareError, match="64 samples cannot be split"):
+        planner_of(64, 2).limit([20, 30])
+    with pytest.raises(ShareError, match=r"min_batch_size=\[8, 8\] exceeds max_batch_size=\[7, 64\]"):
+        planner_of(64, 2, low=8).limit([7, 64])
+    planner = planner_of(None, 2)
+    planner.least = 2  # BatchNorm's least share gives way to what fits
+    planner.expect(64)
+    assert planner.limit([5, 64])
+    assert planner.shares(0) == [5, 59]
+
+
+# -- splitting a step ----------------------------------------------------------------------------------
+
+plans = st.builds(
+    lambda costs, low: Plan(0, tuple(Cost(*c) for c in costs), tuple(low[: len(costs)]), (2**62,) * len(costs)),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(1e-3, 1)), min_size=1, max_size=5),
+    st.lists(st.integers(0, 3), min_size=5, max_size=5),
+)
+
+
+@given(plans, st.lists(st.integers(0, 96), min_size=1, max_size=3))
+def test_loaders_are_split_in_equal_proportions_exactly(plan, sizes):
+    shares = plan.split(sizes)
+    assert [sum(of_loader) for of_loader in shares] == sizes
+    for rank in range(len(plan.costs)):
+        parts = [of_loader[rank] for of_loader in shares]
+        assert all(n >= 0 for n in parts)
+        # n_i / N is the same for all loaders, as fractions, not as floats.
+        assert all(parts[i] * sizes[j] == parts[j] * sizes[i] for i in range(len(sizes)) for j in range(len(sizes)))
+        if 0 < sum(plan.low) <= math.gcd(*sizes):
+            assert sum(parts) >= plan.low[rank]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [
+        ([64], [[32, 16, 8, 8]]),
+        ([64, 32], [[32, 16, 8, 8], [16, 8, 4, 4]]),
+        ([64, 0], [[32, 16, 8, 8], [0, 0, 0, 0]]),  # a loader that has run out
+        ([8, 16, 24], [[4, 2, 1, 1], [8, 4, 2, 2], [12, 6, 3, 3]]),
+        ([0, 0], [[0, 0, 0, 0], [0, 0, 0, 0]]),
+        ([5], [[2, 1, 1, 1]]),
+        ([4], [[1, 1, 1, 1]]),  # the lower limits still hold
+        ([3], [[2, 1, 0, 0]]),  # too few for them, so the fastest take what there is
+        ([1], [[1, 0, 0, 0]]),
+        ([3, 3], [[2, 1, 0, 0], [2, 1, 0, 0]]),
+    ],
+)
+def test_batches_by_hand(sizes, shares):
+    assert planner_of(64, 4, [4, 2, 1, 1]).plans[0].split(sizes) == shares
+
+
+@pytest.mark.parametrize(
+    ("size", "shares"), [(8, [2, 2, 2, 2]), (7, [2, 0, 2, 3]), (5, [0, 0, 2, 3]), (2, [0, 0, 0, 2]), (1, [0, 0, 0, 1])]
+)
+def test_where_a_tail_is_too_small_for_all_the_slowest_have_nothing(size, shares):
+    balance = [1, 1, 1, 1] if size == 8 else [1, 1, 2, 4]
+    assert planner_of(64, 4, balance, low=2).plans[0].split([size]) == [shares]
+
+
+@pytest.mark.parametrize(
+    ("size", "shares"), [(16, [4, 4, 4, 4]), (12, [3, 3, 3, 3]), (8, [2, 2, 2, 2]), (7, [3, 2, 2, 0])]
+)
+def test_a_tail_asks_for_no_more_than_the_ranks_need(size, shares):
+    planner = Planner(4)
+    planner.least = 2
+    planner.expect(64)
+    assert planner.plans[0].split([size]) == [shares]
+
+
+def test_limits_count_the_samples_of_all_loaders():
+    plan = Plan(0, (Cost(0, 1), Cost(0, 1)), (1, 1), (9, 64))
+    assert plan.split([32, 16]) == [[6, 26], [3, 13]]  # 9 of rank 0, 39 of rank 1
+    with pytest.raises(ShareError):
+        Plan(0, (Cost(0, 1), Cost(0, 1)), (0, 0), (9, 9)).split([32, 16])
+    for low in (8, 9):  # in steps of two samples and one
+        assert Plan(0, (Cost(0, 100), Cost(0, 1)), (low, 1), (64, 64)).split([32, 16]) == [[6, 26], [3, 13]]
+
+
+def test_earlier_plans_are_still_known() -> None:
+    planner = Planner(2)
+    planner.expect(32)
+    planner.update(6, [Report(0.0, k, 0.0, 8, 16, 16 * k, 0.0) for k in (1.0, 3.0)])
+    before = planner.shares(7)
+    planner.update(8, [Report(0.0, k, 0.0, 10, 16, 16 * k, 0.0) for k in (3.0, 1.0)])
+    assert planner.shares(7) == before == [16, 16]
+    assert planner.shares(8) == [24, 8]
+    assert planner.shares(10)[0] < 16
+    for number in range(Planner.KEPT - 3):
+        planner.adopt(replace(planner.at(0), start=11 + number))
+    assert planner.at(0).start == 0
+    planner.adopt(replace(planner.at(0), start=100))
+    with pytest.raises(LookupError, match="the plan of step 0 is no longer known; there are those from 8 on"):
+        planner.at(0)
+    assert planner.shares(8) == [24, 8]
+
+
+def test_a_rank_that_is_behind_learns_plans_without_forgetting_by_which_it_still_draws() -> None:
+    """When ranks are lost, it learns from one that is ahead."""
+    ahead, behind = Planner(2), Planner(2)
+    for planner in (ahead, behind):
+        planner.expect(32)
+    for start in (50, 150):
+        ahead.adopt(replace(ahead.at(0), start=start))
+    PlanningState.of(ahead).apply_to(behind)
+    assert [behind.at(step).start for step in (40, 120, 160)] == [0, 50, 150]
+
+
+positive = st.floats(0.01, 3.0)
+ranks = st.lists(
+    st.tuples(st.builds(Cost, st.floats(0.0, 3.0), positive), st.integers(0, 4), st.integers(0, 60)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(ranks, st.floats(0.0, 1.0), st.integers(1, 200))
+def test_no_rank_is_ever_more_than_a_few_samples_off_its_exact_part(ranks, part, turns):
+    costs, low = [cost for cost, _, _ in ranks], [least for _, least, _ in ranks]
+    high = [least + more for _, least, more in ranks]
+    units = round(sum(low) + part * (sum(high) - sum(low)))
+    exact = exact_shares(units, costs, low, high)
+    assert sum(exact) == pytest.approx(units)
+    given = [0] * len(costs)
+    for turn in range(turns):
+        shares = rotating_shares(exact, turn)
+        assert sum(shares) == units
+        assert all(lo <= n <= h for lo, n, h in zip(low, shares, high, strict=True))
+        given = [before + n for before, n in zip(given, shares, strict=True)]
+        assert all(abs(n - (turn + 1) * x) < 4 for n, x in zip(given, exact, strict=True))
+
+
+def test_shares_that_come_out_even_stay():
+    plan = Plan(0, (Cost(0.0, 1.0), Cost(0.0, 0.5)), (1, 1), (99, 99))
+    assert {tuple(plan.split([12], turn)[0]) for turn in range(50)} == {(4, 8)}
+
+
+def test_all_loaders_of_a_step_keep_their_proportions():
+    plan = Plan(0, (Cost(0.0, 1.0),) * 3, (1,) * 3, (99,) * 3)
+    for turn in range(20):
+        large, small = plan.split([16, 8], turn)
+        assert large == [2 * n for n in small]
+        assert sum(small) == 8
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_those_that_remain_go_on_in_turn(turns):
+    former = Planner(3, "off")
+    former.expect(64)
+    former.turns, former.origin = turns, 5
+    planner = plan_for_survivors(former, [0, 2], Planner(2, "off"))
+    planner.expect(63)
+    rests = {tuple(planner.at(step).split([63], planner.turn(step))[0]) for step in range(20)}
+    assert rests == ({(32, 31), (31, 32)} if turns else {(32, 31)})
+
+
+def past_planner(*plans: tuple[int, Sequence[int]]) -> Planner:
+    """One by which ranks take so many samples from a step on."""
+    made = Planner(len(plans[0][1]))
+    made.total = 12
+    made.plans = [Plan(start, (Cost(0, 1),) * len(n), tuple(n), tuple(n)) for start, n in plans]
+    return made
+
+
+def test_shares_are_those_of_each_step() -> None:
+    past = ShareHistory()
+    past.end([4, 7, 9], past_planner((0, [4, 4, 4]), (10, [2, 3, 7]), (20, [1, 1, 10])), 25)
+    assert past.samples(9, 5) == 5 * 4 + 10 * 7 + 5 * 10
+    assert past.samples(7, 12) == 8 * 3 + 5 * 1
+    assert past.samples(4, 25) == 0
+    assert past.samples(4, 30) == 0  # it was ahead: others take from step 25 on what it had trained on
+
+
+def test_of_steps_that_nobody_remembers_the_oldest_plan_counts() -> None:
+    past = ShareHistory()
+    past.end([0, 1], past_planner((10, [2, 10]), (20, [6, 6])), 22)
+    assert past.samples(1, 5) == 15 * 10 + 2 * 6
+
+
+def test_two_are_lost_one_after_the_other() -> None:
+    """The second one before the steps are over that were drawn when the first one was lost."""
+    past = ShareHistory()
+    past.end([0, 1, 2], past_planner((0, [2, 4, 6])), 30)
+    assert past.samples(1, 20) == 10 * 4
+    past.end([0, 2], past_planner((0, [3, 9])), 40)
+    assert past.samples(2, 25) == 5 * 6 + 10 * 9
+    assert past.samples(1, 20) == 10 * 4  # since step 30 others have its share
+
+
+def test_who_could_not_meet_meets_again_among_fewer() -> None:
+    past = ShareHistory()
+    past.end([0, 1, 2, 3], past_planner((0, [3, 3, 3, 3])), 30)
+    past.end([0, 1, 3], past_planner((0, [4, 4, 4])), 28)  # the one that had drawn the most is lost, too
+    assert past.samples(2, 20) == past.samples(3, 20) == 8 * 3
+
+
+def test_turns() -> None:
+    """Ranks get in turn what is left over: in the long run, and of some steps, nobody gets more."""
+    made = Planner(3, "off")
+    made.expect(10)
+    made.turns, made.origin = True, -50  # the epoch has begun with step 50
+    taken = [made.at(step).split([10], made.turn(step))[0] for step in range(100)]
+    past = ShareHistory()
+    past.end([5, 6, 8], made, 100)
+    for at, rank in enumerate([5, 6, 8]):
+        assert past.samples(rank, 70) == sum(each[at] for each in taken[70:])
+        assert past.samples(rank, 70) == 100
+
+
+def test_a_batch_that_is_too_small_for_all_is_still_whole():
+    plan = Plan(0, (Cost(0.0, 1.0), Cost(0.0, 2.0), Cost(0.0, 4.0)), (2, 2, 2), (9, 9, 9))
+    for turn in range(20):
+        assert sum(plan.split([3], turn)[0]) == 3
+
+
+def test_limits_that_leave_no_room_are_an_error():
+    """Samples would be left out without a word."""
+    with pytest.raises(ShareError, match="cannot be split"):
+        exact_shares(32, [Cost(0.0, 1.0)] * 10, [0] * 10, [3] * 10)
+
+
+def test_a_checkpoint_of_small_batches_can_be_resumed_with_large_ones():
+    planner = planner_of(640, 4)
+    planner.load_state_dict(skewed_planner().state_dict())
+    assert sum(planner.shares(0)) == 640
+    planner.update(4, [report(k, 0.010, drawn=6.0) for k in EXAMPLE])
+    assert sum(planner.shares(6)) == 640
+
+
+def test_the_users_upper_limits_hold_for_any_batch():
+    plan = skewed_planner(high=40).plans[-1]
+    assert max(plan.split([160])[0]) == 40
+    with pytest.raises(ShareError, match="at most"):
+        plan.split([161])

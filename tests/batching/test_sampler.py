@@ -1,17 +1,26 @@
-"""All ranks of a job in one process: what they draw together, against what one process would draw."""
+"""All ranks of a job in one process: what they draw and evaluate together, against what one process would draw."""
 
+import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.batching.planner import Plan, Planner
-from lightning_hetero.batching.sampler import FixedBatches, Position, ShareSampler, batch_slice, check_enough
+from lightning_hetero.batching.sampler import (
+    EvaluationSampler,
+    EvenBatches,
+    FixedBatches,
+    GroupedBatches,
+    Position,
+    ShareSampler,
+    check_enough,
+)
 from lightning_hetero.batching.shares import Cost
-from lightning_hetero.errors import DataError, HeteroError
+from lightning_hetero.errors import DataError, ShareError
 
 
 def order_of(samples, epoch=0):
@@ -105,14 +114,6 @@ def test_the_ranks_draw_together_what_one_process_draws(job):
         assert len(seen) == (samples // batch_size * batch_size if drop_last else samples)
 
 
-def test_the_epochs_differ_in_order():
-    rank = Rank(0, Planner(1), 32, 8)
-    rank.go_to(0)
-    first = rank.run()
-    rank.go_to(1)
-    assert [own for own, _ in rank.run()] != [own for own, _ in first]
-
-
 def test_the_total_is_that_of_the_replica():
     planner = Planner(4, [4, 2, 1, 1])
     parts = [Rank(r, planner, 22, 16, replica=(0, 1) if r < 2 else (2, 3)).run() for r in range(4)]
@@ -123,15 +124,6 @@ def test_the_total_is_that_of_the_replica():
         [(2, 4), (1, 2)],
     ]
     assert [d.parts for _, d in parts[1]] == [{0: 8, 1: 4}, {0: 3, 1: 1}]
-
-
-def test_a_rank_without_a_sample_repeats_one_with_weight_0():
-    planner = Planner(3, [1, 0, 1])
-    parts = [Rank(r, planner, 9, 4).run() for r in range(3)]
-    assert [d.samples for _, d in parts[1]] == [0, 0, 0]
-    assert [len(own) for own, _ in parts[1]] == [1, 1, 1]
-    assert [d.samples for _, d in parts[2]] == [2, 2, 0]  # the tail is a single sample
-    check_together(parts, one_process(9, 4, False, 0))
 
 
 def test_a_padding_batch_has_as_many_samples_as_the_model_needs():
@@ -165,38 +157,7 @@ def test_resuming_within_an_epoch_gives_exactly_the_rest(job, epoch, data):
     check_together(parts, reference[done:])
 
 
-def test_the_epoch_after_a_resumed_one_is_whole():
-    rank = Rank(0, Planner(1), 40, 8)
-    rank.go_to(2, 3)
-    assert len(rank.run()) == 2
-    rank.go_to(3)
-    check_together([rank.run()], one_process(40, 8, False, 3))
-    assert [a[:2] for a in rank.asked] == [(13, 3), (14, 4), (15, 0), (16, 1), (17, 2), (18, 3), (19, 4)]
-
-
 # -- shorter loaders, epochs cut short -----------------------------------------------------------------
-
-
-def test_a_shorter_loader_starts_over_within_the_epoch():
-    planner = Planner(2, [3, 1])
-    planner.plans.append(Plan(4, (Cost(0, 1), Cost(0, 3)), (0, 0), (99, 99)))
-    ranks = [Rank(r, planner, 10, 4) for r in range(2)]
-    for epoch in range(2):
-        reference = one_process(10, 4, False, epoch)
-        parts = []
-        for rank in ranks:
-            rank.asked.clear()
-            steps = []
-            while len(steps) < 7:  # batches of the longer loader
-                rank.go_to(epoch, step=7 * epoch + len(steps))
-                for batch in rank.sampler:
-                    steps.append((batch, rank.sampler.drawn.popleft()))
-                    if len(steps) == 7:
-                        break
-            parts.append(steps)
-            assert rank.sampler.next_step == 7 * epoch + 7
-            assert [a[:2] for a in rank.asked] == [(7 * epoch + i, i) for i in range(7)]
-        check_together(parts, (reference * 3)[:7])
 
 
 @pytest.mark.parametrize("told", [6, 0])  # whether Lightning still tells the batches of the resumed epoch
@@ -239,30 +200,112 @@ def test_an_epoch_that_begins_anew_is_not_taken_for_a_shorter_loader(drawn, trai
     assert not rank.sampler.drawn
 
 
-def test_an_iterator_that_is_never_used_changes_nothing():
-    # A DataLoader with workers makes two and uses the second.
-    rank = Rank(0, Planner(1), 12, 4)
-    for round_ in range(3):
-        iter(rank.sampler)
-        rank.position = Position(0, 0, 3 * round_)  # only the step goes on
-        check_together([rank.run()], one_process(12, 4, False, 0))
-    assert [a[:2] for a in rank.asked] == [(i, i) for i in range(9)]
-
-
 # -- small things --------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-def test_slices_of_a_batch_are_consecutive_and_complete(shares):
-    batch = list(range(sum(shares)))
-    parts = [batch_slice(batch, shares, rank) for rank in range(len(shares))]
-    assert [len(part) for part in parts] == shares
-    assert [i for part in parts for i in part] == batch
+# -- evaluation --------------------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw):
+    world = draw(st.integers(1, 6))
+    costs = tuple(Cost(draw(st.floats(0, 1)), draw(st.sampled_from([1e-3, 1e-2, 1.0]))) for _ in range(world))
+    low = tuple(draw(st.integers(0, 6)) for _ in range(world))
+    high = (2**62,) * world
+    if draw(st.booleans()):  # a rank that trains on nothing
+        low, high = (0, *low[1:]), (0, *high[1:])
+        if world == 1:
+            high = (2**62,)
+    return Plan(0, costs, low, high)
+
+
+def even_plan(world):
+    return Plan(0, (Cost(0, 1),) * world, (1,) * world, (2**62,) * world)
+
+
+@given(plans(), st.integers(1, 150), st.integers(1, 40))
+@example(even_plan(4), 5, 4)  # batches of 3 and 2 would leave the last rank out
+@example(even_plan(6), 7, 3)
+@settings(max_examples=300)
+def test_evaluation_sees_every_sample_once(plan, samples, batch_size):
+    world = len(plan.costs)
+    batches = EvenBatches(order_of(samples), batch_size, world)
+    samplers = [EvaluationSampler(batches, rank, world, lambda: plan) for rank in range(world)]
+    drawn = [list(sampler) for sampler in samplers]
+    assert Counter(i for rank in drawn for batch in rank for i in batch) == Counter(range(samples))
+    assert all(batch for rank in drawn for batch in rank)
+    counts = [len(rank) for rank in drawn]
+    assert counts == [len(sampler) for sampler in samplers]
+    if min(batches.size(i) for i in range(len(batches))) >= world:
+        assert counts == [len(batches)] * world
+    if samples >= world:
+        assert min(counts) >= 1  # a rank without a batch would not run the epoch's end with the others
+
+
+def test_evaluation_asks_for_the_plan_of_the_moment():
+    plans = [Plan(0, (Cost(0, 1), Cost(0, k)), (1, 1), (99, 99)) for k in (1, 3)]
+    sampler = EvaluationSampler(EvenBatches(range(8), 8, 2), 0, 2, lambda: plans.pop(0))
+    assert [[len(b) for b in sampler] for _ in range(2)] == [[4], [6]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_evaluation_with_a_batch_sampler_of_the_users(world):
+    parts = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
+    plan = Planner(world).plans[0]
+    batches = GroupedBatches(parts, world)
+    drawn = [list(EvaluationSampler(batches, rank, world, lambda: plan)) for rank in range(world)]
+    assert sorted(i for rank in drawn for batch in rank for i in batch) == list(range(11))
+    assert len(drawn[0]) == len(EvaluationSampler(batches, 0, world, lambda: plan)) == math.ceil(5 / world)
+
+
+def test_limits_that_were_found_in_training_grow_with_larger_batches():
+    planner = Planner(2, "off")
+    planner.expect(24)
+    planner.limit([9, 18])
+    batches = EvenBatches(order_of(54), 54, 2)
+
+    def drawn(grows):
+        samplers = [EvaluationSampler(batches, r, 2, lambda: planner.plans[-1], lambda: grows) for r in range(2)]
+        return [list(sampler) for sampler in samplers]
+
+    assert [len(part) for rank in drawn(planner.found) for part in rank] == [18, 36]
+    assert sorted(i for rank in drawn(planner.found) for part in rank for i in part) == [*range(54)]
+    with pytest.raises(ShareError, match="54 samples cannot be split"):
+        drawn(False)  # limits that the user has given are limits here, too
+
+
+def test_the_epoch_after_a_resumed_one_is_whole():
+    rank = Rank(0, Planner(1), 40, 8)
+    rank.go_to(2, 3)
+    assert len(rank.run()) == 2
+    rank.go_to(3)
+    check_together([rank.run()], one_process(40, 8, False, 3))
+    assert [a[:2] for a in rank.asked] == [(13, 3), (14, 4), (15, 0), (16, 1), (17, 2), (18, 3), (19, 4)]
 
 
 def test_fewer_samples_than_ranks_are_refused():
     check_enough(4, 4, "validation")
-    with pytest.raises(DataError, match="the validation dataset has 3 samples for 4 ranks") as caught:
+    with pytest.raises(DataError, match="the validation dataset has 3 samples for 4 ranks"):
         check_enough(3, 4, "validation")
-    assert isinstance(caught.value, HeteroError)
-    assert isinstance(caught.value, ValueError)
+
+
+def test_a_shorter_loader_starts_over_within_the_epoch():
+    planner = Planner(2, [3, 1])
+    planner.plans.append(Plan(4, (Cost(0, 1), Cost(0, 3)), (0, 0), (99, 99)))
+    ranks = [Rank(r, planner, 10, 4) for r in range(2)]
+    for epoch in range(2):
+        reference = one_process(10, 4, False, epoch)
+        parts = []
+        for rank in ranks:
+            rank.asked.clear()
+            steps = []
+            while len(steps) < 7:  # batches of the longer loader
+                rank.go_to(epoch, step=7 * epoch + len(steps))
+                for batch in rank.sampler:
+                    steps.append((batch, rank.sampler.drawn.popleft()))
+                    if len(steps) == 7:
+                        break
+            parts.append(steps)
+            assert rank.sampler.next_step == 7 * epoch + 7
+            assert [a[:2] for a in rank.asked] == [(7 * epoch + i, i) for i in range(7)]
+        check_together(parts, (reference * 3)[:7])

@@ -1,29 +1,47 @@
-"""Shares against brute force, against the plain greedy, and against numbers worked out by hand."""
+"""Costs, lines and convex curves, and shares by them: against brute force, the plain greedy, and numbers by hand."""
 
 import heapq
 import itertools
+import json
 import math
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.batching.shares import WORTH_LEAVING, Cost, bound, makespan, split, too_slow
-from lightning_hetero.errors import ConfigurationError, HeteroError, ShareError
+from lightning_hetero.batching.planner import Plan, Planner, Report
+from lightning_hetero.batching.shares import (
+    MOST_BENDS,
+    WORTH_LEAVING,
+    Cost,
+    Curve,
+    bound,
+    cost_of,
+    curve_below,
+    makespan,
+    row_of,
+    split,
+    too_slow,
+)
+from lightning_hetero.errors import ShareError
 
-# The cluster of the design, in seconds: one fixed cost, two fast ranks, one at half speed, one at a quarter.
-ISSUE = [Cost(0.010, k) for k in (0.002, 0.002, 0.004, 0.008)]
+FLAT = Curve(0.064, 1e-9, ((16.0, 0.004),))  # flat up to 16 samples, then 4 ms each
 
 # Multiples of 1/8 are exact in binary, so that ties are real ties; the others are not.
 exact = st.builds(Cost, st.integers(0, 40).map(lambda i: i / 8), st.integers(1, 40).map(lambda i: i / 8))
 rough = st.builds(Cost, st.floats(-1, 10), st.floats(1e-3, 10))
-cost_lists = st.lists(exact, min_size=1, max_size=4) | st.lists(rough, min_size=1, max_size=4)
+bends = st.lists(st.tuples(st.integers(1, 40).map(float), st.integers(1, 40).map(lambda i: i / 8)), max_size=3).map(
+    lambda pairs: tuple(sorted({at: (at, more) for at, more in pairs}.values()))
+)
+curves = st.builds(Curve, st.integers(0, 40).map(lambda i: i / 8), st.integers(1, 40).map(lambda i: i / 8), bends)
+lines = st.lists(exact, min_size=1, max_size=4) | st.lists(rough, min_size=1, max_size=4)
+cost_lists = lines | st.lists(rough | curves, min_size=1, max_size=4)
 
 
 @st.composite
-def limited(draw, most_total=12):
+def limited(draw, most_total=12, kinds=cost_lists):
     """Feasible instances: costs, total, and limits per rank."""
-    costs = draw(cost_lists)
+    costs = draw(kinds)
     total = draw(st.integers(0, most_total))
     low = [draw(st.integers(0, 3)) for _ in costs]
     high = [lo + draw(st.integers(0, most_total)) for lo in low]
@@ -51,16 +69,6 @@ def one_at_a_time(total, costs, low, high):
     return shares
 
 
-def largest_remainder(total, weights):
-    """Proportional shares, rounded the usual way."""
-    exact_shares = [total * w / sum(weights) for w in weights]
-    shares = [math.floor(s) for s in exact_shares]
-    by_remainder = sorted(range(len(weights)), key=lambda i: (shares[i] - exact_shares[i], i))
-    for i in by_remainder[: total - sum(shares)]:
-        shares[i] += 1
-    return shares
-
-
 @given(limited())
 @settings(max_examples=300, deadline=None)
 def test_no_other_split_is_faster(instance):
@@ -72,7 +80,7 @@ def test_no_other_split_is_faster(instance):
 
 
 @given(
-    st.lists(exact, min_size=1, max_size=8) | st.lists(rough, min_size=1, max_size=8),
+    st.lists(exact, min_size=1, max_size=8) | st.lists(rough | curves, min_size=1, max_size=8),
     st.integers(0, 4000),
     st.data(),
 )
@@ -81,10 +89,12 @@ def test_the_shortcut_gives_exactly_what_one_sample_at_a_time_gives(costs, total
     even = total // len(costs)
     low = [data.draw(st.integers(0, even)) for _ in costs]
     high = [data.draw(st.integers(even + 1, total + 1)) for _ in costs]
-    assert split(total, costs, low, high) == one_at_a_time(total, costs, low, high)
+    shares = split(total, costs, low, high)
+    assert shares == one_at_a_time(total, costs, low, high)
+    assert bound(total, costs, low, high) <= makespan(shares, costs) * (1 + 1e-12) + 1e-12
 
 
-@given(limited(most_total=200))
+@given(limited(most_total=200, kinds=lines))
 @settings(max_examples=200, deadline=None)
 def test_whole_samples_take_longer_than_the_bound_but_by_one_sample_at_most(instance):
     costs, total, low, high = instance
@@ -93,14 +103,6 @@ def test_whole_samples_take_longer_than_the_bound_but_by_one_sample_at_most(inst
     free = makespan(split(total, costs), costs)  # no rank is later than that, or than its fixed cost
     latest = max(bound(total, costs) + max(c.per_sample for c in costs), *(c.fixed for c in costs), -math.inf)
     assert free <= latest + 1e-12 * abs(latest)
-
-
-@given(cost_lists, st.integers(1, 10_000))
-@settings(max_examples=200, deadline=None)
-def test_at_the_bound_the_work_is_just_done(costs, total):
-    deadline = bound(total, costs)
-    done = sum(max(0.0, (deadline - c.fixed) / c.per_sample) for c in costs)
-    assert done == pytest.approx(total, rel=1e-6, abs=1e-6)
 
 
 def test_a_million_samples_take_no_million_steps():
@@ -118,22 +120,13 @@ def test_a_million_samples_take_no_million_steps():
     assert makespan(shares, costs) - bound(10**6, costs) < 0.001 * 64
 
 
-def test_the_cluster_of_the_issue():
-    even = [16] * 4
-    speeds = [n / cost.seconds(n) for n, cost in zip(even, ISSUE, strict=True)]  # as measured at the even split
-    proportional = largest_remainder(64, speeds)
-    assert makespan(even, ISSUE) == pytest.approx(0.138)
-    assert proportional == [22, 22, 13, 7]
-    assert makespan(proportional, ISSUE) == pytest.approx(0.066)
-    assert split(64, ISSUE) == [24, 24, 11, 5]
-    assert makespan(split(64, ISSUE), ISSUE) == pytest.approx(0.058)
-    assert bound(64, ISSUE) == pytest.approx(0.01 + 64 / (500 + 500 + 250 + 125))  # 56.5 ms
-    assert bound(64, ISSUE) == pytest.approx(0.0565, abs=5e-5)
-
-
 @pytest.mark.parametrize(
     ("total", "costs", "low", "high", "shares"),
     [
+        (64, [(0.010, k) for k in (0.002, 0.002, 0.004, 0.008)], None, None, [24, 24, 11, 5]),  # all take 58 ms or less
+        (7, [(0, 10), (0, 10), (0, 1)], None, None, [0, 0, 7]),  # rounded proportions would be slower: 1, 0, 6
+        (32, [FLAT, (0.010, 0.004)], None, None, [17, 15]),  # 68 and 70 ms: a flat device is filled first
+        (24, [FLAT, (0.010, 0.007)], None, None, [16, 8]),  # 64 and 66 ms
         (6, [(0, 1), (0, 1), (0, 1)], None, None, [2, 2, 2]),
         (7, [(0, 1), (0, 1), (0, 1)], None, None, [3, 2, 2]),  # the odd one goes to the lowest rank
         (8, [(0, 1), (0, 1), (0, 1)], None, None, [3, 3, 2]),
@@ -150,23 +143,7 @@ def test_the_cluster_of_the_issue():
     ],
 )
 def test_shares_by_hand(total, costs, low, high, shares):
-    assert split(total, [Cost(*c) for c in costs], low, high) == shares
-
-
-def test_rounded_proportions_would_be_slower():
-    costs = [Cost(0, 10), Cost(0, 10), Cost(0, 1)]
-    rounded = largest_remainder(7, [1 / c.per_sample for c in costs])
-    assert (rounded, makespan(rounded, costs)) == ([1, 0, 6], 10)
-    assert (split(7, costs), makespan(split(7, costs), costs)) == ([0, 0, 7], 7)
-
-
-@given(st.lists(exact, min_size=2, max_size=5), st.integers(1, 40))
-@example([Cost(0, 1)] * 3, 7)
-@settings(max_examples=100, deadline=None)
-def test_equal_ranks_differ_by_one_at_most_and_the_lower_ones_take_more(costs, total):
-    shares = split(total, [costs[0]] * len(costs))
-    least, extra = divmod(total, len(costs))
-    assert shares == [least + (i < extra) for i in range(len(costs))]
+    assert split(total, [c if isinstance(c, Curve) else Cost(*c) for c in costs], low, high) == shares
 
 
 @pytest.mark.parametrize(
@@ -178,6 +155,9 @@ def test_equal_ranks_differ_by_one_at_most_and_the_lower_ones_take_more(costs, t
         (8, [(math.inf, 1), (0, 1)], None, None, ["rank 0", "inf"]),
         (8, [(0, 0.0), (0, 1)], None, None, ["rank 0", "0.0"]),
         (8, [(0, 1), (0, -0.25)], None, None, ["rank 1", "-0.25"]),
+        (8, [(0, 1), (0.0, 1.0, ((4.0, -0.5),))], None, None, ["rank 1 has cost"]),  # it bends down
+        (8, [(0, 1), (0.0, 1.0, ((4.0, math.inf),))], None, None, ["rank 1 has cost"]),
+        (8, [(0, 1), (0.0, 1.0, ((8.0, 0.5), (4.0, 0.5)))], None, None, ["rank 1 has cost"]),
         (8, [(0, 1)] * 2, [5, 4], None, ["8 samples", "[5, 4]", "sum 9"]),
         (8, [(0, 1)] * 2, None, [3, 4], ["8 samples", "[3, 4]", "sum 7"]),
         (8, [(0, 1)] * 2, [5, 0], [4, 8], ["rank 0", "5", "4"]),
@@ -190,22 +170,8 @@ def test_equal_ranks_differ_by_one_at_most_and_the_lower_ones_take_more(costs, t
 )
 def test_the_impossible_is_refused_with_its_values(total, costs, low, high, words):
     with pytest.raises(ShareError) as caught:
-        split(total, [Cost(*c) for c in costs], low, high)
+        split(total, [Curve(*c) if c[2:] else Cost(*c) for c in costs], low, high)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_the_error_can_be_caught_as_what_it_is():
-    assert issubclass(ShareError, ConfigurationError)
-    assert issubclass(ShareError, ValueError)
-    assert issubclass(ShareError, HeteroError)
-    with pytest.raises(ValueError, match="above 0"):
-        split(1, [Cost(0, 0)])
-
-
-def test_the_callers_limits_stay_as_they_are():
-    low, high = [1, 1], [50, 60]
-    split(9, [Cost(0, 1)] * 2, low, high)
-    assert (low, high) == ([1, 1], [50, 60])
 
 
 # -- ranks that are too slow ---------------------------------------------------------------------------------
@@ -262,3 +228,99 @@ def test_a_gain_within_noise_is_not_named():
     assert too_slow(20, costs, noise=[0.02] * 3).ranks == (2,)
     assert too_slow(20, costs, noise=[0.2] * 3) is None
     assert too_slow(20, [*costs[:2], Cost(0.092, 0.01)]) is None  # 2%
+
+
+measured = st.lists(st.tuples(st.integers(1, 64), st.floats(0.01, 10)), min_size=2, max_size=7).map(
+    lambda pairs: sorted(dict(pairs).items())
+)
+
+
+def greatest_below(points, n):
+    """The greatest convex function below points that never decreases, from its definition: the lowest chord."""
+    lowest = [(m, min(s for other, s in points if other >= m)) for m, _ in points]
+    chords = [
+        left_s + (right_s - left_s) * (n - left) / (right - left) if right > left else left_s
+        for left, left_s in lowest
+        for right, right_s in lowest
+        if left <= n <= right
+    ]
+    return min(chords)
+
+
+# -- curves ------------------------------------------------------------------------------------------
+
+
+@given(measured.filter(lambda points: len(points) > 1))
+@settings(max_examples=300)
+def test_between_the_points_it_is_the_greatest_convex_curve_below_them(points):
+    curve = curve_below(points)
+    assert curve.is_valid()
+    assert len(curve.bends) <= MOST_BENDS
+    assert curve.fixed >= 0
+    for n in range(points[0][0], points[-1][0] + 1):
+        assert curve.seconds(n) == pytest.approx(greatest_below(points, n), abs=1e-4 * points[-1][1])  # it rises a bit
+
+
+def test_by_hand():
+    flat = curve_below([(8, 0.064), (16, 0.064), (32, 0.128)])
+    assert [flat.seconds(n) for n in (1, 8, 16, 20, 32, 48)] == pytest.approx(
+        [0.064, 0.064, 0.064, 0.080, 0.128, 0.192], rel=1e-4
+    )
+    steep = curve_below([(10, 0.010), (20, 0.100)])  # the line through them is below 0 at no samples
+    assert [steep.seconds(n) for n in (0, 5, 10, 20)] == pytest.approx([0.002, 0.006, 0.010, 0.100])
+    hill = curve_below([(8, 0.030), (16, 0.045), (32, 0.060)])  # it bends down: the chord remains
+    assert [hill.seconds(n) for n in (8, 16, 32)] == pytest.approx([0.030, 0.040, 0.060])
+    falls = curve_below([(8, 0.050), (16, 0.040), (32, 0.060)])
+    assert [falls.seconds(n) for n in (8, 16, 32)] == pytest.approx([0.040, 0.040, 0.060], rel=1e-4)
+
+
+def test_of_many_points_those_that_matter_most_are_kept():
+    points = [(n, n**2 + (500.0 if n > 50 else 0.0)) for n in range(10, 90, 4)]
+    curve = curve_below(points)
+    assert len(curve.bends) == MOST_BENDS
+    assert all(1 - 1e-9 <= curve.seconds(n) / greatest_below(points, n) < 1.12 for n in range(10, 87))
+
+
+@given(curves, st.floats(0, 100))
+def test_how_much_is_done_by_a_deadline_is_the_inverse_of_the_time(curve, samples):
+    assert curve.samples(curve.seconds(samples)) == pytest.approx(samples, abs=1e-9)
+    assert curve.times(3.0).seconds(samples) == pytest.approx(3 * curve.seconds(samples))
+    assert curve.in_units(4).seconds(samples) == pytest.approx(curve.seconds(4 * samples))
+
+
+# -- splits ------------------------------------------------------------------------------------------
+
+
+# -- wherever costs go -------------------------------------------------------------------------------
+
+
+@given(curves | rough)
+def test_a_cost_survives_a_report_and_a_checkpoint(cost):
+    cost = cost_of(*cost[:2]) if not cost.bends else cost
+    report = Report(cost.fixed, cost.per_sample, 0.1, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, bends=cost.bends)
+    assert len(report.row) == len(Report._fields) - 1 + 2 * MOST_BENDS
+    assert Report.of_row(report.row) == report
+    assert report.cost == cost
+    assert cost_of(*json.loads(json.dumps(row_of(cost)))) == cost
+
+
+def test_a_planner_splits_by_curves_and_saves_them():
+    planner = Planner(2)
+    planner.expect(32)
+    straight = Report(0.010, 0.004, 0.0, 6.0, 16, 0.1, 0.0)
+    reports = [Report(*FLAT[:2], *straight[2:-1], bends=FLAT.bends), straight]
+    planner._doubt = 0.0
+    planner.min_gain = 0.0
+    assert planner.update(4, reports) is not None
+    assert planner.shares(6) == [17, 15]
+    restored = Planner(2)
+    restored.expect(32)
+    restored.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+    assert restored.shares(0) == [17, 15]
+    assert restored.plans[0].costs == (FLAT, Cost(0.010, 0.004))
+
+
+def test_a_plan_splits_several_loaders_by_curves():
+    plan = Plan(0, (Curve(30.0, 1e-6, ((12.0, 1.0),)), Cost(0.0, 2.0)), (0, 0), (99, 99))
+    # In units of two samples and one: 6 units are 18 samples, of which the first rank is late by 6.
+    assert plan.split([24, 12]) == [[12, 12], [6, 6]]

@@ -2,11 +2,8 @@
 
 import copy
 import threading
-from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.batching.sampler import Drawn, Position
@@ -93,40 +90,6 @@ def numbered(lengths):
     return [[[next(numbers) for _ in range(n)] for n in of_rank] for of_rank in lengths]
 
 
-uneven = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4)
-
-
-@given(uneven)
-@settings(max_examples=60)
-def test_every_sample_counts_once_and_all_ranks_run_the_same_steps(lengths):
-    loaders = numbered(lengths)
-    streams, wire = job(loaders)
-    for _ in range(2):  # and again in the next epoch
-        results = run(streams, wire)
-        steps = max(len(of_rank) for of_rank in lengths)
-        assert [len(pairs) for pairs in results] == [steps] * len(loaders)
-        counted = Counter(i for pairs in results for batch, drawn in pairs if drawn.samples for i in batch)
-        assert counted == Counter(i for batches in loaders for batch in batches for i in batch)
-        for step in range(steps):
-            drawn = [pairs[step][1] for pairs in results]
-            total = sum(of_rank[step] for of_rank in lengths if step < len(of_rank))
-            assert [d.total for d in drawn] == [total] * len(loaders)
-            assert [d.samples for d in drawn] == [of_rank[step] if step < len(of_rank) else 0 for of_rank in lengths]
-        for pairs, batches in zip(results, loaders, strict=True):
-            # A rank that has nothing more repeats its last batch, which the model can take.
-            assert [batch for batch, _ in pairs] == batches + [batches[-1]] * (steps - len(batches))
-
-
-def test_the_exchange_is_told_who_is_alive():
-    tallies = []
-    stream = Stream([[1, 2], [3]], len, nothing, OneReplica(lambda tally: tallies.append(tally) or tally))
-    assert list(stream) == [[1, 2], [3]]
-    assert tallies == [(2, 1, 0), (2, 1, 0), (1, 1, 0), (0, 0, 0)]  # the first once more, of all ranks
-    tallies.clear()
-    assert list(Stream([], len, nothing, OneReplica(lambda tally: tallies.append(tally) or tally))) == []
-    assert tallies == [(0, 0, 1)]
-
-
 @pytest.mark.parametrize("empty", [[0], [1], [0, 2]])
 def test_a_rank_without_any_batch_is_an_error_on_all_ranks(empty):
     streams, wire = job([[] if rank in empty else [[1], [2]] for rank in range(3)])
@@ -134,11 +97,6 @@ def test_a_rank_without_any_batch_is_an_error_on_all_ranks(empty):
     assert all(isinstance(result, DataError) for result in results)
     assert all(f"{len(empty)} rank(s) got no training batch" in str(result) for result in results)
     assert wire.exchanges == 1  # at once
-
-
-def test_no_batch_on_any_rank_is_no_error():
-    streams, wire = job([[], []])
-    assert run(streams, wire) == [[], []]
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -156,21 +114,6 @@ def test_a_batch_of_unknown_size_on_one_rank_is_an_error_on_all_ranks(step):
     assert ["on another rank" in str(result) for result in results] == [True, False, True]
     assert all("batch_weight" in str(result) for result in results)
     assert wire.exchanges == step + 1 + (step > 0)  # at the first batch of all ranks, then of the replica's
-
-
-def test_what_was_drawn_before_a_cut_is_void():
-    streams, wire = job(numbered([[2, 3, 4], [5, 6, 7]]))
-    run(streams, wire, steps=1)
-    for stream in streams:
-        stream.drawn.append(Drawn(99, 99))  # drawn ahead, not trained on
-    results = run(streams, wire)
-    assert [[(d.samples, d.total) for _, d in pairs] for pairs in results] == [
-        [(2, 7), (3, 9), (4, 11)],
-        [(5, 7), (6, 9), (7, 11)],
-    ]
-
-
-# -- in the place of the loader ------------------------------------------------------------------------
 
 
 class Loader:
@@ -196,28 +139,12 @@ def test_attributes_are_the_loaders():
     assert stream._iterator is None
 
 
-def test_a_loader_without_an_iterator_is_given_none():
-    loader = [[1]]
-    stream = Stream(loader, len, nothing, OneReplica())
-    assert stream._iterator is None
-    stream._iterator = None
-    assert loader == [[1]]
-
-
-def test_a_stream_can_be_copied():
-    stream = copy.copy(Stream(Loader(), len, nothing, OneReplica()))
-    assert list(stream) == [[1]]
-
-
 def test_a_sized_stream_has_the_length_that_it_is_given_and_another_none():
     stream = SizedStream([[1]], len, nothing, OneReplica(), length=7, replica_length=7)
     assert len(stream) == 7
     assert list(stream) == [[1]]
     with pytest.raises(TypeError):
         len(Stream([[1]], len, nothing, OneReplica()))
-
-
-# -- batches that grow and shrink ------------------------------------------------------------------------
 
 
 class Endless(IterableDataset):
@@ -241,9 +168,23 @@ def test_an_iterable_dataset_gives_batches_of_the_sizes_of_the_plan():
     assert [i for batch in second for i in batch] == list(range(21))
 
 
-def test_the_next_step_is_the_first_that_has_not_been_asked_for():
-    sizes = VaryingBatchSizes(lambda step: 1, lambda: 5)
-    iterator = iter(sizes)
-    for _ in range(3):
-        next(iterator)
-    assert sizes.next_step == 8
+def test_no_batch_on_any_rank_is_no_error():
+    streams, wire = job([[], []])
+    assert run(streams, wire) == [[], []]
+
+
+def test_what_was_drawn_before_a_cut_is_void():
+    streams, wire = job(numbered([[2, 3, 4], [5, 6, 7]]))
+    run(streams, wire, steps=1)
+    for stream in streams:
+        stream.drawn.append(Drawn(99, 99))  # drawn ahead, not trained on
+    results = run(streams, wire)
+    assert [[(d.samples, d.total) for _, d in pairs] for pairs in results] == [
+        [(2, 7), (3, 9), (4, 11)],
+        [(5, 7), (6, 9), (7, 11)],
+    ]
+
+
+def test_a_stream_can_be_copied():
+    stream = copy.copy(Stream(Loader(), len, nothing, OneReplica()))
+    assert list(stream) == [[1]]

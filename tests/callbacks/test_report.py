@@ -1,10 +1,15 @@
-"""The report: figures that agree with what is known by hand, a page that a browser shows, and nothing unasked for."""
+"""The report: figures by hand, a page that a browser shows, what a notebook shows of it, and nothing unasked for."""
 
+import base64
 import json
 import re
+import shutil
+import subprocess
 import sys
 import time
 import warnings
+from html import unescape
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +18,18 @@ import numpy as np
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from matplotlib.colors import rgb_to_hsv, to_rgb
+from matplotlib.image import imread
 from ranks import attempt, run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader, Dataset
 from virtual_time import virtual_time
 
-from lightning_hetero import DASOStrategy, HeteroDDPStrategy
+from lightning_hetero import DASOStrategy, GossipStrategy, HeteroDDPStrategy, HeteroMonitor
 from lightning_hetero.callbacks.emulation import EmulatedSpeed
-from lightning_hetero.callbacks.monitor import HeteroMonitor
-from lightning_hetero.callbacks.monitor_data import ExchangeRecord, FitRecord, RankRecord, StepSpan, coarsen
+from lightning_hetero.callbacks.monitor_data import ExchangeRecord, FitRecord, RankRecord, Record, StepSpan, coarsen
 from lightning_hetero.callbacks.plots import CAUSES, NEUTRAL, WAITING, _during, _held, _last_full_batch, colours, draw
-from lightning_hetero.callbacks.report import PICTURES, write
+from lightning_hetero.callbacks.report import PICTURES, notebook_html, write
 
-COSTS = [(0.02, 0.0025), (0.02, 0.01)]
 PER_RANK = 8
 
 
@@ -54,12 +58,6 @@ def _fit(root: Path, strategy: Any, monitor: HeteroMonitor, data: Any = None, **
     trainer = pl.Trainer(strategy=strategy, **{**settings, "callbacks": [*settings.get("callbacks", []), monitor]})
     trainer.fit(Net(), DataLoader(dataset(384) if data is None else data, batch_size=PER_RANK))
     return trainer
-
-
-def _paced(root: Path) -> None:
-    """Rank 1 is slow, by a clock that all ranks share."""
-    even = HeteroDDPStrategy(balance="off")
-    _fit(root, even, HeteroMonitor("report"), callbacks=[EmulatedSpeed(COSTS)], max_epochs=1)
 
 
 def _affine(root: Path) -> None:
@@ -102,32 +100,6 @@ def figures(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "figures.json").read_text())
 
 
-@pytest.mark.clock
-def test_the_slow_device_is_named_and_its_times_are_those_it_was_given(tmp_path: Path) -> None:
-    run(_paced, 2, tmp_path)
-    found = figures(tmp_path / "report")
-    assert (found["verdict"]["slowest"], found["verdict"]["cause"]) == (1, "compute")
-    fast, slow = (view["settled"] for view in found["views"])
-    assert fast["samples"] == slow["samples"] == 12 * PER_RANK  # the second half of 24 steps
-    assert sum(s["samples"] for s in found["views"][0]["stretches"]) == 24 * PER_RANK
-    assert slow["first"] == 12
-    # Of each step the emulated part is 40 and 100 ms; the rest is Python and a busy machine.
-    assert 0.040 < fast["compute"] / 12 < 0.090
-    assert 0.100 < slow["compute"] / 12 < 0.150
-    assert 0.020 < (fast["wait"] - slow["wait"]) / 12 < 0.100  # about the 60 ms between them
-    assert found["verdict"]["spent"]["waiting"] > 0.15
-    words = (tmp_path / "report" / "report.html").read_text()
-    assert "Rank 1 is the slowest, because of its compute" in words
-    assert "<li>Ranks wait for slower ones: set balance=&#x27;auto&#x27;" in words
-    # The clocks of all ranks begin together: under data parallelism, steps end together, after the all-reduce.
-    ends = [
-        [s["began"] + s["data"] + s["compute"] + s["wait"] for s in view["beginning"][4:20]] for view in found["views"]
-    ]
-    apart = sorted(abs(a - b) for a, b in zip(*ends, strict=True))
-    assert apart[len(apart) // 2] < 0.03
-    assert 0 <= found["views"][0]["beginning"][0]["began"] < 1
-
-
 @pytest.mark.long
 def test_a_rank_with_few_samples_is_judged_by_its_fit(tmp_path: Path) -> None:
     run(_affine, 2, tmp_path)
@@ -137,6 +109,9 @@ def test_a_rank_with_few_samples_is_judged_by_its_fit(tmp_path: Path) -> None:
     assert verdict["gain"] == pytest.approx(42 / 23, rel=0.06)  # ms, even and at best; shares stop near it
     words = (tmp_path / "report" / "report.html").read_text()
     assert "times as fast as an even one" in words
+    assert "Rank 1 is the slowest, because of its compute" in words
+    views = figures(tmp_path / "report")["views"]
+    assert sum(s["samples"] for view in views for s in view["stretches"]) == 4 * 2560
 
 
 def test_slow_data_are_told_from_slow_compute(tmp_path: Path) -> None:
@@ -164,18 +139,6 @@ def test_what_an_exchange_costs(reports: Any) -> None:
         "timeline", "parts", "shares", "speed", "exchanges", "course",
     }  # fmt: skip
     assert not (root / "daso").exists()  # the logger has a folder
-
-
-def test_a_rank_without_samples_takes_part_but_does_not_count(reports: Any) -> None:
-    found = figures(reports[0] / "padding" / "hetero_report")
-    assert [sum(s["samples"] for s in view["stretches"]) for view in found["views"]] == [64, 0]
-    assert found["views"][1]["samples_per_s"] == 0
-
-
-def test_no_report_unless_asked_for(reports: Any) -> None:
-    root, results = reports
-    assert not any((root / name).exists() and any((root / name).iterdir()) for name in ("none", "fast"))
-    assert all(result["history"] for result in results)
 
 
 def _fail(root: Path) -> None:
@@ -264,7 +227,125 @@ def test_speeds_are_in_wall_time() -> None:
     assert samples == pytest.approx([28.5, 28.5])
 
 
-def test_a_report_that_cannot_be_written_does_not_end_the_training(reports: Any) -> None:
-    [words], nothing = (result["said"] for result in reports[1])
+def test_padding_is_no_sample_none_is_written_unasked_and_no_report_ends_the_training(reports: Any) -> None:
+    root, results = reports
+    views = figures(root / "padding" / "hetero_report")["views"]
+    assert [sum(s["samples"] for s in view["stretches"]) for view in views] == [64, 0]
+    assert views[1]["samples_per_s"] == 0
+    assert not any((root / name).exists() and any((root / name).iterdir()) for name in ("none", "fast"))
+    assert all(result["history"] for result in results)
+    [words], nothing = (result["said"] for result in results)
     assert re.search("could not write its report to .*a_file/report: ", words)
     assert nothing == []
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def _gossip(root: Path) -> None:
+    strategy = GossipStrategy(every_n_steps=2, replica="rank")
+    _fit(root, strategy, HeteroMonitor(), max_epochs=1)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open the report with")
+def test_a_browser_shows_the_report(tmp_path: Path) -> None:
+    run(_gossip, 3, tmp_path, nodes=[1, 1, 1])
+    folder = tmp_path / "hetero_report"
+    # The same page, which tells the sizes of its pictures once they have loaded.
+    tell = "<script>onload = () => document.body.dataset.sizes = [...document.images].map(i => i.naturalWidth)</script>"
+    page = folder / "telling.html"
+    page.write_text((folder / "report.html").read_text().replace("</body>", tell + "</body>"))
+    shown = unescape(browse("--dump-dom", page.as_uri()))
+    pictures = len(list(folder.glob("*.png")))
+    sizes = [int(size) for size in re.search(r'data-sizes="([\d,]+)"', shown).group(1).split(",")]
+    assert len(sizes) == pictures >= 6
+    assert min(sizes) > 500
+    headline = figures(folder)["verdict"]["headline"]
+    assert f'<p class="headline">{headline}</p>' in shown
+    assert "Who has met whom" in shown
+    assert "GossipStrategy: Net on 3 ranks" in shown
+
+    browse(f"--screenshot={tmp_path / 'page.png'}", "--window-size=1100,2400", (folder / "report.html").as_uri())
+    screen = imread(tmp_path / "page.png")
+    assert screen.shape[:2] == (2400, 1100)
+    colours = {tuple(round(255 * c) for c in pixel[:3]) for pixel in screen[::3, ::3].reshape(-1, screen.shape[2])}
+    assert {(255, 255, 255), (0, 114, 178), (238, 245, 251)} <= colours  # the page, who computes, the verdict's box
+
+
+def browse(*arguments: str) -> str:
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
+    done = subprocess.run([CHROMIUM, *quiet, *arguments], capture_output=True, text=True, timeout=400, check=True)
+    return done.stdout
+
+
+HISTORY = [
+    Record(5, (32, 32), (32.0, 32.0), compute=(0.042, 0.138), wait=(0.098, 0.002)),
+    Record(85, (51, 13), (51.0, 13.0), compute=(0.061, 0.062), wait=(0.003, 0.002), ranks=(0, 2)),
+]
+
+
+class Reader(HTMLParser):
+    """The words of a page, the cells of its table, and whether each tag is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.cells: list[list[str]] = []
+        self.images: list[dict[str, str]] = []
+        self.words, self.open = "", []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str]]) -> None:
+        if tag == "img":
+            self.images.append(dict(attributes))
+        else:
+            self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+        if self.open[-1] in ("td", "th"):
+            self.cells[-1].append(data)
+
+
+def test_before_a_fit_it_says_what_to_do() -> None:
+    page = Reader(HeteroMonitor()._repr_html_())
+    assert "has seen no fit yet. Give it to Trainer(callbacks=[...])" in page.words
+    assert page.cells == page.images == []
+
+
+def test_the_table_and_the_words_are_of_the_latest_record() -> None:
+    page = Reader(notebook_html(HISTORY, None))
+    head, *rows = page.cells
+    assert head == ["rank", "samples per step", "samples/s while it works", "work, ms per step", "waiting, ms per step"]
+    assert rows == [["0", "51", f"{51 / 0.061:,.0f}", "61.0", "3.0"], ["2", "13", f"{13 / 0.062:,.0f}", "62.0", "2.0"]]
+    # Both ranks take the same time for a step: 64 samples in 64 ms.
+    assert "After 85 steps: 1,000 samples/s; 4% of all ranks' time is waiting." in page.words
+
+
+def test_with_a_report_it_has_the_verdict_the_picture_and_the_way_to_the_rest(tmp_path: Path) -> None:
+    summary = write(str(tmp_path / "a&b"), fit())
+    page = Reader(notebook_html(HISTORY, summary))
+    assert "Gossip & Co: <Net> on 2 ranks" in page.words
+    assert summary.verdict.headline in page.words
+    assert all(sentence in page.words for sentence in summary.verdict.sentences)
+    assert str(tmp_path / "a&b" / "report.html") in page.words
+    [image] = page.images
+    inside = base64.b64decode(image["src"].removeprefix("data:image/png;base64,"))
+    assert inside == (tmp_path / "a&b" / "timeline.png").read_bytes()
+    assert (
+        summary.verdict.headline in Reader(notebook_html([], summary)).words
+    )  # too short a fit for ranks to tell anything
+    assert not re.search("<Net>|<script", notebook_html(HISTORY, summary))
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetero.callbacks.report.find_spec", lambda name: None)
+    page = Reader(notebook_html(HISTORY, write(str(tmp_path), fit())))
+    assert page.images == []
+    assert len(page.cells) == 3

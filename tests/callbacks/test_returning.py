@@ -8,10 +8,10 @@ from scripts import run_script
 
 SCRIPT = """
 import json, pathlib
-import torch, lightning_hetero, lightning.pytorch as pl
+import lightning_hetero, lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_hetero.launch import observer
 from lightning_hetero.strategies import base
-from torch.utils.data import DataLoader, TensorDataset
 
 sent = []
 
@@ -35,18 +35,9 @@ class OfTheModule(pl.Callback):
     def take_back(self, given):
         raise AssertionError("nobody here has this callback")
 
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
+class Model(BoringModel):
     def configure_callbacks(self):
         return [OfTheModule()]
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-    def test_step(self, batch, batch_idx):
-        pass
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 class Noting(observer.ReturningLauncher):
     def update_main_process_results(self, trainer, extra):
@@ -62,10 +53,10 @@ if __name__ == "__main__":
     monitor, other, large = lightning_hetero.HeteroMonitor(), lightning_hetero.HeteroMonitor(report=None), Large()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     callbacks = [monitor, large, other, Witness()]
+    quiet["limit_val_batches"] = 0
     trainer = pl.Trainer(strategy=STRATEGY, accelerator="cpu", devices=2, max_epochs=2, callbacks=callbacks, **quiet)
-    data = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
-    trainer.fit(Model(), data)
-    trainer.test(Model(), data, verbose=False)  # once more in new processes, which must not forget
+    trainer.fit(Model())
+    trainer.test(Model(), verbose=False)  # once more in new processes, which must not forget
     found = known(monitor) | {"path": monitor.summary.path, "verdict": monitor.summary.verdict._asdict()}
     found |= {"large": len(large.known), "other": known(other), "other_summary": other.summary}
     found |= {"shown": monitor._repr_html_(), "waiting": [record.waiting for record in monitor.history]}
@@ -104,19 +95,10 @@ def test_the_parent_knows_what_the_first_rank_knows(tmp_path: Path, strategy: st
 
 CHOOSES = """
 import json, pathlib, sys
-import torch, lightning_hetero, lightning.pytorch as pl
+import lightning_hetero, lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_hetero.planning import strategy_choice, cluster
 from lightning_hetero.strategies import auto
-from torch.utils.data import DataLoader, TensorDataset
-
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 if __name__ == "__main__":
     strategy_choice.CANDIDATES = ("hetero_node",)
@@ -127,8 +109,9 @@ if __name__ == "__main__":
         measure=8, every=4, balance="off", rebalance_every_n_steps=2, start_method="fork", ranks_per_node=1
     )
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet["limit_val_batches"] = 0
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **quiet)
-    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(256, 4)), batch_size=4))
+    trainer.fit(BoringModel())
     chosen = strategy.chosen and [type(strategy.chosen).__name__, strategy.chosen.algorithm.every_n_steps]
     pathlib.Path("parent.json").write_text(json.dumps([chosen, strategy.stays, strategy.choice.why]))
 """

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_hetero.batching.shares import Cost, Curve
 from lightning_hetero.callbacks.monitor_data import ExchangeRecord, FitRecord, RankRecord, StepSpan
-from lightning_hetero.callbacks.verdict import RankTotals, judge, settled, totals, verdict_of
+from lightning_hetero.callbacks.verdict import RankTotals, judge, totals, verdict_of
 
 PROPORTIONAL = Cost(0.0, 0.01)
 
@@ -125,14 +125,6 @@ def test_equal_ranks_are_equal_whatever_their_shares() -> None:
     assert verdict.advice[0] == "Set balance='off': an even split is faster here."
 
 
-def test_a_slow_rank_is_slow_by_what_it_needs_for_equal_shares() -> None:
-    ranks = [fitted(0, 26, 0.010, 0.0005), fitted(1, 6, 0.010, 0.002)]
-    verdict = judge(ranks, lockstep=True, automatic=True)
-    assert (verdict.slowest, verdict.cause) == (1, "compute")
-    assert verdict.times == pytest.approx(42 / 18)  # per sample it would be 4.1
-    assert verdict.gain == pytest.approx(42 / 23)
-
-
 def test_what_no_rank_has_been_seen_to_do_is_not_guessed() -> None:
     limited = [fitted(0, 2, 0.010, 0.0001, seen=(2, 2)), fitted(1, 30, 0.010, 0.0001, seen=(30, 30))]
     verdict = judge(limited, lockstep=True, automatic=True)
@@ -229,13 +221,6 @@ def test_samples_per_second_are_in_wall_time(count: int) -> None:
         advice = " ".join(verdict.advice)
         assert "Ranks wait for slower ones at the ends of epochs (56% of all ranks' time): set balance='auto'" in advice
         assert "validate or save less often" not in advice
-
-
-def test_the_settled_part_begins_where_all_ranks_are_together() -> None:
-    assert settled(epochs(4, FREE))[3][0].first == 20
-    assert settled(epochs(3, FREE))[3][0].first < 15
-    assert settled(epochs(3, (0.01, 0.01)))[1][0].first == 15
-    assert max(view.ended for view in epochs(4, FREE).views) == pytest.approx(1.6)
 
 
 def test_what_all_spend_between_steps_is_named() -> None:

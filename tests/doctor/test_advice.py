@@ -25,8 +25,6 @@ def taken(cluster: Cluster, **wish: float) -> str:
     return '"hetero_ddp"' if found is None else found.strategy
 
 
-# -- the same choice as hetero_auto's ------------------------------------------------------------------------
-
 SHAPES = {"1 node": ((0, 1, 2, 3),), "2x1": ((0,), (1,)), "2x2": NODES, "4x1": ((0,), (1,), (2,), (3,))}
 RATES = {"20 Mbit": 2.5e6, "200 Mbit": 25e6, "1 Gbit": 125e6, "10 Gbit": 1.25e9}
 
@@ -60,13 +58,6 @@ def test_this_table_has_more_than_one_answer() -> None:
     assert len(found) >= 3
 
 
-def test_ranks_of_a_node_need_not_follow_each_other() -> None:
-    costs = [Cost(0.0, factor) for factor in (0.001, 0.002, 0.003, 0.004)]
-    advice = advise(costs, ((0, 2), (1, 3)), 16, 10 * MB, SlowestLinks(FAST, LinkModel(2e-4, 25e6)))
-    nodes = ((costs[0], costs[2]), (costs[1], costs[3]))
-    assert advice.strategy == taken(Cluster(nodes, 64, 10e6, FAST, LinkModel(2e-4, 25e6)))
-
-
 def test_the_example_in_the_docs_follows_the_same_rule() -> None:
     text = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
     rank, link = Cost(0.03, 0.27 / 64), LinkModel(0.0002, 125e6)
@@ -87,9 +78,6 @@ def test_the_example_in_the_docs_follows_the_same_rule() -> None:
     told = r"an exchange is as long as ([\d.]+) times 16 steps, but only ([\d.]+) times 500"
     [(often, rarely)] = re.findall(told, " ".join(text.split()))
     assert (float(often), float(rarely)) == pytest.approx((32.0 / (16 * 0.3), 32.0 / (500 * 0.3)), rel=0.02)
-
-
-# -- the arithmetic, in words --------------------------------------------------------------------------------
 
 
 def test_the_arithmetic_is_shown() -> None:
@@ -174,14 +162,6 @@ def test_one_node() -> None:
 def test_one_rank() -> None:
     assert advise(ALIKE[:1], ((0,),), 16, 10 * MB, SlowestLinks(None, None)).strategy == '"hetero_ddp"'
     assert taken(Cluster(((ALIKE[0],),), 16, 10e6, MEMORY, MEMORY)) == '"hetero_ddp"'
-
-
-# -- links ---------------------------------------------------------------------------------------------------
-
-
-def test_an_all_reduce_sends_twice_the_vector_but_for_one_part() -> None:
-    assert MeasuredLink((0, 1), 0.002, 100.0).all_reduce(300, 3) == pytest.approx(4 * (300 / 3 / 100 + 0.002))
-    assert MeasuredLink((0, 1), 0.002, 100.0).all_reduce(300, 1) == 0
 
 
 def test_which_links_are_measured() -> None:

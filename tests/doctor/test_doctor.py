@@ -1,14 +1,16 @@
 """The doctor as a whole, by itself and under mpiexec. Under torchrun: tests/launch/test_slurm.py."""
 
 import importlib.util
+import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from leftovers import watched
+from leftovers import completed
+
+from lightning_hetero.cli import main
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cli"
 DOCTOR = [sys.executable, "-m", "lightning_hetero", "doctor", "--accelerator", "cpu", "--timeout", "300"]
@@ -17,8 +19,9 @@ no_mpi = importlib.util.find_spec("mpi4py") is None or MPIEXEC is None
 
 
 @pytest.mark.long
-def test_on_one_machine_with_a_model_of_the_user() -> None:
-    text = said([*DOCTOR, "--devices", "2", "-c", "daso.yaml"])
+def test_on_one_machine_with_a_model_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "doctor.json"
+    text = said([*DOCTOR, "--devices", "2", "-c", "daso.yaml", "--save", str(file)])
     assert "2 ranks on 1 node; DigitReader, 0.01 MB of parameters" in " ".join(text.split())
     assert re.search(r"within a node\s+│ 0 - 1\s+│ [\d.]+ ms\s+│ [\d.]+ MB/s", text)
     assert re.search(r"hetero_easgd\s+│ available", text)
@@ -26,6 +29,11 @@ def test_on_one_machine_with_a_model_of_the_user() -> None:
     assert "MPI knows 1 of the job's 2 ranks" in " ".join(text.replace("│", " ").split())
     assert re.search(r"Step: [\d.]+ ms with 32 samples on each rank", text)
     assert re.search(r"Trainer\(strategy=.*, \.\.\.\)", text)
+    assert json.loads(file.read_text())["between"] is None  # one node
+    main(["plan", "--from", str(file)])
+    planned = capsys.readouterr().out
+    assert "1 nodes, 2 ranks" in planned
+    assert "Weak scaling is left out" in planned
 
 
 @pytest.mark.long
@@ -40,8 +48,4 @@ def test_under_mpiexec() -> None:
 
 def said(command: list[str]) -> str:
     """What the doctor prints; it leaves nothing behind."""
-    with watched() as running:
-        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert running() == []
-    return done.stdout
+    return completed(command, cwd=FOLDER).stdout

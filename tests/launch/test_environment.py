@@ -7,8 +7,8 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lightning_hetero.errors import HeteroError, LaunchError
-from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, hostname, local_devices
+from lightning_hetero.errors import LaunchError
+from lightning_hetero.launch.environment import RaggedEnvironment, check_variables, local_devices
 
 TORCHRUN = {
     "RANK": "2",
@@ -37,85 +37,6 @@ def variables(monkeypatch):
     return set_to
 
 
-# -- torchrun ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrap", [lambda inner: inner, RaggedEnvironment])
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_what_torchrun_sets_is_enough(variables, wrap, num_nodes):
-    variables(TORCHRUN)
-    check_variables(wrap(TorchElasticEnvironment()), num_nodes)
-
-
-@pytest.mark.parametrize("wrap", [lambda inner: inner, RaggedEnvironment])
-@pytest.mark.parametrize("value", [None, ""])
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_each_variable_of_torchrun_is_missed_by_name(variables, wrap, name, value):
-    variables({**TORCHRUN, name: value})
-    with pytest.raises(LaunchError, match=rf"missing launcher variables: {name} \(torchrun") as caught:
-        check_variables(wrap(TorchElasticEnvironment()), 1)
-    assert isinstance(caught.value, HeteroError)
-
-
-@pytest.mark.parametrize("value", ["two", "-1", "1.5", " "])
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-def test_each_number_of_torchrun_must_be_one(variables, name, value):
-    variables({**TORCHRUN, name: value})
-    with pytest.raises(LaunchError, match=f"{name}='{value}'"):
-        check_variables(TorchElasticEnvironment(), 1)
-
-
-def test_all_that_is_missing_is_named_at_once(variables):
-    variables({"LOCAL_RANK": "0"})
-    with pytest.raises(LaunchError) as caught:
-        check_variables(TorchElasticEnvironment(), 1)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        assert name in str(caught.value)
-    assert "LOCAL_RANK" not in str(caught.value)
-
-
-@pytest.mark.parametrize("rank", ["3", "4"])
-def test_a_rank_must_be_below_the_world_size(variables, rank):
-    variables({**TORCHRUN, "RANK": rank})
-    with pytest.raises(LaunchError, match=f"RANK={rank} is not below WORLD_SIZE=3"):
-        check_variables(TorchElasticEnvironment(), 1)
-
-
-# -- nodes started by hand -------------------------------------------------------------------------------
-
-
-def test_one_node_needs_nothing(variables):
-    variables({})
-    check_variables(LightningEnvironment(), 1)
-    check_variables(RaggedEnvironment(LightningEnvironment()), 1)
-
-
-def test_several_nodes_started_by_hand_need_a_rank_and_where_to_meet(variables):
-    variables(BY_HAND)
-    check_variables(RaggedEnvironment(LightningEnvironment()), 2)
-    variables({**BY_HAND, "NODE_RANK": None, "GROUP_RANK": "1"})
-    check_variables(LightningEnvironment(), 2)
-
-
-@pytest.mark.parametrize("wrap", [lambda inner: inner, RaggedEnvironment])
-@pytest.mark.parametrize(
-    ("missing", "words"),
-    [
-        ("MASTER_ADDR", ["MASTER_ADDR", "127.0.0.1", "num_nodes=2", "torchrun"]),
-        (
-            "MASTER_PORT",
-            ["MASTER_PORT", "num_nodes=2", "torchrun"],
-        ),  # or each would look for a free one
-        ("NODE_RANK", ["num_nodes=2", "NODE_RANK"]),
-    ],
-)
-def test_each_variable_that_nodes_started_by_hand_need_is_missed_by_name(variables, wrap, missing, words):
-    variables({**BY_HAND, missing: None})
-    with pytest.raises(LaunchError) as caught:
-        check_variables(wrap(LightningEnvironment()), 2)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
 class Told(LightningEnvironment):
     """An environment of a launcher's own that extends Lightning's, as that of Ray does."""
 
@@ -123,20 +44,60 @@ class Told(LightningEnvironment):
         return 2
 
 
+OF_A_LAUNCHER = {**TORCHRUN, "TORCHELASTIC_RUN_ID": None}
+ENOUGH = [
+    (TorchElasticEnvironment, 1, TORCHRUN),
+    (TorchElasticEnvironment, 2, TORCHRUN),
+    (LightningEnvironment, 1, {}),
+    (LightningEnvironment, 2, BY_HAND),
+    (LightningEnvironment, 2, {**BY_HAND, "NODE_RANK": None, "GROUP_RANK": "1"}),
+    (Told, 2, OF_A_LAUNCHER),
+    (lambda: SLURMEnvironment(auto_requeue=False), 2, {}),  # other launchers are left to themselves
+]
+ALL = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+WRONG = [
+    *(
+        (TorchElasticEnvironment, 1, {**TORCHRUN, name: value}, [f"missing launcher variables: {name} (torchrun"])
+        for name in ALL
+        for value in (None, "")
+    ),
+    (TorchElasticEnvironment, 1, {"LOCAL_RANK": "0"}, ["RANK, WORLD_SIZE, MASTER_PORT, MASTER_ADDR"]),
+    *(
+        (TorchElasticEnvironment, 1, {**TORCHRUN, name: value}, [f"{name}='{value}'"])
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        for value in ("two", "-1", "1.5", " ")
+    ),
+    *(
+        (TorchElasticEnvironment, 1, {**TORCHRUN, "RANK": rank}, [f"RANK={rank} is not below WORLD_SIZE=3"])
+        for rank in ("3", "4")
+    ),
+    (
+        LightningEnvironment,
+        2,
+        {**BY_HAND, "MASTER_ADDR": None},
+        ["MASTER_ADDR", "127.0.0.1", "num_nodes=2", "torchrun"],
+    ),
+    # Without a port each node would look for a free one.
+    (LightningEnvironment, 2, {**BY_HAND, "MASTER_PORT": None}, ["MASTER_PORT", "num_nodes=2", "torchrun"]),
+    (LightningEnvironment, 2, {**BY_HAND, "NODE_RANK": None}, ["num_nodes=2", "NODE_RANK"]),
+    (LightningEnvironment, 2, OF_A_LAUNCHER, ["the launcher is not known"]),
+]
+
+
 @pytest.mark.parametrize("wrap", [lambda inner: inner, RaggedEnvironment])
-def test_an_environment_that_knows_its_rank_may_have_variables_of_torchrun(variables, wrap):
-    variables({**TORCHRUN, "TORCHELASTIC_RUN_ID": None})
-    check_variables(wrap(Told()), 2)
-    with pytest.raises(LaunchError, match="the launcher is not known"):
-        check_variables(wrap(LightningEnvironment()), 2)
+@pytest.mark.parametrize(("environment", "nodes", "values"), ENOUGH)
+def test_what_launchers_set_is_enough(variables, wrap, environment, nodes, values):
+    variables(values)
+    check_variables(wrap(environment()), nodes)
 
 
-def test_other_launchers_are_left_to_themselves(variables):
-    variables({})
-    check_variables(SLURMEnvironment(auto_requeue=False), 2)
-
-
-# -- devices -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("wrap", [lambda inner: inner, RaggedEnvironment])
+@pytest.mark.parametrize(("environment", "nodes", "values", "words"), WRONG)
+def test_what_is_missing_or_wrong_is_named(variables, wrap, environment, nodes, values, words):
+    variables(values)
+    with pytest.raises(LaunchError) as caught:
+        check_variables(wrap(environment()), nodes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 class Launched(LightningEnvironment):
@@ -175,40 +136,18 @@ def test_as_many_devices_as_ranks_were_started_here(variables, environment, loca
     assert local_devices(environment, list(devices)) == expected
 
 
-# -- nodes that are not alike ------------------------------------------------------------------------------
-
-
-def test_what_the_inner_environment_says_is_taken(variables):
-    variables(TORCHRUN)
-    inner = TorchElasticEnvironment()
-    ragged = RaggedEnvironment(inner)
-    assert ragged.world_size() == 3
-    assert ragged.global_rank() == 2
-    assert ragged.local_rank() == 0
-    assert ragged.node_rank() == 1
-    assert ragged.main_address == "10.0.0.1"
-    assert ragged.main_port == 29500
-    assert ragged.creates_processes_externally
-
-
-def test_what_the_environment_is_told_reaches_the_inner_one(variables, monkeypatch):
+def test_what_the_environment_is_told_reaches_the_inner_one_also_in_a_spawned_process(variables, monkeypatch):
     variables({})
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # put back afterwards what Lightning sets for all
     inner = LightningEnvironment()
     ragged = RaggedEnvironment(inner)
-    assert not ragged.creates_processes_externally
     ragged.set_world_size(5)
     ragged.set_global_rank(4)
-    assert (inner.world_size(), inner.global_rank()) == (5, 4)
-    assert (ragged.world_size(), ragged.global_rank()) == (5, 4)
-
-
-def test_the_end_reaches_the_inner_environment(variables, monkeypatch):
-    variables({"WORLD_SIZE": "3"})
+    for one in (inner, ragged, pickle.loads(pickle.dumps(ragged))):
+        assert (one.world_size(), one.global_rank(), one.creates_processes_externally) == (5, 4, False)
     torn = []
-    inner = LightningEnvironment()
     monkeypatch.setattr(inner, "teardown", lambda: torn.append(True))
-    RaggedEnvironment(inner).teardown()
+    ragged.teardown()
     assert torn == [True]
 
 
@@ -225,20 +164,3 @@ def test_other_attributes_are_the_inner_environments():
     assert ragged.auto_requeue is False
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = ragged.no_such_thing
-
-
-def test_it_is_never_chosen_by_detection(variables):
-    variables(TORCHRUN)
-    assert not RaggedEnvironment.detect()
-
-
-def test_it_can_be_sent_to_a_spawned_process(variables):
-    variables({})
-    inner = LightningEnvironment()
-    inner.set_world_size(4)
-    copied = pickle.loads(pickle.dumps(RaggedEnvironment(inner)))
-    assert copied.world_size() == 4
-
-
-def test_a_machine_has_a_name():
-    assert hostname()

@@ -25,36 +25,18 @@ PYTORCHJOB = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
 REPLICAS = PYTORCHJOB["spec"]["pytorchReplicaSpecs"]
 
 SCRIPT = """
-import os
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_hetero
-
-
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 trainer = Trainer(
     strategy="hetero_node", accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False,
+    enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
 )
-trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(64, 2)), batch_size=4))
+trainer.fit(BoringModel())
 places = [(place.node, place.local_rank) for place in trainer.strategy.job.view.places]
 print(f"rank {trainer.global_rank} of {trainer.world_size}: {places}\\n", flush=True)
 """
-
-
-# -- schemas ---------------------------------------------------------------------------------------
 
 
 def check_pod(template: dict[str, Any]) -> None:
@@ -80,30 +62,19 @@ def test_the_manifests_are_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
-def without_master(job: dict[str, Any]) -> None:
-    del job["spec"]["pytorchReplicaSpecs"]["Master"]
+SPOILED: dict[str, Callable[[Any], Any]] = {
+    "no master": lambda replicas: replicas.pop("Master"),
+    "misspelt": lambda replicas: replicas["Worker"].update(restartpolicy="OnFailure"),
+    "another name": lambda replicas: container(replicas["Master"]["template"]).update(name="train"),
+    "no image": lambda replicas: container(replicas["Worker"]["template"]).update(img="x"),
+    "two masters": lambda replicas: replicas["Master"].update(replicas=2),
+}
 
 
-def misspelt(job: dict[str, Any]) -> None:
-    job["spec"]["pytorchReplicaSpecs"]["Worker"]["restartpolicy"] = "OnFailure"
-
-
-def another_name(job: dict[str, Any]) -> None:
-    job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["name"] = "train"
-
-
-def no_image(job: dict[str, Any]) -> None:
-    job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["img"] = "x"
-
-
-def two_masters(job: dict[str, Any]) -> None:
-    job["spec"]["pytorchReplicaSpecs"]["Master"]["replicas"] = 2
-
-
-@pytest.mark.parametrize("spoil", [without_master, misspelt, another_name, no_image, two_masters])
-def test_what_is_wrong_would_be_found(spoil: Callable[[dict[str, Any]], None]) -> None:
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_what_is_wrong_would_be_found(spoil: Callable[[Any], Any]) -> None:
     job = copy.deepcopy(PYTORCHJOB)
-    spoil(job)
+    spoil(job["spec"]["pytorchReplicaSpecs"])
     with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
         check_pytorchjob(job)
 
@@ -134,9 +105,6 @@ def test_gpus_are_as_many_as_ranks() -> None:
     for replicas in REPLICAS.values():
         limits = container(replicas["template"])["resources"]["limits"]
         assert limits["nvidia.com/gpu"] == int(variables(replicas["template"])["RANKS"])
-
-
-# -- commands --------------------------------------------------------------------------------------
 
 
 def container(template: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,12 @@ def test_every_name_of_ddp_has_a_namesake(clean: pytest.MonkeyPatch, name: str) 
 
 @pytest.mark.parametrize(
     ("variables", "environment"),
-    [(TORCHRUN, "TorchElasticEnvironment"), (SLURM, "SLURMEnvironment"), (BY_HAND, "LightningEnvironment")],
+    [
+        (TORCHRUN, "TorchElasticEnvironment"),
+        ({**SLURM, **TORCHRUN}, "TorchElasticEnvironment"),  # within a SLURM job, torchrun has started the rank
+        (SLURM, "SLURMEnvironment"),
+        (BY_HAND, "LightningEnvironment"),
+    ],
 )
 def test_environments(clean: pytest.MonkeyPatch, variables: dict[str, str], environment: str) -> None:
     for name, value in variables.items():
@@ -87,6 +92,12 @@ def test_environments(clean: pytest.MonkeyPatch, variables: dict[str, str], envi
     assert found["ranks"] == (4, 3, 1, 1, 2)
     assert found["environment"] == environment
     assert found["address"] == "10.0.0.1"
+
+
+def test_slurm_with_nodes_that_are_not_alike(clean: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, "SLURM_NTASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}.items():
+        clean.setenv(name, value)
+    assert facts("hetero_ddp")["ranks"][:4] == (3, 2, 0, 1)  # no `devices` to match
 
 
 def test_an_environment_of_the_users(clean: pytest.MonkeyPatch) -> None:

@@ -13,20 +13,15 @@ import pytest
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_hetero import HeteroDDPStrategy
 
 how, here = sys.argv[1], Path(sys.argv[2])
 here.joinpath(f"rank-{os.environ.get('LOCAL_RANK', 0)}").write_text(str(os.getpid()))
 
 
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
+class Net(BoringModel):
     def training_step(self, batch, i):
         if how == "killed" and self.global_rank == 1:
             here.joinpath("sleeps").touch()
@@ -37,16 +32,13 @@ class Net(LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "ctrl-c" and i == 2 and self.global_rank == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        return self.layer(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().training_step(batch, i)
 
 
 trainer = Trainer(strategy=HeteroDDPStrategy(timeout=600), accelerator="cpu", devices=2, max_epochs=2, logger=False,
-                  enable_checkpointing=False, enable_progress_bar=False)
+                  enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0)
 trainer.strategy.launcher.grace = 1.0
-trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(64, 4)), 8))
+trainer.fit(Net())
 """
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -12,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from leftovers import watched
+from leftovers import completed
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import run
@@ -27,9 +26,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray" / "train_digits.py"
 needs_ray = pytest.mark.skipif(
     "ray" not in packages_distributions(), reason="Ray is not installed: pip install 'lightning-hetero[ray]'"
 )
-
-
-# -- stand-ins, so that this is tested without Ray, too --------------------------------------------
 
 
 class LikeRays(LightningEnvironment):
@@ -132,9 +128,6 @@ def test_the_launchers_group_is_known_also_to_a_second_fit(monkeypatch: pytest.M
         environment.check_process_group(used=True, continues=True)
 
 
-# -- Ray -------------------------------------------------------------------------------------------
-
-
 @needs_ray
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["hetero_ddp", "hetero_diloco"])
@@ -143,10 +136,7 @@ def test_the_example_trains_on_two_workers(tmp_path: Path, strategy: str) -> Non
     env = {name: value for name, value in os.environ.items() if name not in names}
     command = [sys.executable, str(EXAMPLE), "--workers", "2", "--emulate", "--strategy", strategy, "--epochs", "4"]
     command += ["--folder", str(tmp_path / "runs")]
-    with watched() as running:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-        assert running(patience=30.0) == []
+    done = completed(command, env, patience=30.0, timeout=500)
     told = re.search(r"^(\d+) ranks took (\d+) steps; samples per step: \[(\d+), (\d+)\]$", done.stdout, re.MULTILINE)
     assert told is not None, done.stdout[-3000:]
     ranks, steps, fast, slow = map(int, told.groups())

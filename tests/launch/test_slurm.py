@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from leftovers import watched
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from leftovers import completed, watched
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 SRUN = """#!/usr/bin/env bash
@@ -78,12 +76,7 @@ def _allocation(tmp_path: Path) -> dict[str, str]:
 def test_the_example_starts_a_torchrun_per_node(tmp_path: Path) -> None:
     variables = {**_allocation(tmp_path), "SLURM_NTASKS_PER_NODE": "1"}
     command = [SCRIPT, "-m", "lightning_hetero", "doctor", "--accelerator", "cpu", "--timeout", "60"]
-    with watched() as running:
-        done = subprocess.run(
-            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=400, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert running() == []
+    done = completed(command, {**os.environ, **variables})
     assert done.stdout.count("3 ranks on 2 nodes") == 1
     rows = re.findall(r"│ (\d)\s+│ (\d)\s+│", done.stdout)
     assert rows[:3] == [("0", "0"), ("1", "0"), ("2", "1")]
@@ -139,31 +132,17 @@ def test_a_job_at_its_time_limit_is_put_back_and_goes_on(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_job_is_not_put_back_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["too often", "cancelled", "failed"])
+def test_a_job_that_ends_otherwise_is_not_put_back(tmp_path: Path, end: str) -> None:
+    script = "raise SystemExit(3)" if end == "failed" else TRAIN.format(slow=True)
     with watched() as running:
-        job = _batch(tmp_path, TRAIN.format(slow=True), restarts=3, MAX_REQUEUES="3")
-        _ask_to_stop(job, tmp_path)
-        assert job.wait(120) != 0
-        assert running() == []
-    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
-    assert not (tmp_path / "requeued").exists()
-
-
-@pytest.mark.long
-def test_a_job_that_is_cancelled_is_not_put_back(tmp_path: Path) -> None:
-    with watched():  # SLURM ends the steps; here the block does
-        job = _batch(tmp_path, TRAIN.format(slow=True), restarts=0)
-        _ask_to_stop(job, tmp_path, signal.SIGTERM)
-        assert job.wait(60) == -signal.SIGTERM
-    assert not (tmp_path / "requeued").exists()
-
-
-@pytest.mark.long
-def test_a_job_that_failed_is_not_put_back(tmp_path: Path) -> None:
-    with watched() as running:
-        job = _batch(tmp_path, "raise SystemExit(3)", restarts=0)
-        assert job.wait(120) != 0
-        assert running() == []
+        job = _batch(tmp_path, script, restarts=3 if end == "too often" else 0, MAX_REQUEUES="3")
+        if end != "failed":
+            _ask_to_stop(job, tmp_path, signal.SIGTERM if end == "cancelled" else signal.SIGUSR1)
+        status = job.wait(120)
+        assert status == -signal.SIGTERM if end == "cancelled" else status != 0
+        assert end == "cancelled" or running() == []  # there SLURM ends the steps; here the block does
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists() == (end == "too often")
     assert not (tmp_path / "requeued").exists()
 
 
@@ -181,46 +160,3 @@ def _job_with_a_free_port() -> int:
             except OSError:
                 continue
             return port - 20000
-
-
-TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "3",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-SLURM = {
-    "SLURM_NTASKS": "3",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_NNODES": "2",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_JOB_NAME": "hetero",
-    "SLURM_JOB_ID": "7",
-    "SLURM_NODELIST": "n[3-4]",
-}
-
-
-@pytest.mark.parametrize(
-    ("variables", "kind", "place"),
-    [
-        # torchrun within a SLURM job: torchrun is who has started the rank
-        ({**SLURM, "SLURM_NTASKS": "2", **TORCHRUN}, TorchElasticEnvironment, (3, 1, 1, 0)),
-        # a rank per task, also where the nodes are not alike: no `devices` to match
-        (SLURM, SLURMEnvironment, (3, 2, 0, 1)),
-    ],
-)
-def test_the_environment_that_has_started_this_rank(monkeypatch, variables, kind, place):
-    for name in {*TORCHRUN, *SLURM}:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    environment = Trainer(strategy="hetero_ddp", accelerator="cpu", logger=False).strategy.cluster_environment
-    assert type(environment) is kind
-    says = environment.world_size(), environment.global_rank(), environment.local_rank(), environment.node_rank()
-    assert says == place

@@ -76,10 +76,6 @@ def test_how_much_hides_is_told_by_the_measured_steps():
     assert stalled is None
 
 
-def test_exact_stays_whatever_is_gained():
-    assert choose(cluster(1e5), 100.0, AutoLimits(exact=True)).prediction is None
-
-
 def test_the_arithmetic_is_told():
     known = cluster(12.5e6)
     found = choose(known, 2.0, AutoLimits())
@@ -103,3 +99,7 @@ def test_candidates_are_strategies_and_repeatable_ones_come_first():
     repeatable = {one.name: one.repeatable for one in predictions(cluster(1e8))}
     order = [repeatable[name] for name in CANDIDATES]
     assert order == sorted(order, reverse=True)
+
+
+def test_exact_stays_whatever_is_gained():
+    assert choose(cluster(1e5), 100.0, AutoLimits(exact=True)).prediction is None

@@ -41,11 +41,13 @@ def bytes_by_hand(samples: int, states: int) -> int:
     return (2 + states) * 8 * (1000 + BIG) + samples * (3 * 8000 + 8)
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("sgd", 1), ("sgd", 64), ("momentum", 37), ("adamw", 2), ("adamw", 16)])
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("sgd", 0), ("sgd", 1), ("sgd", 64), ("momentum", 37), ("adamw", 2), ("adamw", 16)]
+)
 def test_what_fits_is_what_fits_by_hand(name, wanted):
     make, states = STATES[name]
     limit = bytes_by_hand(wanted, states) + 12_000  # half a sample more
-    brute = max(n for n in range(1, 65) if bytes_by_hand(n, states) <= limit)
+    brute = max((n for n in range(1, 65) if bytes_by_hand(n, states) <= limit), default=0)
     module = Known()
     trials = Trials(module, [make(module.parameters())], CPU, limit)
     tried = []
@@ -57,13 +59,6 @@ def test_what_fits_is_what_fits_by_hand(name, wanted):
     with trials.begun():
         assert largest(fits, 1, 64) == brute == wanted
     assert len(tried) == len(set(tried)) <= 12
-
-
-def test_not_even_one_fits():
-    module = Known()
-    trials = Trials(module, [torch.optim.SGD(module.parameters())], CPU, bytes_by_hand(0, 0))
-    with trials.begun():
-        assert largest(lambda n: trials.fits(lambda: module.step(n)), 1, 64) == 0
 
 
 def test_what_was_freed_is_not_counted():

@@ -59,9 +59,11 @@ def test_an_option_with_one_number_per_rank_takes_any_sequence(name: str, value:
     assert got == HeteroDDPStrategy(**{name: value}).options  # ranks that differ in the form agree
 
 
-def test_amounts_of_memory_take_any_sequence() -> None:
+def test_a_callback_and_amounts_of_memory_do_too() -> None:
     options = {"max_batch_size": "auto", "max_batch_memory": Items("8GiB", np.int64(1000), None)}
     assert HeteroDDPStrategy(**options).options.max_batch_memory == ["8GiB", 1000, None]
+    callback = ResumableCheckpoint("folder", every_n_steps=np.int32(5), keep=np.int64(2))
+    assert (callback.every_n_steps, callback.keep) == (5, 2)
 
 
 @pytest.mark.parametrize("form", [tuple, lambda names: Items(*names), np.array])
@@ -106,11 +108,6 @@ def test_an_option_that_is_a_number_takes_any_kind(strategy: type, name: str, va
         got = kept(strategy(**{name: form(value)}), name)
         assert got == value
         assert type(got) is type(value)
-
-
-def test_a_callback_takes_any_kind_of_number() -> None:
-    callback = ResumableCheckpoint("folder", every_n_steps=np.int32(5), keep=np.int64(2))
-    assert (callback.every_n_steps, callback.keep) == (5, 2)
 
 
 REFUSED = [

@@ -1,20 +1,26 @@
-"""Strings and options that were probably meant to be others: the error names the nearest, and the class to use."""
+"""Names of strategies, right and wrong ones, and of options; what there is before a fit; and Fabric."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
+import lightning_hetero
 from lightning_hetero import (
     Averager,
     ConfigurationError,
     DASOStrategy,
     DiLoCoStrategy,
+    GossipStrategy,
     HeteroDDPStrategy,
     HeteroError,
     strategy_for,
 )
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies.table import ENTRIES
 
 
 @dataclass
@@ -63,6 +69,50 @@ def test_right_strings_and_objects_are_as_they_were() -> None:
     assert type(Trainer(strategy="hetero_never", accelerator="cpu").strategy) is NeverStrategy
     assert Trainer(strategy="ddp", accelerator="cpu", devices=2).strategy.num_processes == 2
     assert type(Trainer(strategy=DASOStrategy(), accelerator="cpu").strategy) is DASOStrategy
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
+def test_a_string_and_its_class_have_the_same_options(entry: object) -> None:
+    strategy = getattr(lightning_hetero, entry.strategy.__name__)()
+    named = Trainer(strategy=entry.name, accelerator="cpu", devices=1, logger=False).strategy
+    assert type(named) is type(strategy)
+    assert named.algorithm_options() == strategy.algorithm_options()
+    assert named.options == strategy.options
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(HeteroDDPStrategy, "trainer"), (DiLoCoStrategy, "trainer"), (DiLoCoStrategy, "traffic")]
+)
+def test_what_is_there_only_from_the_beginning_of_a_fit(kind: type, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"strategy\.{name} is there from the beginning of a fit"):
+        getattr(kind(), name)
+
+
+def test_the_topology_of_gossip_is_its_option() -> None:
+    assert GossipStrategy(topology="ring").topology == "ring"
+    assert GossipStrategy().topology == "random"
+    assert GossipStrategy(topology="ring").cluster is None  # no job yet
+
+
+@pytest.mark.parametrize("file", ["there/job", Path("there/job")])
+def test_a_join_file_may_be_a_path(file: str | Path) -> None:
+    assert HeteroDDPStrategy(on_peer_loss="continue", join_file=file).options.join_file == str(Path("there/job"))
+
+
+GIVEN = {"string": "hetero_ddp", "nearly a string": "hetero_dasso", "object": HeteroDDPStrategy()}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_fabric_refuses(given) -> None:
+    with pytest.raises(UnsupportedError, match="for the Trainer") as raised:
+        Fabric(strategy=given, accelerator="cpu", devices=2)
+    assert "lightning.pytorch.Trainer" in str(raised.value)
+
+
+def test_fabrics_own_strategies_are_as_they_were() -> None:
+    assert Fabric(strategy="ddp", accelerator="cpu", devices=2).world_size == 2
+    with pytest.raises(ValueError, match="You selected an invalid strategy name"):
+        Fabric(strategy="dpp", accelerator="cpu")
 
 
 OPTIONS = [
