@@ -5,7 +5,7 @@ torchrun --nproc-per-node 4 examples/own_averager.py        # the same where tor
 """
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -14,7 +14,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_hetero import Averager, ConfigurationError, HeteroMonitor, StepContext, Traits, strategy_for
+from lightning_hetero import (
+    Averager,
+    ConfigurationError,
+    HeteroMonitor,
+    Own,
+    Shared,
+    StepContext,
+    Traits,
+    strategy_for,
+    zeros,
+)
 
 
 # -- the algorithm, and its strategy ---------------------------------------------------------------
@@ -40,18 +50,14 @@ class SlowMo(Averager):
     tau: int = 12
     alpha: float = 1.0
     beta: float = 0.7
-    rates: float = field(default=0.0, init=False)  # sum of the learning rates since the latest exchange
 
     traits = Traits(needs_others=False)  # one replica alone can have slow momentum, too
-    state = ("slow", "rates")  # what a checkpoint holds, beside self.reference, which is x
+    momentum = Shared(zeros)  # u, equal on all replicas; self.reference, which is x, is state of every averager
+    rates = Own(0.0)  # sum of this replica's learning rates since the latest exchange
 
     def __post_init__(self) -> None:
         if self.tau < 1 or self.alpha <= 0 or not 0 <= self.beta < 1:
             raise ConfigurationError(f"{self}: tau must be at least 1, alpha above 0, beta at least 0 and below 1.")
-
-    def prepare(self) -> None:
-        parameters, _ = self.replica.views(self.reference)
-        self.slow = [torch.zeros_like(x) for x in parameters]  # u
 
     def due(self, context: StepContext) -> bool:
         return context.step % self.tau == 0
@@ -63,8 +69,8 @@ class SlowMo(Averager):
     def meet(self, context: StepContext) -> None:
         average = self.average(context, payload=self.rates / self.tau)
         eta = average.payloads[0]  # of replica 0, so that all take the same number
-        (parameters, _), (means, _) = self.replica.views(self.reference), self.replica.views(average.mean)
-        for u, x, m in zip(self.slow, parameters, means, strict=True):
+        vectors = self.momentum, self.reference, average.mean
+        for u, x, m in zip(*(self.replica.views(each)[0] for each in vectors), strict=True):  # the parameters in them
             u.mul_(self.beta).add_(x - m, alpha=1 / eta if eta else 0.0)
             torch.sub(x, u, alpha=self.alpha * eta, out=m)
         self.adopt(average)  # the model takes it over, and it is the next x

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_hetero.callbacks.emulation import EmulatedSpeed
     from lightning_hetero.callbacks.monitor import HeteroMonitor
     from lightning_hetero.errors import ConfigurationError, HeteroError
+    from lightning_hetero.replicas.state import InFlight, Own, PerReplica, Scratch, Shared, model_values, zeros
     from lightning_hetero.strategies.algorithms import (
         DASOStrategy,
         DiLoCoAsyncStrategy,
@@ -64,18 +65,25 @@ __all__ = [
     "HeteroError",
     "HeteroMonitor",
     "HeteroStrategy",
+    "InFlight",
     "MEASGDAsyncStrategy",
     "NoLoCoStrategy",
     "NodeAverageStrategy",
     "Outcome",
+    "Own",
+    "PerReplica",
     "ReplicaStrategy",
+    "Scratch",
+    "Shared",
     "SharedStream",
     "StepContext",
     "Traits",
     "__version__",
+    "model_values",
     "strategy_for",
+    "zeros",
 ]
-_PARTS = ("strategies", "callbacks", "errors", "batching.streams")
+_PARTS = ("strategies", "callbacks", "errors", "batching.streams", "replicas.state")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,18 +3,18 @@
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.centers.base import Center
 from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
+from lightning_hetero.replicas.state import PerReplica
 
 
 class ExchangeRates:
@@ -58,11 +58,13 @@ class AsyncCenterAverager(CenteredAverager):
     """Base of averagers that exchange with a center one by one: it opens the center, saves it, and replaces a lost one.
 
     Replicas wait for each other at the ends of epochs only, and where all evaluate or save.
+
+    Attributes:
+        counts: of each replica, its exchanges with the center, as far as this one has seen.
     """
 
     traits = replace(CenteredAverager.traits, lockstep=False)
-    #: Entries of the state that tell of the center, and so are the same for all replicas.
-    of_center: ClassVar[tuple[str, ...]] = ("reference", "counts", "moved")
+    counts = PerReplica[list[int]](lambda averager: [0] * averager.links.count)
     _center: Center | None = None
 
     @abstractmethod
@@ -105,47 +107,39 @@ class AsyncCenterAverager(CenteredAverager):
         rates = {f"exchanges_per_s/replica{i}": rate for i, rate in enumerate(self._rates.per_second())}
         return {**super().status(step), **rates}
 
+    @property
     @override
-    def state_dict(self) -> dict[str, Any]:
-        counts = self._client.read(self.center_vectors)
-        return {**super().state_dict(), "counts": counts}
+    def uses_center(self) -> bool:
+        return any(self.counts)
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._client.write(self.center_vectors, state["counts"])
+    def before_save(self) -> None:
+        self.counts = self._client.read(self.center_vectors)
 
     @override
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
+    def after_restore(self) -> None:
+        self._client.write(self.center_vectors, self.counts)
+
+    @override
+    def absorb_arrived(self, kept: Sequence[int]) -> None:
         assert self._center is not None
-        found = self._center.peek()
-        if found is not None:
+        self.commits = -1
+        if (found := self._center.peek()) is not None:  # it lives here; the others get it from this replica
             for own, value in zip(self.center_vectors, found[0], strict=True):
                 own.copy_(value)
-        counts = found[1] if found is not None else [0] * self.links.count
-        state = {**CenteredAverager.state_dict(self), "distance": self._distance, "here": found is not None}
-        return {**state, "counts": [counts[index] for index in kept]}
+            self.counts = list(found[1])
+            self.commits = sum(self.counts)
 
     @override
-    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
-        holders = [rank for rank, here in enumerate(self.links.gather(state["here"])) if here]
-        if holders:
-            theirs = value_of_rank({name: state[name] for name in self.of_center}, holders[0])
-            state = {**state, **theirs}
-        else:
-            state = {**state, **self.center_lost(context)}
-        self.load_state_dict(state)
+    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
+        if self.commits < 0:
+            self.replace_center(context)
+        self.commits = 0
 
-    def center_lost(self, context: StepContext) -> dict[str, Any]:
-        """Replacements for entries of a state when the center was lost with its host (collective).
-
-        It begins again as the mean of those that remain.
-        """
-        return {"reference": self.average(context).mean}
-
-    @override
-    def missed_exchange(self, context: StepContext) -> None:
-        """Nothing: replicas come to the center on their own."""
+    def replace_center(self, context: StepContext) -> None:
+        """The center was lost with its host: begin again with the mean of the replicas that remain (collective)."""
+        for own, mean in zip(self.reference, self.average(context).mean, strict=True):
+            own.copy_(mean)
 
     @override
     def close(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, StepContext, Traits
+from lightning_hetero.algorithms.base import Averager, StepContext
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.option_checks import at_least_one, is_number, one_of
 
@@ -27,8 +27,6 @@ class AutoAverager(Averager):
         ConfigurationError: ``gain`` is no number of at least 0, ``every`` or ``measure`` is below 1, the wire is
             unknown, or ``exact`` or ``deterministic`` is neither true nor false.
     """
-
-    traits = Traits(supports_unfreezing=True)
 
     gain: float = 0.2
     exact: bool = False

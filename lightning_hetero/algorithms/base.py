@@ -3,9 +3,9 @@
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,25 @@ from typing_extensions import override
 from lightning_hetero.comm.all_reduce import Average, ReplicaLinks
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.object_collectives import on_device_of
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.replicas.state import (
+    Own,
+    PendingExchange,
+    PerReplica,
+    Scratch,
+    Shared,
+    Stateful,
+    VectorStart,
+    carry,
+    check_declared,
+    in_flight,
+    land,
+    read,
+    scratch_in_use,
+    start,
+    write,
+)
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
 
@@ -33,8 +49,6 @@ class Traits:
             not finite, in words.
         between: what is validated and saved between two exchanges, in words, if that is worth a warning when it happens
             more often than exchanges. Then :attr:`Outcome.exchanged` must be told.
-        supports_unfreezing: parameters may become trainable, or frozen, during the fit: :meth:`~Averager.complete` and
-            :meth:`~Averager.remap_state` see to what the algorithm holds.
 
     Example::
 
@@ -48,7 +62,6 @@ class Traits:
     needs_others: bool = True
     fresh_start: str = "the mean of the others"
     between: str = ""
-    supports_unfreezing: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,27 +222,28 @@ class StepContext(NamedTuple):
     metric: Callable[[str], float | None] = lambda name: None
 
 
-class Averager(ABC):
+class Averager(Stateful, ABC):
     """Base of algorithms between replicas. It touches neither Lightning, nor the data, nor the network.
 
-    Write one as a dataclass. Its fields are its options: check them in ``__post_init__``. Fields with ``init=False``,
-    and attributes that :meth:`prepare` makes, are its state. A new instance serves each fit.
+    Write one as a dataclass. Its fields are its options: check them in ``__post_init__``. What its next steps depend on
+    is its state: declare it, without annotations, in one of the roles :class:`Shared`, :class:`Own`,
+    :class:`PerReplica`, :class:`InFlight` and :class:`Scratch`. Checkpoints, lost replicas, newcomers and parameters
+    that become trainable are then seen to (:mod:`lightning_hetero.replicas.state`). A new instance serves each fit.
 
-    Only :meth:`before_step` and :meth:`after_step` change parameters. :meth:`consensus` and :meth:`state_dict` may wait
-    for other replicas, but never mix, cancel or advance, so that validating and saving do not change the training.
+    Only :meth:`before_step` and :meth:`after_step` change parameters. :meth:`consensus` and :meth:`before_save` may
+    wait for other replicas, but never mix, cancel or advance, so that validating and saving do not change the training.
 
     Decide by what all ranks know alike: the step, the samples. A local loss or a local clock would let one rank wait
     for an exchange that the others do not make.
 
     Attributes:
         traits: what is always true of the algorithm.
-        state: names of the attributes that a checkpoint holds beside the reference: tensors, lists of them, builtins.
-        common: names of what is alike on all replicas in :meth:`state_dict`, beside the reference: new replicas get it.
         replica: this rank's values, since :meth:`setup`.
         links: the network between replicas, since :meth:`setup`.
         run: what is known of the job and the fit, since :meth:`setup`.
         reference: the last mean that all ranks know, on the CPU, in fp32 or wider. What travels is the difference from
             it, which is small, so that rounding it on the wire is harmless.
+        commits: how many exchanges this replica has completed.
         pairings: where replicas exchange one to one, at the end of the fit: of each replica, the number of its
             completed exchanges with each.
 
@@ -248,12 +262,11 @@ class Averager(ABC):
     """
 
     traits: ClassVar[Traits] = Traits()
-    state: ClassVar[tuple[str, ...]] = ()
-    common: ClassVar[tuple[str, ...]] = ()
     replica: Replica
     links: ReplicaLinks
     run: FitInfo
-    reference: list[Tensor]
+    reference = Shared[list[Tensor]](VectorStart(1.0, excluded=True))
+    commits = Shared[int](0)
     pairings: list[list[int]] | None = None
 
     # -- options -----------------------------------------------------------------------------------
@@ -280,7 +293,9 @@ class Averager(ABC):
         optimizers: Callable[[], Sequence[Optimizer]],
         run: FitInfo | None = None,
     ) -> Outcome | None:
-        """Take what the fit gives; returns what :meth:`prepare` returns. All replicas hold the same values now.
+        """Take what the fit gives, and start the state; returns what :meth:`prepare` returns.
+
+        All replicas hold the same values now.
 
         Args:
             replica: this rank's values.
@@ -290,12 +305,18 @@ class Averager(ABC):
         """
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
         self._packed = replica.pack()
-        self.reference = [flat.to("cpu", wide_dtype(flat), copy=True) for flat in self._packed]
         self._spare: list[Tensor] = []
-        return self.prepare()
+        start(self)
+        outcome = self.prepare()
+        check_declared(self)
+        return outcome
+
+    def initial_values(self) -> list[Tensor]:
+        """The values of the model at :meth:`setup`: new vectors on the CPU, in fp32 or wider."""
+        return [flat.to("cpu", wide_dtype(flat), copy=True) for flat in self._packed]
 
     def prepare(self) -> Outcome | None:
-        """Make what the fit needs; :attr:`replica`, :attr:`links` and :attr:`reference` are there."""
+        """Make what the fit needs besides its state; :attr:`replica`, :attr:`links` and the state are there."""
         return None
 
     @property
@@ -312,7 +333,7 @@ class Averager(ABC):
         Where replicas meet anyway, ranks also tell each other how fast they are.
         """
 
-    def before_step(self, context: StepContext) -> None:  # noqa: B027 - not all algorithms need it
+    def before_step(self, context: StepContext) -> None:
         """Before the first forward pass of a step; ``context.step`` counts the steps before it."""
 
     def after_step(self, context: StepContext) -> Outcome | None:
@@ -351,8 +372,9 @@ class Averager(ABC):
             zero_nonfinite_state(self.optimizers)
 
     def set_reference(self, average: Average) -> list[Tensor]:
-        """Let the mean be the new reference; returns memory that is free now: the old one."""
+        """Let the mean be the new reference: an exchange is complete. Returns memory that is free now: the old one."""
         free, self.reference = self.reference, average.mean
+        self.commits += 1
         return free
 
     # -- what others see ---------------------------------------------------------------------------
@@ -367,6 +389,7 @@ class Averager(ABC):
 
     def finish(self, context: StepContext) -> Outcome | None:
         """End of the fit: complete what is in flight and make all replicas equal (collective); here the mean."""
+        self.complete(context)
         self.adopt(self.average(context))
         return None
 
@@ -374,58 +397,70 @@ class Averager(ABC):
         """The algorithm's own numbers and words for logs and reports, by name."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """This replica's own state: the reference, and the attributes that :attr:`state` names."""
-        return {"reference": self.reference, **{name: getattr(self, name) for name in self.state}}
+    # -- the lifecycle, beyond what follows from the declared state ----------------------------------
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        for name in ("reference", *self.state):
-            setattr(self, name, on_device_of(state[name], getattr(self, name, None)))
-
-    def load_common(self, state: dict[str, Any]) -> None:  # noqa: B027 - not all algorithms have any
-        """Go on with what :attr:`common` names, from a :meth:`state_dict` of other replicas; here nothing."""
-
-    # -- parameters that become trainable, or frozen -----------------------------------------------
-
-    def complete(self, context: StepContext) -> None:  # noqa: B027 - most exchanges end with their step
-        """Complete what is under way from one step to another (collective)."""
-
-    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        """The state of :meth:`state_dict` in another layout, for :meth:`load_state_dict`.
+    def arrive(self, pending: PendingExchange, step: int) -> None:
+        """Apply an exchange that has passed in the background; only algorithms with :class:`InFlight` state need it.
 
         Args:
-            state: in the present layout.
-            layout_change: brings vectors into the new one.
+            pending: is no longer in the state.
+            step: optimizer steps done.
         """
-        return {**state, "reference": layout_change.carry(state["reference"])}
+        raise NotImplementedError
 
-    # -- replicas that are lost --------------------------------------------------------------------
+    def complete(self, context: StepContext) -> None:
+        """Complete what is under way from one step to another (collective)."""
+        self.arrive_all(list(in_flight(self)), context.step)
 
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
-        """This replica's own state after others were lost in the midst of the fit, for :meth:`continue_after_loss`.
+    def arrive_all(self, arriving: Sequence[PendingExchange], step: int) -> None:
+        """Wait for exchanges, then apply them: all of them, or none if a replica is lost.
 
-        Local: it waits for nobody. What is under way is dropped, its connections are broken.
+        Args:
+            arriving: exchanges under way.
+            step: optimizer steps done.
+        """
+        for pending in arriving:
+            pending.result()
+        for pending in arriving:
+            land(self, pending)
+            self.arrive(pending, step)
+
+    def before_save(self) -> None:
+        """Bring the state up to date with what is kept elsewhere, before it is saved (collective)."""
+
+    def after_restore(self) -> None:
+        """Bring what is kept elsewhere up to date with the state, which has been restored (collective)."""
+
+    def absorb_arrived(self, kept: Sequence[int]) -> None:
+        """A replica was lost: take into the state what has arrived, before connections are closed.
+
+        It is called on all survivors, which are connected already; connections to others may be broken.
 
         Args:
             kept: of each replica that remains, its index before.
         """
-        return self.state_dict()
 
-    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
-        """Go on among the replicas that remain, after :meth:`setup` (collective over them).
+    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
+        """Repair what does not follow from the roles; the state is that of the survivors now (collective over them).
 
         Args:
-            state: what :meth:`state_after_loss` has returned.
-            context: of the latest step.
+            former: this replica's state before the loss.
+            step: optimizer steps of the survivor that has taken most.
+            context: of this replica's latest step.
         """
-        self.load_state_dict(state)
 
-    def missed_exchange(self, context: StepContext) -> None:
-        """The others have completed an exchange in which this replica lost its connections; their state is loaded."""
-        self.replica.unpack(self.reference)
+    def on_missed(self, step: int) -> Literal["adopt", "keep"]:
+        """What becomes of this replica's values if the others have completed an exchange in which it lost connections.
 
-    def close(self) -> None:  # noqa: B027 - not all algorithms hold resources
+        Args:
+            step: optimizer steps done.
+
+        Returns:
+            ``"adopt"``: the reference takes their place; ``"keep"``: they stay as they are.
+        """
+        return "adopt"
+
+    def close(self) -> None:
         """Let go of all resources; local, idempotent, also after an error."""
 
 
@@ -439,8 +474,6 @@ class BufferAverager(Averager):
         pairings: of the averager that has served the replicas before.
     """
 
-    traits = Traits(supports_unfreezing=True)
-
     pairings: list[list[int]] | None = None
 
     @override
@@ -448,11 +481,15 @@ class BufferAverager(Averager):
         return False
 
 
+Averager.of_base = frozenset(dir(Averager)) | frozenset(Averager.__annotations__)
+
+
 def change_layout(averager: Averager, context: StepContext, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
     """Let an averager go on with the parameters that are trainable now, between two steps (collective).
 
-    What is under way is completed first. What the averager holds of old values it keeps; added ones begin from the
-    model's values, which must be the same on all ranks. Parameters that are frozen now get the consensus.
+    What is under way is completed first. What the averager holds of old values it keeps; added ones begin by the start
+    rules of its state, from the model's values, which must be the same on all ranks. Parameters that are frozen now get
+    the consensus.
 
     Args:
         averager: of the running fit.
@@ -463,11 +500,27 @@ def change_layout(averager: Averager, context: StepContext, optimizers: Callable
     layout_change = LayoutChange(averager.replica, averager.replica.with_current_trainable())
     if layout_change.left:
         layout_change.write_dropped(averager.consensus(context))
-    state = averager.remap_state(averager.state_dict(), layout_change)
+    averager.before_save()
+    state = carry(averager, read(averager), layout_change)
+    dropped = scratch_in_use(averager)
     averager.links.gather(None)  # all have what they need of the others
     averager.close()
     averager.setup(layout_change.new, averager.links, optimizers, averager.run)
-    averager.load_state_dict(state)
+    write(averager, state, Shared, Own, PerReplica)
+    averager.after_restore()
+    warn_of_scratch(averager, dropped, "Other parameters are trainable now")
+
+
+def warn_of_scratch(averager: Averager, dropped: Sequence[str], why: str) -> None:
+    """Say on one rank what of an averager's state starts anew.
+
+    Args:
+        averager: of the running fit.
+        dropped: what starts anew, in words.
+        why: it does.
+    """
+    if dropped and averager.links.index == 0 and averager.links.is_leader:
+        log.warning(f"{type(averager).__name__}: {why}, so this starts anew: {'; '.join(dropped)}.")
 
 
 log = logging.getLogger("lightning_hetero")
@@ -476,8 +529,8 @@ log = logging.getLogger("lightning_hetero")
 class LowBitAverager(Averager):
     """Base of averagers with low-bit wires: keeps the error feedback, for the next message.
 
-    A subclass makes :attr:`feedback` with :meth:`residuals` when it is prepared, and gives it to each exchange on its
-    wire. Buffers travel as they are: rounded, a variance could become negative.
+    A subclass gives :attr:`feedback` to each exchange on its wire. Buffers travel as they are: rounded, a variance
+    could become negative.
 
     Attributes:
         wire: number format of exchanges.
@@ -485,54 +538,9 @@ class LowBitAverager(Averager):
     """
 
     wire: str
-    feedback: Feedback | None = None
-
-    def residuals(self, vectors: Sequence[Tensor]) -> Feedback | None:
-        """Make residuals, all 0.
-
-        Args:
-            vectors: that will be exchanged; the first of the replica's vectors.
-        """
-        lengths = self.replica.parameter_lengths[: len(vectors)]
-        return self.links.feedback(self.wire, lengths)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        own = {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
-        return {**super().state_dict(), **own}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        saved = state.get("feedback")
-        if saved is not None and (self.feedback is None or not self.feedback.load_state_dict(saved)):
-            self._warn_of_dropped_residuals(
-                "the checkpoint was saved with another wire, another model or other replicas"
-            )
-
-    @override
-    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        if self.feedback is not None:
-            self._warn_of_dropped_residuals("other parameters are trainable now")
-        return _without(super().remap_state(state, layout_change))
-
-    @override
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
-        return _without(super().state_after_loss(kept))
-
-    @override
-    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
-        super().continue_after_loss(state, context)
-        if self.feedback is not None:
-            self._warn_of_dropped_residuals("replicas were lost")
-
-    def _warn_of_dropped_residuals(self, why: str) -> None:
-        if self.links.index == 0 and self.links.is_leader:
-            log.warning(
-                f"wire={self.wire!r}: {why}, so what earlier messages have left out is dropped. Error feedback begins "
-                "anew, from 0."
-            )
-
-
-def _without(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name != "feedback"}
+    feedback = Scratch[Feedback | None](
+        lambda averager: averager.links.feedback(
+            averager.wire, averager.replica.parameter_lengths[: averager.replica.included]
+        ),
+        "error feedback, which is what earlier low-bit messages have left out",
+    )

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from lightning_hetero.algorithms.base import (
 )
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.replicas.vectors import LayoutChange, Replica
+from lightning_hetero.replicas.vectors import Replica
 
 
 @dataclass
@@ -44,10 +44,11 @@ class CenteredAverager(Averager):
 
     tau: int
     exclude: Sequence[str] = field(default=(), kw_only=True)
+    # From the center, at the latest exchange of this fit.
+    _distance: float = field(default=math.nan, init=False, repr=False)
 
     traits = Traits(
         needs_others=False,
-        supports_unfreezing=True,
         fresh_start="the center",
         between=(
             "the mean of all replicas before the first exchange, and then the same center as at the latest exchange, "
@@ -78,12 +79,6 @@ class CenteredAverager(Averager):
         check_patterns(self.exclude, replica.names)
         return replica
 
-    @override
-    def prepare(self) -> Outcome | None:
-        self._distance = math.nan  # from the center, at the latest exchange
-        self._moved = False  # whether a replica has met the center, in an earlier part of a resumed fit too
-        return None
-
     @property
     def last_center(self) -> list[Tensor]:
         """The center as all ranks last read it, as vectors on the CPU, in fp32 or wider."""
@@ -97,8 +92,8 @@ class CenteredAverager(Averager):
 
     @property
     def uses_center(self) -> bool:
-        """Whether the center is what to validate and to save; the same on all ranks."""
-        return self._moved
+        """Whether the center is what to validate and to save, once a replica has met it; the same on all ranks."""
+        return self.commits > 0
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
@@ -118,6 +113,7 @@ class CenteredAverager(Averager):
 
     @override
     def finish(self, context: StepContext) -> Outcome | None:
+        self.complete(context)
         self.replica.unpack(self.consensus(context))
         if not math.isnan(self._distance):
             return None
@@ -130,21 +126,6 @@ class CenteredAverager(Averager):
     @override
     def status(self, step: int) -> dict[str, float | str]:
         return {"center_distance": self._distance}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "moved": self._moved}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._moved = state["moved"]
-        self._distance = state.get("distance", math.nan)
-        for own, saved in zip(self.reference, state["reference"], strict=True):
-            own.copy_(saved)
-
-    @override
-    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        return {**super().remap_state(state, layout_change), "distance": self._distance}
 
 
 class SyncCenterAverager(LowBitAverager, CenteredAverager):
@@ -166,11 +147,9 @@ class SyncCenterAverager(LowBitAverager, CenteredAverager):
 
     @override
     def prepare(self) -> Outcome | None:
-        super().prepare()
         self._exchange: Callable[[], Average] | None = None
         self._snapshot = [torch.empty_like(flat) for flat in self._packed[: self.replica.included]]
         self._mean = [torch.empty_like(old) for old in self.center]  # memory for the next exchange
-        self.feedback = self.residuals(self.center)
         if self.overlap:
             self.links.prepare()
         return None
@@ -194,11 +173,11 @@ class SyncCenterAverager(LowBitAverager, CenteredAverager):
         exchange = self._exchange or self._begin(context)  # replicas may have been lost since the step began
         average, self._exchange = exchange(), None
         self._distance = average.displacement  # RMS over the replicas
-        self._moved = True
         own = [value.to("cpu", c.dtype).sub_(c) for value, c in zip(self._snapshot, self.center, strict=True)]
         warning = self.move(own, average)
         if not average.healthy[self.links.index]:
             self.restart_from(self.center)
+        self.commits += 1
         return Outcome(exchanged=True, warning=warning)
 
     def _begin(self, context: StepContext) -> Callable[[], Average]:

@@ -1,9 +1,8 @@
 """DASO: rotating, asynchronous, stale mixing of nodes at an adaptive rate."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,28 +10,15 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext, Traits
 from lightning_hetero.algorithms.schedules import ExchangeTimer, RateSchedule, phase, steps_of
-from lightning_hetero.comm.all_reduce import Average, AveragePart, Contribution, Exchange
+from lightning_hetero.comm.all_reduce import Average, AveragePart, Contribution
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.option_checks import at_least_one, one_of
-from lightning_hetero.replicas.vectors import LayoutChange, Replica
+from lightning_hetero.replicas.state import InFlight, PendingExchange, Shared
+from lightning_hetero.replicas.vectors import Replica
 
 Mixing = Literal["daso", "delta"]
 AVERAGE_PART: dict[Mixing, AveragePart] = {"daso": "mean", "delta": "away"}  # of an exchange
-
-
-class PendingExchange(NamedTuple):
-    """Exchange that has not been mixed in yet.
-
-    Attributes:
-        step: optimizer step after which it began.
-        wait: steps after which it is to be mixed in.
-        average: what the exchange brings, or has brought.
-    """
-
-    step: int
-    wait: int
-    average: Exchange | Average
 
 
 @dataclass
@@ -73,10 +59,16 @@ class DASOAverager(LowBitAverager):
 
     Attributes:
         schedule: gives B and W.
+        began: optimizer step after which the latest exchange of the cycling phase began; 0: none has.
+        turn: how many of these have begun, which says whose turn it is to exchange.
+        pending: the exchange under way.
     """
 
-    traits = Traits(blocking=False, supports_unfreezing=True)
-    common = ("schedule",)
+    traits = Traits(blocking=False)
+    schedule = Shared[RateSchedule](lambda averager: averager.first_schedule())
+    began = Shared[int](0)
+    turn = Shared[int](0)
+    pending = InFlight()
 
     warmup: float | int | str = 0.1
     cooldown: float | int | str = 0.1
@@ -89,10 +81,10 @@ class DASOAverager(LowBitAverager):
     monitor: str | None = None
     mixing: Mixing = "daso"
     wire: str = "fp32"
-    schedule: RateSchedule = field(init=False, repr=False)
+    _epoch_ended: bool = field(default=False, init=False, repr=False)  # with the latest step
 
     def __post_init__(self) -> None:
-        self.schedule = RateSchedule(self.global_every, self.wait, self.max_global_every, self.patience, self.threshold)
+        self.first_schedule()  # raises now
         one_of("mixing", self.mixing, ("daso", "delta"))
         check_wire(self.wire)
         for name in ("warmup", "cooldown"):
@@ -100,19 +92,21 @@ class DASOAverager(LowBitAverager):
         if self.schedule_every_n_steps is not None:
             at_least_one("schedule_every_n_steps", self.schedule_every_n_steps, ", or None")
 
+    def first_schedule(self) -> RateSchedule:
+        """B and W as the options say.
+
+        Raises:
+            ConfigurationError: a value that cannot work.
+        """
+        return RateSchedule(self.global_every, self.wait, self.max_global_every, self.patience, self.threshold)
+
     @override
     def prepare(self) -> Outcome | None:
         self.links.prepare()
-        self.feedback = self.residuals(self.reference)
         self._phases = 0.0, 0, 0  # optimizer steps of the run, of its warm-up, of its cool-down
-        self._pending: PendingExchange | None = None
-        self._done = 0  # the latest step of which all that follows it is done
-        self._broken = False  # within what follows a step
-        self._member = self._since = 0  # steps of the cycling phase since the last exchange began
         self._timer = ExchangeTimer()
         self._snapshot: list[Tensor] | None = None  # memory for the next exchange
         self._mean: list[Tensor] = []  # memory for the next exchange
-        self._epoch_ended = False  # with the latest step
         if self.links.count == 1:
             return Outcome(info="there is one node, so no global network: it trains as hetero_ddp would.")
         total, per_epoch = self.run.length()
@@ -141,9 +135,13 @@ class DASOAverager(LowBitAverager):
     def due(self, context: StepContext) -> bool:
         if self.phase(context.step) != "cycling":
             return True
-        if self._pending is None:
-            return self.schedule.wait == 0 and self._since + 1 >= self.schedule.every
-        return context.step - self._pending.step >= self._pending.wait
+        if self.pending:
+            return context.step >= self.pending[0].due
+        return self.schedule.wait == 0 and self._begins(context.step)
+
+    def _begins(self, step: int) -> bool:
+        """Whether B steps of the cycling phase have passed since the latest exchange began."""
+        return step - max(self.began, self._phases[1]) >= self.schedule.every
 
     @override
     def before_step(self, context: StepContext) -> None:
@@ -155,19 +153,15 @@ class DASOAverager(LowBitAverager):
     @override
     def after_step(self, context: StepContext) -> None:
         self._timer.step_ended()
-        self._broken = True
         cycling = self.phase(context.step) == "cycling"
-        if self._pending is not None and (not cycling or context.step - self._pending.step >= self._pending.wait):
-            self._mix(context.step)
+        if self.pending and (not cycling or context.step >= self.pending[0].due):
+            self.complete(context)
         if not cycling:
             self.adopt(self.average(context))
-        else:
-            self._since += 1
-            # When B has just been halved, an exchange may still be under way for longer than the new B.
-            if self._since >= self.schedule.every and self._pending is None:
-                self._begin(context)
+        # When B has just been halved, an exchange may still be under way for longer than the new B.
+        elif self._begins(context.step) and not self.pending:
+            self._begin(context)
         self._timer.step_begins()
-        self._done, self._broken = context.step, False
         self._epoch_ended, steps = context.epoch_ends, self.schedule_every_n_steps
         by_epoch = context.epoch_ends and self.monitor is None
         if by_epoch if steps is None else context.step % steps == 0:
@@ -186,98 +180,31 @@ class DASOAverager(LowBitAverager):
     def _begin(self, context: StepContext) -> None:
         self._snapshot = self.replica.pack(self._snapshot)
         self._mean = self._mean or [torch.empty_like(old) for old in self.reference]
-        samples, member = context.samples_per_replica, self._member
-        own = Contribution(self._snapshot, samples, self.reference, self.wire, self._timer.lasted, self.feedback)
-        exchange = self.links.begin(own, self._mean, member, AVERAGE_PART[self.mixing])
-        self._pending = PendingExchange(context.step, self.schedule.wait, exchange)
-        self._since, self._member = 0, (member + 1) % self.links.members
-        if self._pending.wait == 0:
-            self._mix(context.step)
+        weights = context.samples_per_replica
+        own = Contribution(self._snapshot, weights, self.reference, self.wire, self._timer.lasted, self.feedback)
+        exchange = self.links.begin(own, self._mean, self.turn % self.links.members, AVERAGE_PART[self.mixing])
+        pending = PendingExchange(context.step, self.schedule.wait, exchange, on_arrival=self._timer.exchanged)
+        self.began, self.turn, self.pending = context.step, self.turn + 1, [pending]
+        if self.schedule.wait == 0:
+            self.complete(context)
 
-    def _mix(self, step: int) -> None:
-        average = self._await_wire()
-        assert self._pending is not None
-        stale, self._pending = step - self._pending.step, None
+    @override
+    def arrive(self, pending: PendingExchange, step: int) -> None:
+        average = pending.result()
         self.schedule.measured(average.payloads)
         if average.healthy[self.links.index]:
-            mix(self.mixing, self.replica, average, stale, self.links.count)
+            mix(self.mixing, self.replica, average, step - pending.step, self.links.count)
         else:
             self.apply_mean(average)
         self._mean = self.set_reference(average)
-
-    def _await_wire(self) -> Average:
-        """Wait for the wire, but do not mix."""
-        assert self._pending is not None
-        exchange = self._pending.average
-        if isinstance(exchange, Exchange):
-            average = exchange.result()
-            self._timer.exchanged(exchange.seconds)
-            self._pending = self._pending._replace(average=average)
-            return average
-        return exchange
-
-    @override
-    def finish(self, context: StepContext) -> Outcome | None:
-        self.complete(context)
-        return super().finish(context)
-
-    @override
-    def complete(self, context: StepContext) -> None:
-        if self._pending is not None:
-            self._mix(context.step)
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
         return {"phase": self.phase(step), "global_every": self.schedule.every, "wait": self.schedule.wait}
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        pending = None
-        if self._pending is not None:
-            average = self._await_wire()._asdict()
-            pending = {**self._pending._asdict(), "average": average}
-        counts = {"turn": self._member, "since": self._since}
-        return {**super().state_dict(), "schedule": self.schedule.state_dict(), **counts, "pending": pending}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.schedule.load_state_dict(state["schedule"])
-        self._member, self._since = state["turn"], state["since"]
-        self._epoch_ended = state.get("epoch_ended", False)
-        pending = state["pending"]
-        self._pending = (
-            None if pending is None else PendingExchange(**{**pending, "average": Average(**pending["average"])})
-        )
-
-    @override
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
-        self._pending, self._before = None, (self._done, self._broken)
-        return {**super().state_after_loss(kept), "epoch_ended": self._epoch_ended}
-
-    @override
-    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
-        super().continue_after_loss(state, context)
-        # Replicas may be steps apart: all begin their next exchange at the step at which the furthest one does.
-        own, _ = self._before
-        done, since, member = max(self.links.gather((own, self._since, self._member)))
-        behind = sum(self.phase(step) == "cycling" for step in range(own + 1, done + 1))
-        self._since, self._member = since - behind, member
-
-    @override
-    def missed_exchange(self, context: StepContext) -> None:
-        if self.phase(context.step) != "cycling":  # else replicas differ after an exchange as well
-            super().missed_exchange(context)
-        elif self._before[1]:  # what follows this step is not repeated
-            self._since += 1
-
-    @override
-    def load_common(self, state: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state["schedule"])  # an exchange under way is dropped
-
-    @override
-    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        return {**super().remap_state(state, layout_change), "epoch_ended": self._epoch_ended}
+    def on_missed(self, step: int) -> Literal["adopt", "keep"]:
+        return "keep" if self.phase(step) == "cycling" else "adopt"  # in cycling, replicas differ after an exchange too
 
 
 def mix(rule: Mixing, replica: Replica, average: Average, stale: int, count: int) -> None:

@@ -1,6 +1,7 @@
 """Outer optimizer on the mean of the replicas' local steps: local SGD, DiLoCo, BMUF."""
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
@@ -15,9 +16,10 @@ from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.fragments import Fragments, StreamingAverager
 from lightning_hetero.comm.compression import check_wire
-from lightning_hetero.errors import CheckpointError, ConfigurationError
+from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.option_checks import is_number
-from lightning_hetero.replicas.vectors import LayoutChange, Replica
+from lightning_hetero.replicas.state import Shared
+from lightning_hetero.replicas.vectors import Replica
 
 
 @dataclass
@@ -59,7 +61,7 @@ class OuterAverager(StreamingAverager):
     traits = replace(
         CenteredAverager.traits, between="the mean of all replicas, and each such look costs as much as an exchange"
     )
-    common = ("outer",)
+    outer_steps = Shared[list["OuterStep"]]()
     tau: int | Literal["auto"] = 50
     outer_lr: float | None = None
     outer_momentum: float | None = None
@@ -100,51 +102,12 @@ class OuterAverager(StreamingAverager):
     @override
     def prepare(self) -> Outcome | None:
         super().prepare()
-        self._outer = [OuterStep(self._make, part.replica, part.center) for part in self._parts]
+        self.outer_steps = [OuterStep(self._make, part.replica, part.center) for part in self._parts]
         return None
 
     @override
     def move(self, p: int, difference: list[Tensor]) -> None:
-        self._outer[p].take(difference)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        states = [outer.optimizer.state_dict() for outer in self._outer]
-        return {**super().state_dict(), "outer": states[0] if len(states) == 1 else states}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if state["outer"] is None:  # in the midst of a fit, of another layout
-            for name, (optimizer, p) in self._by_name().items():
-                if momenta := state["momenta"].get(name):
-                    optimizer.state[p] = momenta
-        else:
-            self.load_common(state)
-
-    @override
-    def load_common(self, state: dict[str, Any]) -> None:
-        states = state["outer"] if isinstance(state["outer"], list) else [state["outer"]]
-        if len(states) != len(self._outer):
-            raise CheckpointError(
-                f"The checkpoint holds the outer optimizers of {len(states)} fragments; with "
-                f"fragments={self.fragments!r} there are {len(self._outer)}. Resume with the fragments of the run."
-            )
-        for outer, saved in zip(self._outer, states, strict=True):
-            outer.optimizer.load_state_dict(saved)  # the same on all replicas
-
-    @override
-    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        momenta = {name: optimizer.state.get(p, {}) for name, (optimizer, p) in self._by_name().items()}
-        return {**super().remap_state(state, layout_change), "outer": None, "momenta": momenta}
-
-    def _by_name(self) -> dict[str, tuple[Optimizer, nn.Parameter]]:
-        """The outer optimizer of each parameter, and the parameter as that knows it."""
-        return {
-            name: (outer.optimizer, p)
-            for part, outer in zip(self._parts, self._outer, strict=True)
-            for name, p in zip(part.replica.parameter_names, outer.parameters, strict=True)
-        }
+        self.outer_steps[p].take(difference)
 
 
 class OuterStep:
@@ -175,6 +138,23 @@ class OuterStep:
                 f"outer: {type(self.optimizer).__name__} takes {len(taken)} of {len(self.parameters)} parameters, "
                 f"and leaves others as they were at first, such as one of shape {left[0]}. Let it take them all."
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The options of the optimizer's groups, and its state by the names of the parameters."""
+        groups = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+        named = zip(self._replica.parameter_names, self.parameters, strict=True)
+        return {
+            "groups": groups,
+            "state": {name: self.optimizer.state[p] for name, p in named if p in self.optimizer.state},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`. Parameters of which it holds nothing keep what they have."""
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+        for name, p in zip(self._replica.parameter_names, self.parameters, strict=True):
+            if name in state["state"]:
+                self.optimizer.state[p] = deepcopy(state["state"][name])
 
     def take(self, difference: list[Tensor]) -> None:
         """Take a step; buffers, which have no gradients, take the mean.

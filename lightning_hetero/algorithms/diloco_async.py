@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lightning_hetero.comm.centers.client import CenterOptions
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
 from lightning_hetero.option_checks import is_number, one_of
-from lightning_hetero.replicas.vectors import LayoutChange
+from lightning_hetero.replicas.state import Own, PerReplica, Shared, model_values, zeros
 
 #: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
 Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -125,8 +125,13 @@ class OuterAsyncAverager(AsyncCenterAverager):
         AsyncCenterAverager.traits,
         between="the center moved by what replicas have done since, and each such look costs as much as an exchange",
     )
-    common = ("outer",)
-    of_center = (*AsyncCenterAverager.of_center, "outer", "came", "speeds")
+    momentum = Shared[list[Tensor]](zeros)
+    gradient_sum = Shared[list[Tensor]](zeros)
+    arrivals = Shared[Tensor](lambda averager: torch.zeros(1, dtype=torch.float64))
+    speeds = PerReplica[Tensor](lambda averager: torch.zeros(averager.links.count, dtype=torch.float64))
+    begun_from = Own[list[Tensor]](model_values)
+    last_step = Own[int](-1)
+    local_steps = Own[int](lambda averager: averager.tau)
 
     tau: int = 50
     outer_lr: float = 0.7
@@ -152,14 +157,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     @override
     def prepare(self) -> Outcome | None:
-        self._start = [value.clone() for value in self.last_center]  # the center that this replica began from
-        self._speeds = torch.zeros(self.links.count, dtype=torch.float64)  # of all replicas, in steps per second
-        self._outer = [
-            torch.zeros_like(value) for value in (*self.last_center, *self.last_center)
-        ]  # the momentum, and the sum
-        self._came = torch.zeros(1, dtype=torch.float64)
-        self._given = [torch.empty_like(value) for value in (*self.last_center, self._speeds)]
-        self._last, self._steps = -1, self.tau  # the step of the latest exchange, and steps from there to the next
+        self._given = [torch.empty_like(value) for value in (*self.last_center, self.speeds)]
         self._seconds: deque[float] = deque(maxlen=64)  # of the latest steps
         self._resumed = math.nan
         return super().prepare()
@@ -167,7 +165,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
     @property
     @override
     def center_vectors(self) -> list[Tensor]:
-        return [*self.last_center, self._speeds, *self._outer, self._came]
+        return [*self.last_center, self.speeds, *self.momentum, *self.gradient_sum, self.arrivals]
 
     @property
     @override
@@ -178,7 +176,7 @@ class OuterAsyncAverager(AsyncCenterAverager):
     def consensus(self, context: StepContext) -> list[Tensor]:
         self._client.read(self.center_vectors)
         values = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self.reference, strict=True)]
-        own, begun, now = (self.replica.views(flats)[0] for flats in (values, self._start, self.last_center))
+        own, begun, now = (self.replica.views(flats)[0] for flats in (values, self.begun_from, self.last_center))
         for value, start, center in zip(own, begun, now, strict=False):  # the last ones may be excluded
             value.add_(center - start)
         return self.links.average(values, context.samples_per_replica, self.reference).mean
@@ -189,15 +187,15 @@ class OuterAsyncAverager(AsyncCenterAverager):
 
     @override
     def before_step(self, context: StepContext) -> None:
-        if self._last < 0:
-            self._last = context.step
+        if self.last_step < 0:
+            self.last_step = context.step
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
         if not math.isnan(self._resumed):
             self._seconds.append(time.perf_counter() - self._resumed)
         outcome = None
-        if context.step - self._last >= self._steps:
+        if context.step - self.last_step >= self.local_steps:
             self._visit(context)
             outcome = Outcome(exchanged=True)
         self._resumed = time.perf_counter()
@@ -207,9 +205,9 @@ class OuterAsyncAverager(AsyncCenterAverager):
         """Bring the outer gradient to the center, and go on from there."""
         *moved, speeds = self._given
         self._packed = self.replica.pack(self._packed)
-        for out, value, start in zip(moved, self._packed, self._start, strict=False):
+        for out, value, start in zip(moved, self._packed, self.begun_from, strict=False):
             torch.sub(value.to("cpu", start.dtype), start, out=out)
-        for part, start in zip(self.replica.views(moved)[1], self.replica.views(self._start)[1], strict=True):
+        for part, start in zip(self.replica.views(moved)[1], self.replica.views(self.begun_from)[1], strict=True):
             part.add_(start)  # buffers travel as they are
         push = context.samples_per_replica[self.links.index] / sum(context.samples_per_replica)
         healthy = finite(moved)
@@ -223,68 +221,28 @@ class OuterAsyncAverager(AsyncCenterAverager):
         speeds[self.links.index] = 1 / median(self._seconds) if self._seconds else 0.0
         seen = self._client.push_pull(self._given, push)()
         self._rates.observe(seen.counts)
-        self._distance, self._moved = math.sqrt(seen.square), True
-        for start, value in zip(self._start, moved, strict=True):
+        self._distance = math.sqrt(seen.square)
+        for start, value in zip(self.begun_from, moved, strict=True):
             start.copy_(value)
         if healthy:
-            self.replica.unpack(self._start)
+            self.replica.unpack(self.begun_from)
         else:
-            self.restart_from(self._start)
+            self.restart_from(self.begun_from)
             self.links.traffic.skipped.append(self.links.index)
-        self._last, self._steps = context.step, self._local_steps(speeds)
+        self.last_step, self.local_steps = context.step, self._steps_to_next(speeds)
 
-    def _local_steps(self, speeds: Tensor) -> int:
+    def _steps_to_next(self, speeds: Tensor) -> int:
         """Until the next exchange; the same on all ranks of the replica, which have the same table."""
         own, most = float(speeds[self.links.index]), float(speeds.max())
         return max(round(self.tau * own / most), 1) if self.follow_speed and own and most else self.tau
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
-        return {**super().status(step), "local_steps": float(self._steps)}
-
-    # -- state -------------------------------------------------------------------------------------
+        return {**super().status(step), "local_steps": float(self.local_steps)}
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._own()}
-
-    def _own(self) -> dict[str, Any]:
-        shared = {"outer": self._outer, "came": self._came, "speeds": self._speeds}
-        return {**shared, "start": self._start, "last": self._last, "steps": self._steps}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        kept = [*self._start, *self._outer, self._came, self._speeds]
-        saved = [*state["start"], *state["outer"], state["came"], state["speeds"]]
-        for own, value in zip(kept, saved, strict=True):
-            own.copy_(value)
-        self._last, self._steps = state["last"], state["steps"]
-        super().load_state_dict(state)
-
-    @override
-    def load_common(self, state: dict[str, Any]) -> None:
-        count = len(self.last_center)
-        for own, value in zip(self._outer[:count], state["outer"][:count], strict=True):
-            own.copy_(value)
-        self._client.write(self.center_vectors, [0] * self.links.count)
-
-    @override
-    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        count = len(state["outer"]) // 2
-        outer = [layout_change.carry(part, 0.0) for part in (state["outer"][:count], state["outer"][count:])]
-        return {
-            **super().remap_state(state, layout_change),
-            "start": layout_change.carry(state["start"]),
-            "outer": [*outer[0], *outer[1]],
-        }
-
-    @override
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
-        state = {**super().state_after_loss(kept), **self._own()}
-        return {**state, "speeds": self._speeds[list(kept)]}
-
-    @override
-    def center_lost(self, context: StepContext) -> dict[str, Any]:
+    def replace_center(self, context: StepContext) -> None:
+        super().replace_center(context)
         # What replicas have done since they began is in the mean, and must not count twice.
-        start = [value.to("cpu", old.dtype) for value, old in zip(self.replica.pack(), self._start, strict=False)]
-        return {**super().center_lost(context), "start": start, "outer": self._outer, "came": self._came}
+        for start, value in zip(self.begun_from, self.replica.pack(), strict=False):
+            start.copy_(value)

@@ -120,8 +120,14 @@ class ElasticBase(CenteredAverager):
     @override
     def prepare(self) -> Outcome | None:
         super().prepare()
-        self._moved = self.pull.is_zero  # the center never will: nothing is sent, for the mean neither
         return Outcome(warning=stability(*self.strength()))
+
+    @property
+    @override
+    def uses_center(self) -> bool:
+        return (
+            self.pull.is_zero or super().uses_center
+        )  # a center that never moves: nothing is sent, for the mean neither
 
     def strength(self) -> tuple[float, float]:
         """Alpha and beta, of the step that is to come, or has just been taken."""
@@ -149,8 +155,8 @@ class ElasticAverager(ElasticBase, SyncCenterAverager):
         return self.strength()[0]
 
     @override
-    def missed_exchange(self, context: StepContext) -> None:
-        """Nothing: the center is there, and the next exchange pulls this replica towards it."""
+    def on_missed(self, step: int) -> Literal["adopt", "keep"]:
+        return "keep"  # the next exchange pulls this replica towards the center
 
     @override
     def move(self, own: list[Tensor], average: Average) -> str | None:

@@ -1,7 +1,7 @@
 """Asynchronous EASGD: replicas exchange with the center one by one, each whenever it is ready."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_hetero.comm.compression import refuse_low_bit
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
 from lightning_hetero.option_checks import one_of
+from lightning_hetero.replicas.state import Own
 
 
 class PushPullAverager(AsyncCenterAverager, ElasticBase):
@@ -42,13 +43,13 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         overlap: ``False``: an exchange comes before the step rather than in its background.
         locked: whether exchanges wait for each other.
         in_turn: whether replicas are served in their order, over and over.
+        completed: exchanges of this replica.
     """
 
     overlap, locked, in_turn = True, True, False
     center: Home = "auto"
     debias: bool = False
-    _exchange: Callable[[], PushPull] | None = None
-    _completed = 0  # exchanges of this replica
+    completed = Own[int](0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +67,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
     @override
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
+        self._exchange: Callable[[], PushPull] | None = None
         self._difference = [torch.empty_like(c) for c in self.last_center]
         self._snapshot = self._packed[: self.replica.included]
         return outcome
@@ -84,7 +86,7 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
             return None
         exchange = self._exchange or self._begin(context.samples_per_replica)  # the center may have been lost meanwhile
         seen, self._exchange = exchange(), None
-        self._completed += 1
+        self.completed += 1
         self._rates.observe(seen.counts)
         self._distance = math.sqrt(seen.square) if seen.square >= 0 else math.nan
         if not self._healthy:
@@ -123,29 +125,22 @@ class PushPullAverager(AsyncCenterAverager, ElasticBase):
         self.restart_from(self._difference)
         self.links.traffic.skipped.append(self.links.index)
 
+    @property
+    @override
+    def uses_center(self) -> bool:
+        return self.pull.is_zero or any(self.counts)
+
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
-        counts = self._client.read(self.last_center)
-        self._moved |= any(counts)
+        self.counts = self._client.read(self.last_center)
         return super().consensus(context)
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._completed = state["counts"][self.links.index]
-
-    @override
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
-        self._exchange = None
-        return {**super().state_after_loss(kept), "completed": self._completed}
-
-    @override
-    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
-        super().continue_after_loss(state, context)
+    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
+        super().after_loss(former, step, context)
         # By the replicas' own counts: the center may count an exchange whose answer was lost, and which is repeated.
-        self._completed = state["completed"]
-        own = self.links.gather((self._completed, self.links.is_leader))
-        self._client.write(self.center_vectors, [completed for completed, is_leader in own if is_leader])
+        own = self.links.gather((self.completed, self.links.is_leader))
+        self.counts = [completed for completed, is_leader in own if is_leader]
 
 
 @dataclass

@@ -9,13 +9,32 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.algorithms.base import Averager, FitInfo, Outcome, StepContext, change_layout
+from lightning_hetero.algorithms.base import (
+    Averager,
+    FitInfo,
+    Outcome,
+    StepContext,
+    change_layout,
+    warn_of_scratch,
+)
 from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
 from lightning_hetero.comm.agreement import check_equal, value_of_rank
 from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError, NotFiniteError, UnsupportedError
 from lightning_hetero.replicas import optimizer_states
+from lightning_hetero.replicas.state import (
+    Own,
+    PerReplica,
+    Shared,
+    drop_in_flight,
+    fields_of,
+    has_tensors,
+    read,
+    scratch_in_use,
+    select,
+    write,
+)
 from lightning_hetero.replicas.vectors import Replica
 
 
@@ -115,7 +134,8 @@ def replica_state_dict(
     """
     averager = engine.running
     with explain_nonfinite(engine):
-        algorithm = averager.state_dict()
+        averager.before_save()
+        algorithm = read(averager)
     return {
         "kept": dict(averager.replica.unexchanged_buffers()),
         "precision": precision,
@@ -125,6 +145,8 @@ def replica_state_dict(
     }
 
 
+#: Shared state that follows from the values with which all begin when others join.
+FROM_MODEL = "reference", "commits"
 #: What ranks must have done alike.
 CHANGED = "the parameters that have become trainable or frozen"
 
@@ -138,20 +160,6 @@ def unfrozen_within_epoch(names: Iterable[str]) -> str:
     return (
         f"{listed(names)} became trainable, or frozen, in mid-epoch; replicas agree on what is trainable at the "
         "beginning of an epoch. Change it there, as in on_train_epoch_start, or use hetero_ddp."
-    )
-
-
-def layout_is_fixed(averager: str, names: Iterable[str]) -> str:
-    """The error message for an averager that cannot go on with other parameters.
-
-    Args:
-        averager: name of its class.
-        names: of the parameters.
-    """
-    return (
-        f"{listed(names)} became trainable, or frozen, during the fit; {averager} does not say that it can go on with "
-        "other parameters. Let it say so (traits = Traits(supports_unfreezing=True)), unfreeze all before the fit, or "
-        "use hetero_ddp."
     )
 
 
@@ -209,6 +217,7 @@ class ReplicaEngine:
         averager: brings parameters together; of the running fit, else ``None``.
         losses: what this rank's training loss has been.
         windows: optimizer steps since the start of the fit.
+        exchanged: the latest of these steps that an exchange between replicas, if one was due, has followed.
     """
 
     def __init__(self, view: View, links: ReplicaLinks, share: BatchAccounting, report_every: int) -> None:
@@ -216,7 +225,7 @@ class ReplicaEngine:
         self._report_every = report_every
         self.averager: Averager | None = None
         self.losses = LossTracker()
-        self.windows = self.meetings = 0
+        self.windows = self.exchanged = self.meetings = 0
         self._open = False  # whether a window has begun
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
@@ -248,7 +257,7 @@ class ReplicaEngine:
 
     def resume(self, windows: int) -> None:
         """Go on after so many optimizer steps."""
-        self.windows, self._cadence.before = windows, None
+        self.windows, self.exchanged, self._cadence.before = windows, windows, None
 
     def finish(self) -> Outcome | None:
         """Make all replicas equal, at the end of a fit (collective)."""
@@ -264,7 +273,8 @@ class ReplicaEngine:
 
     def continue_from(self, former: "ReplicaEngine") -> None:
         """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
-        self.windows, self.meetings, self.losses = former.windows, former.meetings, former.losses
+        self.windows, self.exchanged, self.meetings = former.windows, former.exchanged, former.meetings
+        self.losses = former.losses
         self.links.traffic = former.traffic
 
     @property
@@ -287,17 +297,29 @@ class ReplicaEngine:
         if not former.averages:
             averager.links, averager.run = self.links, run
             return
-        state = averager.state_after_loss(kept)
+        averager.absorb_arrived(kept)
+        dropped, scratch = drop_in_flight(averager), scratch_in_use(averager)
+        state = select(averager, read(averager), kept)
         averager.close()
-        everyone = self.links.gather((missed, self.view.is_leader))
-        if any(one for one, _ in everyone):  # who has completed it says where it has led
-            source = next(rank for rank, (one, _) in enumerate(everyone) if not one)
-            theirs = value_of_rank(state, source)
-            state = theirs if missed else state
+        progress = self.links.gather((averager.commits, self.exchanged, self.windows, len(dropped)))
+        furthest = max(range(len(progress)), key=lambda rank: progress[rank][:2])
+        equal = len({commits for commits, *_ in progress}) == 1  # then vectors are, too
+        names = [field.name for field in fields_of(type(averager), Shared, PerReplica)]
+        sent = {name: state[name] for name in names if not (equal and has_tensors(state[name]))}
+        theirs = value_of_rank(sent, furthest)
         averager.setup(averager.replica, self.links, self._optimizers, run)
-        averager.continue_after_loss(state, self.context(epoch_ends=False))
-        if missed:
-            averager.missed_exchange(self.context(epoch_ends=False))
+        write(averager, {**state, **theirs}, Shared, Own, PerReplica)
+        context = self.context(epoch_ends=False)
+        averager.after_loss(state, max(windows for _, _, windows, _ in progress), context)
+        averager.after_restore()
+        if missed and averager.on_missed(self.windows) == "adopt":
+            averager.replica.unpack(averager.reference)
+        if any(under_way for *_, under_way in progress):
+            scratch = [
+                "exchanges under way, which are dropped; the next ones take in what replicas have done",
+                *scratch,
+            ]
+        warn_of_scratch(averager, scratch, "Replicas were lost")
 
     @property
     def running(self) -> Averager:
@@ -364,7 +386,6 @@ class ReplicaEngine:
 
         Raises:
             DisagreementError: on every rank: they are not the same ones everywhere.
-            UnsupportedError: on every rank: the averager cannot go on.
         """
         averager = self.running
         with self._share.timer.waiting(exchange=True):
@@ -372,8 +393,6 @@ class ReplicaEngine:
             check_equal(CHANGED, {name: "trainable" if on else "frozen" for name, on in changed.items()})
             if not changed:
                 return False
-            if self.averages and not averager.traits.supports_unfreezing:
-                raise UnsupportedError(layout_is_fixed(type(averager).__name__, changed))
             averager.replica.broadcast_parameters([name for name, trainable in changed.items() if trainable])
             with explain_nonfinite(self):
                 change_layout(averager, self.context(epoch_ends=False), self._optimizers)
@@ -405,7 +424,7 @@ class ReplicaEngine:
             return None
         with self._share.timer.waiting(exchange=True), explain_nonfinite(self):
             outcome = averager.after_step(self.context(self._epoch_ends))
-        self.meetings += self._due
+        self.exchanged, self.meetings = self.windows, self.meetings + self._due
         self._cadence.exchanges += outcome is not None and outcome.exchanged
         return outcome
 
@@ -473,12 +492,20 @@ class ReplicaEngine:
         values = self.own_values(flat)  # on all ranks: those of a replica make their buffers alike first
         return {"values": [value.cpu() for value in values], **rest} if self.view.is_leader else None
 
-    def common_state(self) -> dict[str, Any]:
-        """The state that is the same on all replicas, for :meth:`Averager.load_common` (collective)."""
+    def shared_state(self) -> dict[str, Any]:
+        """The state that is the same on all replicas, for :meth:`load_shared_state` (collective)."""
         averager = self.running
         with explain_nonfinite(self):
-            state = averager.state_dict()
-        return {name: state[name] for name in averager.common}
+            averager.before_save()
+            state = read(averager)
+        names = [field.name for field in fields_of(type(averager), Shared)]
+        return {name: state[name] for name in names if name not in FROM_MODEL}
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`shared_state` of other replicas, from the model's values (collective)."""
+        averager = self.running
+        write(averager, state, Shared, but=FROM_MODEL)
+        averager.after_restore()
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Continue from :meth:`state_dict`, and this rank's losses by that name."""
@@ -487,7 +514,9 @@ class ReplicaEngine:
         averager.replica.set_unexchanged_buffers(state["kept"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer_states.restore(optimizer, saved)
-        averager.load_state_dict(state["algorithm"])
+        why = "The checkpoint was saved with another wire, another model or other replicas"
+        warn_of_scratch(averager, write(averager, state["algorithm"]), why)
+        averager.after_restore()
         self.losses.load_state_dict(state["losses"])
         self.resume(int(state["windows"]))
 

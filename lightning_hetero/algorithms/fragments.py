@@ -1,6 +1,5 @@
 """Fragments: the parts of a model that replicas exchange one after another."""
 
-import logging
 import math
 import time
 from abc import abstractmethod
@@ -8,7 +7,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager, check_patterns
 from lightning_hetero.algorithms.schedules import ExchangeTimer, TauSchedule
-from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.option_checks import at_least_one, is_number
+from lightning_hetero.replicas.state import InFlight, PendingExchange, Shared
 from lightning_hetero.replicas.vectors import Replica
 
 Fragments = int | Literal["blocks"]
@@ -159,21 +159,6 @@ class Fragment:
     distance: float = math.nan
 
 
-class PendingFragment(NamedTuple):
-    """Exchange of a fragment that has begun, and has not been mixed in yet.
-
-    Attributes:
-        step: optimizer step after which it began.
-        average: what the exchange brings, or has brought.
-    """
-
-    step: int
-    average: Exchange | Average
-
-
-log = logging.getLogger("lightning_hetero")
-
-
 class StreamingAverager(LowBitAverager, CenteredAverager):
     """Fragment p of P exchanges after the steps t with ``t mod tau = p tau / P``; each moves a center of its own.
 
@@ -185,7 +170,16 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         fragments: how many, or ``"blocks"``.
         delay: steps for which an exchange may last, in the background; 0: all wait for it.
         blend: the part of the way that replicas go to the center when an exchange has arrived.
+        rhythm: says which fragments begin their exchange after a step.
+        at_center: whether a fragment has moved after the latest step.
+        pending: exchanges under way, one of a fragment at most.
     """
+
+    rhythm = Shared[TauSchedule](
+        lambda averager: TauSchedule(averager.tau, averager.delay, averager.tau_max, len(averager.replica.fragments))
+    )
+    at_center = Shared[bool](True)
+    pending = InFlight()
 
     tau: int | Literal["auto"]  # type: ignore[assignment]
     tau_max: int
@@ -225,14 +219,8 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
 
     @override
     def prepare(self) -> Outcome | None:
-        super().prepare()
-        self._since = 0  # steps since a fragment has last moved
         self._quiet = 0  # step up to which no exchange begins, since a replica was lost
-        self._sent: dict[int, PendingFragment] = {}  # by fragment, in the order of their beginning
-        self.feedback = self.residuals(self.center)
         self._parts = [self._part(vectors) for vectors in self.replica.fragments]
-        self._moves = [0] * len(self._parts)  # of each fragment, how often it has moved
-        self._tau_schedule = TauSchedule(self.tau, self.delay, self.tau_max, len(self._parts))
         self._timer = ExchangeTimer()
         if self.delay:
             self.links.prepare()
@@ -253,35 +241,34 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
     @property
     @override
     def uses_center(self) -> bool:
-        return self._since == 0 and self.blend == 1 and len(self._parts) == 1  # all replicas are where the center is
+        # Then all replicas are where the center is.
+        return self.at_center and self.blend == 1 and len(self._parts) == 1
 
     # -- steps -------------------------------------------------------------------------------------
 
     def beginning(self, step: int) -> list[int]:
         """The fragments with an exchange that begins after a step."""
-        return self._tau_schedule.beginning(step) if step > self._quiet else []
-
-    def _arriving(self, step: int) -> list[int]:
-        return [p for p, pending in self._sent.items() if step - pending.step >= self.delay]
+        return self.rhythm.beginning(step) if step > self._quiet else []
 
     @override
     def due(self, context: StepContext) -> bool:
         # By the step alone: what is under way differs between replicas that are steps apart when another one is lost.
-        return context.step > self.delay and bool(self._tau_schedule.beginning(context.step - self.delay))
+        return context.step > self.delay and bool(self.rhythm.beginning(context.step - self.delay))
 
     @override
     def after_step(self, context: StepContext) -> Outcome | None:
         self._timer.step_ended()
-        self._since += 1
-        arriving = self._arriving(context.step)
-        self._arrive(arriving)
-        told = self._tau_schedule.settle(context.step)
+        self.at_center = False
+        arriving = [pending for pending in self.pending if context.step >= pending.due]
+        self.arrive_all(arriving, context.step)
+        told = self.rhythm.settle(context.step)
         beginning = self.beginning(context.step)
-        self._arrive([p for p in beginning if p in self._sent])  # tau has become shorter
+        overtaken = [pending for pending in self.pending if pending.fragment in beginning]  # tau has become shorter
+        self.arrive_all(overtaken, context.step)
         for p in beginning:
             self._begin(p, context)
         if not self.delay:
-            self._arrive(arriving := beginning)
+            self.arrive_all(arriving := self.pending, context.step)
         self._timer.step_begins()
         return Outcome(exchanged=bool(arriving), info=told) if arriving or told else None
 
@@ -291,45 +278,30 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
         weights, feedback = context.samples_per_replica, part.feedback
         own = Contribution(part.snapshot, weights, part.center, self.wire, feedback=feedback, payload=part.seconds)
         if self.delay:
-            self._sent[p] = PendingFragment(context.step, self.links.begin(own, part.mean, want="difference"))
-            return
-        began = time.perf_counter()
-        self._sent[p] = PendingFragment(context.step, self.links.exchange(own, part.mean, want="difference"))
-        self._measured(part, time.perf_counter() - began)
+            average: Exchange | Average = self.links.begin(own, part.mean, want="difference")
+        else:
+            began = time.perf_counter()
+            average = self.links.exchange(own, part.mean, want="difference")
+            self._measured(part, time.perf_counter() - began)
+        arrival = partial(self._measured, part)
+        self.pending = [*self.pending, PendingExchange(context.step, self.delay, average, p, arrival)]
 
     def _measured(self, part: Fragment, seconds: float) -> None:
         self._timer.exchanged(seconds)
         part.seconds = self._timer.lasted
 
-    def _result(self, p: int) -> Average:
-        """Wait for an exchange, but do not mix it in."""
-        pending = self._sent[p]
-        if isinstance(exchange := pending.average, Exchange):
-            self._sent[p] = pending = pending._replace(average=exchange.result())
-            self._measured(self._parts[p], exchange.seconds)
-        assert isinstance(pending.average, Average)
-        return pending.average
-
-    def _arrive(self, fragments: Sequence[int]) -> None:
-        """Let fragments move: all of them, or none if a replica is lost."""
-        for p in fragments:
-            self._result(p)
-        for p in fragments:
-            self._move(p)
-
-    def _move(self, p: int) -> None:
+    @override
+    def arrive(self, pending: PendingExchange, step: int) -> None:
         """Let a fragment's center move, and its values follow."""
-        average, part = self._result(p), self._parts[p]
-        del self._sent[p]
-        self._tau_schedule.measured(p, average.payloads)
+        average, part = pending.result(), self._parts[pending.fragment]
+        self.rhythm.measured(pending.fragment, average.payloads)
         part.distance = average.displacement  # RMS over the replicas
         self._distance = math.hypot(*(each.distance for each in self._parts if not math.isnan(each.distance)))
-        self.move(p, average.difference)
+        self.move(pending.fragment, average.difference)
         self._follow(part)
         if not average.healthy[self.links.index]:
             self.restart_from(self.center)
-        self._moves[p] += 1
-        self._moved, self._since = True, 0
+        self.commits, self.at_center = self.commits + 1, True
 
     def _follow(self, part: Fragment) -> None:
         if self.blend == 1:
@@ -346,74 +318,21 @@ class StreamingAverager(LowBitAverager, CenteredAverager):
             difference: the replicas' mean minus the center, as vectors that may be overwritten.
         """
 
-    # -- what others see ---------------------------------------------------------------------------
-
-    @override
-    def complete(self, context: StepContext) -> None:
-        self._arrive(list(self._sent))
-
-    @override
-    def finish(self, context: StepContext) -> Outcome | None:
-        self.complete(context)
-        return super().finish(context)
-
     @override
     def status(self, step: int) -> dict[str, float | str]:
-        return {**super().status(step), **({"tau": self._tau_schedule.tau} if self._tau_schedule.auto else {})}
+        return {**super().status(step), **({"tau": self.rhythm.tau} if self.rhythm.auto else {})}
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        pending = []
-        for p in list(self._sent):
-            average = self._result(p)._asdict()
-            pending.append({"fragment": p, "step": self._sent[p].step, "average": average})
-        rhythm = self._tau_schedule.state_dict()
-        return {**super().state_dict(), "since": self._since, "pending": pending, "rhythm": rhythm}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._since = state["since"]
-        self._tau_schedule.load_state_dict(state["rhythm"])
-        self._sent = {
-            each["fragment"]: PendingFragment(each["step"], Average(**each["average"])) for each in state["pending"]
-        }
-
-    # -- replicas that are lost --------------------------------------------------------------------
-
-    @override
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
-        self._before, dropped = self._moves, list(self._sent)
-        self._sent = {}
-        return {**super().state_after_loss(kept), "moves": self._moves, "dropped": dropped}
-
-    @override
-    def continue_after_loss(self, state: dict[str, Any], context: StepContext) -> None:
-        super().continue_after_loss(state, context)
-        self._catch_up(state["moves"])
-        everyone = self.links.gather((sum(self._moves), context.step, state["dropped"]))
-        ahead = everyone.index(max(everyone, key=lambda one: one[:2]))
-        if len({moves for moves, *_ in everyone}) > 1 or self._tau_schedule.auto:
-            state = value_of_rank(state, ahead)
-            self.load_state_dict(state)
-            self._catch_up(state["moves"])
-        self._since = max(self._since, 1)  # replicas may be steps apart
-        if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
-            self._quiet = max(step for _, step, _ in everyone)
-        dropped = sorted({p for *_, theirs in everyone for p in theirs})
-        if dropped and self.links.index == 0 and self.links.is_leader:
-            log.warning(
-                f"Replicas were lost while exchanges of fragments {dropped} were under way. These are dropped; their "
-                "next exchanges take in what replicas have done since."
-            )
-
-    def _catch_up(self, moves: Sequence[int]) -> None:
-        """Let this replica's values follow what has moved without them; the centers are loaded."""
-        for part, now, before in zip(self._parts, moves, self._before, strict=True):
-            if now > before:
+    def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:
+        for part, vectors in zip(self._parts, self.replica.fragments, strict=True):
+            if not all(
+                map(torch.equal, part.center, former["reference"][vectors])
+            ):  # it has moved without this replica
                 self._follow(part)
-        self._moves = self._before = list(moves)
+        self.at_center = False  # replicas may be steps apart
+        if self.delay:  # others may have begun an exchange already, and dropped it, which this replica has yet to begin
+            self._quiet = step
 
     @override
-    def missed_exchange(self, context: StepContext) -> None:
-        """Nothing: :meth:`continue_after_loss` lets replicas follow what has moved without them."""
+    def on_missed(self, step: int) -> Literal["adopt", "keep"]:
+        return "keep"  # after_loss lets replicas follow what has moved without them

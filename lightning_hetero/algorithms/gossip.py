@@ -29,6 +29,7 @@ from lightning_hetero.comm.gossip_peers import EXCHANGE, PeerConnections
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
 from lightning_hetero.option_checks import at_least_one, is_number, one_of
+from lightning_hetero.replicas.state import Own
 
 T = TypeVar("T", PairTransport, PushTransport)
 log = logging.getLogger("lightning_hetero")
@@ -56,7 +57,7 @@ class GossipAverager(Averager, Generic[T]):
         missed: those that were not, by peer: late, frozen, dead, unreachable.
     """
 
-    traits = Traits(lockstep=False, supports_unfreezing=True, fresh_start="the values with which all have begun")
+    traits = Traits(lockstep=False, fresh_start="the values with which all have begun")
     kind: ClassVar[Any]
 
     wire: Wire = field(default="fp32", kw_only=True)
@@ -244,6 +245,7 @@ class PairAverager(GossipAverager[PairTransport]):
     @override
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
+        self._offered = False
         self._theirs = [torch.empty_like(own) for own in self._outgoing]  # where other ranks than the leader get it
         return outcome
 
@@ -398,11 +400,16 @@ class FirstComeAverager(PairAverager):
 
     Args:
         every_n_steps: at least so many optimizer steps lie between two offers.
+
+    Attributes:
+        arrived: difference from a peer that an exchange has brought, and that is yet to be added; empty: none.
+        arrived_part: the part of it to add.
     """
 
+    arrived = Own[list[Tensor]](lambda averager: [])
+    arrived_part = Own[float](0.0)
+
     every_n_steps: int = 1
-    # What an exchange has brought that is yet to be added, and the part of the way to go.
-    _late: tuple[list[Tensor], float] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -410,11 +417,8 @@ class FirstComeAverager(PairAverager):
 
     @override
     def after_step(self, context: StepContext) -> None:
-        if self._late is not None:
-            self.replica.add(*self._late)
-            self._late = None
-        if self._offered:
-            self._offered = not self.take(0.0, withdraw=False)
+        self._collect(0.0)
+        self._add_arrived()
         if not self._offered and context.step % self.every_n_steps == 0:
             others = [peer for peer in range(self.links.count) if peer != self.links.index]
             self.offer(context, others, ANY)
@@ -422,6 +426,16 @@ class FirstComeAverager(PairAverager):
             for peer, count in self._transport.misses.items():
                 while self.missed[peer] < count:
                     self.miss(peer)
+
+    def _collect(self, wait: float, withdraw: bool = False) -> None:
+        """Keep what the offer has brought, if anything, until it is added (collective over the replica)."""
+        if self._offered and not self.arrived and (brought := self.offer_result(wait, withdraw)) is not None:
+            (self.arrived, self.arrived_part), self._offered = brought, False
+
+    def _add_arrived(self) -> None:
+        if self.arrived:
+            self.replica.add(self.arrived, self.arrived_part)
+            self.arrived = []
 
     @contextmanager
     def _pause_exchanges(self) -> Iterator[None]:
@@ -435,55 +449,30 @@ class FirstComeAverager(PairAverager):
             if self._transport is not None:
                 self._transport.resume()
 
-    def _collect_result(self) -> tuple[list[Tensor], float] | None:
-        """Result of an exchange that has not been added yet (collective over the replica)."""
-        if self._late is not None or not self._offered:
-            return self._late
-        swap = self.poll_offer(0.0, withdraw=False)
-        return None if swap is None else self.difference(swap)
-
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
         with self._pause_exchanges():
             self._packed = self.replica.pack(self._packed)
-            if (late := self._collect_result()) is not None:
-                for value, difference in zip(self._packed, late[0], strict=True):
-                    value.add_(difference.to(value.device, value.dtype), alpha=late[1])
+            self._collect(0.0)
+            for value, difference in zip(self._packed, self.arrived, strict=False):
+                value.add_(difference.to(value.device, value.dtype), alpha=self.arrived_part)
             return self.links.average(self._packed, context.samples_per_replica, self.reference).mean
 
     @override
-    def finish(self, context: StepContext) -> Outcome | None:
-        if self._offered:
-            self.take(0.0)
-            self._offered = False
-        self.links.gather(None)  # nobody has anything on offer any more
-        return super().finish(context)
-
-    @override
     def complete(self, context: StepContext) -> None:
-        if self._late is not None:
-            self.replica.add(*self._late)
-            self._late = None
-        if self._offered:
-            self.take(0.0)
-            self._offered = False
+        self._collect(0.0, withdraw=True)
+        self._offered = False
+        self._add_arrived()
         self.links.gather(None)  # nobody has anything on offer any more
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def before_save(self) -> None:
         with self._pause_exchanges():
-            late = self._collect_result()
-            state = {**super().state_dict(), "late": None if late is None else [v.clone() for v in late[0]]}
-            return {**state, "part": 0.0 if late is None else late[1]}
+            self._collect(0.0)
 
     @override
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
+    def absorb_arrived(self, kept: Sequence[int]) -> None:
         if self.peers is not None:
             for peer in set(range(self.links.count)).difference(kept):
                 self.peers.lose(peer)
-        return super().state_after_loss(kept)
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._late = None if state["late"] is None else (state["late"], state["part"])
+        self.before_save()  # exchanges that one of a pair has counted the other has, too

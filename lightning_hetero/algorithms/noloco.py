@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lightning_hetero.algorithms.gossip import PairAverager
 from lightning_hetero.algorithms.topologies import random_matching, sends
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.option_checks import at_least_one, is_number
-from lightning_hetero.replicas.vectors import LayoutChange
+from lightning_hetero.replicas.state import Own, model_values, zeros
 
 
 class _Rates(NamedTuple):
@@ -61,7 +61,8 @@ class NoLoCoAverager(PairAverager):
     """
 
     traits = replace(PairAverager.traits, needs_others=False, fresh_start="its slow weights")
-    state = ("slow", "velocity")
+    slow = Own[list[Tensor]](model_values)
+    velocity = Own[list[Tensor]](zeros)
 
     tau: int = 50
     outer_lr: float = 0.7
@@ -87,8 +88,6 @@ class NoLoCoAverager(PairAverager):
     @override
     def prepare(self) -> Outcome | None:
         outcome = super().prepare()
-        self.slow = [origin.clone() for origin in self.reference]
-        self.velocity = [torch.zeros_like(origin) for origin in self.reference]
         self._gradient = [torch.zeros_like(origin) for origin in self.reference]
         return outcome
 
@@ -148,8 +147,3 @@ class NoLoCoAverager(PairAverager):
         for rates, ones, others in zip(kinds, self.replica.views(one), self.replica.views(other), strict=True):
             for part, its in zip(ones, others, strict=True):
                 yield rates, part, its
-
-    @override
-    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        carried = {"slow": layout_change.carry(state["slow"]), "velocity": layout_change.carry(state["velocity"], 0.0)}
-        return {**super().remap_state(state, layout_change), **carried}

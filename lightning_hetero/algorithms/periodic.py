@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import LowBitAverager, OptimizerMoments, Outcome, StepContext, Traits
+from lightning_hetero.algorithms.base import LowBitAverager, OptimizerMoments, Outcome, StepContext
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.option_checks import at_least_one
@@ -29,8 +29,6 @@ class PeriodicAverager(LowBitAverager):
         ConfigurationError: ``every_n_steps`` below 1, or an unknown wire.
     """
 
-    traits = Traits(supports_unfreezing=True)
-
     every_n_steps: int | None = None
     average_optimizer_state: bool = False
     wire: str = "fp32"
@@ -44,7 +42,6 @@ class PeriodicAverager(LowBitAverager):
     @override
     def prepare(self) -> Outcome | None:
         self._moments = None  # what optimizers hold changes when parameters become trainable
-        self.feedback = self.residuals(self.reference)
         return None
 
     @override

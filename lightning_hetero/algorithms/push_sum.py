@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.algorithms.base import Averager, Outcome, StepContext
+from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.gossip import PushAverager
 from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of, sends
 from lightning_hetero.comm.gossip import ReceivedPush
 from lightning_hetero.option_checks import at_least_one
-from lightning_hetero.replicas.vectors import LayoutChange
+from lightning_hetero.replicas.state import Own, VectorStart
 
 _LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
 _MOST = 4.0  # times max(s, 1) that a step counts, for one with a low weight that hears from others
@@ -47,25 +46,25 @@ class PushSumAverager(PushAverager):
 
     Attributes:
         rule: the topology as a function.
+        weight: ``w``; 0 before the first round, and where no samples were taken and nothing has come yet.
+        x: ``x``, as vectors.
+        alone: whether nothing came in the latest round in which something should have.
+        mail: pushes that had come and were not taken in yet when the state was last saved.
     """
+
+    weight = Own[float](0.0)
+    x = Own[list[Tensor]](VectorStart(lambda averager: averager.weight))
+    alone = Own[bool](False)
+    mail = Own[list[tuple]](lambda averager: [])
 
     every_n_steps: int = 1
     topology: str = "one_peer_exponential"
     rule: Rule = field(init=False, repr=False)
-    # Whether nothing came in the latest round in which something should have.
-    _alone: bool = field(default=False, init=False, repr=False)
-    # w; 0 before the first round, and where no samples were taken and nothing has come yet.
-    _weight: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least_one("every_n_steps", self.every_n_steps)
         self.rule = rule_of(self.topology, DIRECTED, "push-sum")
-
-    @override
-    def prepare(self) -> Outcome | None:
-        self._x = [torch.zeros_like(origin) for origin in self.reference]
-        return super().prepare()
 
     @override
     def after_step(self, context: StepContext) -> None:
@@ -76,31 +75,31 @@ class PushSumAverager(PushAverager):
             self._give(to[self.links.index], round_number)
             sources = [peer for peer, targets in to.items() if self.links.index in targets]
             with self.receiving(round_number, sources) as pushes:
-                self._alone = bool(sources) and not pushes
+                self.alone = bool(sources) and not pushes
                 for push in pushes:
                     self._add(push.vectors, push.weight, 1)
             self.replica.unpack(self._unbiased())
 
     def _unbiased(self) -> list[Tensor]:
         """``z``."""
-        return [x / self._weight for x in self._x] if self._weight else self._packed
+        return [x / self.weight for x in self.x] if self.weight else self._packed
 
     def _learn(self, values: Sequence[Tensor], samples_per_replica: Sequence[int]) -> None:
         """``x += s (z_after - z_before)``, where ``values`` are ``z_after``."""
-        z = [value.to("cpu", x.dtype) for value, x in zip(values, self._x, strict=True)]
+        z = [value.to("cpu", x.dtype) for value, x in zip(values, self.x, strict=True)]
         s = samples_per_replica[self.links.index] * len(samples_per_replica) / sum(samples_per_replica)
-        if not self._weight:
-            self._weight = s
-            for x, value in zip(self._x, z, strict=True):
+        if not self.weight:
+            self.weight = s
+            for x, value in zip(self.x, z, strict=True):
                 torch.mul(value, s, out=x)
         else:
-            s = min(s, (1.0 if self._alone else _MOST) * max(s, 1.0) * self._weight)
-            for x, value in zip(self._x, z, strict=True):
-                x.add_(value - x / self._weight, alpha=s)
+            s = min(s, (1.0 if self.alone else _MOST) * max(s, 1.0) * self.weight)
+            for x, value in zip(self.x, z, strict=True):
+                x.add_(value - x / self.weight, alpha=s)
 
     def _give(self, to: Sequence[int], round_number: int) -> None:
-        part = 0.0 if self._alone or self._weight < _LEAST else self._weight / (len(to) + 1)
-        for own, x, origin in zip(self._outgoing, self._x, self.reference, strict=True):
+        part = 0.0 if self.alone or self.weight < _LEAST else self.weight / (len(to) + 1)
+        for own, x, origin in zip(self._outgoing, self.x, self.reference, strict=True):
             own.copy_(x / (len(to) + 1) if self.wire == "fp32" else x / (len(to) + 1) - part * origin)
         self.check_wire(self._outgoing)
         gone = [peer for peer in to if self.send(peer, round_number, part)]
@@ -110,23 +109,23 @@ class PushSumAverager(PushAverager):
     def _add(self, vectors: Sequence[Tensor], weight: float, sign: int) -> None:
         if not weight:
             return
-        for x, vector, origin in zip(self._x, vectors, self.reference, strict=True):
+        for x, vector, origin in zip(self.x, vectors, self.reference, strict=True):
             x.add_(vector.to(x.dtype), alpha=sign)
             if self.wire != "fp32":
                 x.add_(origin, alpha=sign * weight)
-        self._weight += sign * weight
+        self.weight += sign * weight
 
     @override
     def consensus(self, context: StepContext) -> list[Tensor]:
         self.links.gather(None)  # nothing is on its way any more
-        kept = [x.clone() for x in self._x], self._weight
+        kept = [x.clone() for x in self.x], self.weight
         self._packed = self.replica.pack(self._packed)  # as it is: who is not finite is left out below, or an error
         self._learn(self._packed, context.samples_per_replica)
         for push in [] if self._transport is None else self._transport.waiting():
             self._add(push.vectors, push.weight, 1)
-        weights = [weight for weight, is_leader in self.links.gather((self._weight, self.links.is_leader)) if is_leader]
+        weights = [weight for weight, is_leader in self.links.gather((self.weight, self.links.is_leader)) if is_leader]
         mean = self.links.average(self._unbiased(), weights, self.reference).mean
-        self._x, self._weight = kept
+        self.x, self.weight = kept
         return mean
 
     @override
@@ -145,37 +144,22 @@ class PushSumAverager(PushAverager):
         self.replica.unpack(self._unbiased())
 
     @override
-    def remap_state(self, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
-        return {
-            **super().remap_state(state, layout_change),
-            "x": layout_change.carry(state["x"], self._weight),
-            "arrived": [],
-        }
+    def absorb_arrived(self, kept: Sequence[int]) -> None:
+        # The weight that was lost with a replica is lost, but not what has come.
+        for push in [] if self._transport is None else self._transport.waiting():
+            self._add(push.vectors, push.weight, 1)
+        self.mail, self.alone = [], False
 
     @override
-    def state_after_loss(self, kept: Sequence[int]) -> dict[str, Any]:
-        arrived = [] if self._transport is None else self._transport.waiting()
-        for push in arrived:  # weight that was lost with a replica is lost, but not what has come
-            self._add(push.vectors, push.weight, 1)
-        return {**Averager.state_dict(self), "x": self._x, "weight": self._weight, "alone": False, "arrived": []}
+    def before_save(self) -> None:
+        self.links.gather(None)  # nothing is on its way any more
+        self.mail = [] if self._transport is None else [tuple(push) for push in self._transport.waiting()]
+
+    @override
+    def after_restore(self) -> None:
+        if self._transport is not None:
+            self._transport.put([ReceivedPush(*push) for push in self.mail])
 
     @override
     def status(self, step: int) -> dict[str, float | str]:
-        return {**super().status(step), "weight": self._weight}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        self.links.gather(None)
-        arrived = [] if self._transport is None else self._transport.waiting()
-        pushes = [tuple(push) for push in arrived]
-        own = {"x": self._x, "weight": self._weight, "alone": self._alone, "arrived": pushes}
-        return {**super().state_dict(), **own}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for x, saved in zip(self._x, state["x"], strict=True):
-            x.copy_(saved)
-        self._weight, self._alone = state["weight"], state["alone"]
-        if self._transport is not None:
-            self._transport.put([ReceivedPush(*push) for push in state["arrived"]])
+        return {**super().status(step), "weight": self.weight}

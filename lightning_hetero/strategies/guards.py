@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, Timer
+from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -136,23 +136,6 @@ def unsupported(callbacks: list[Callback]) -> HeteroError | None:
             return UnsupportedError(
                 f"{name} acts at certain times and asks rank 0 after every batch, which would make all replicas wait "
                 "for each other. Give numbers of steps or epochs instead of times, or use hetero_ddp."
-            )
-    return None
-
-
-def unfreezing(trainer: "pl.Trainer", module: torch.nn.Module) -> HeteroError | None:
-    """Why a callback cannot unfreeze what it has frozen, if there is one."""
-    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    for callback in trainer.callbacks if frozen else []:  # type: ignore[attr-defined]
-        never = isinstance(callback, BackboneFinetuning) and (
-            0 <= (trainer.max_epochs or -1) <= callback.unfreeze_backbone_at_epoch
-        )
-        if isinstance(callback, BaseFinetuning) and not never:
-            name = type(callback).__name__
-            return UnsupportedError(
-                f"{name} has frozen {frozen[0]}{' and others' if len(frozen) > 1 else ''}, to unfreeze them during the "
-                "fit. The strategy's averager does not say that it can go on with other parameters. Let it say so "
-                f"(traits = Traits(supports_unfreezing=True)), or use hetero_ddp, which {name} works with."
             )
     return None
 

@@ -47,7 +47,6 @@ from lightning_hetero.strategies.guards import (
     averages_again,
     complex_parameters,
     two_points,
-    unfreezing,
     unsupported,
 )
 from lightning_hetero.strategies.metrics import LoggedMetrics
@@ -193,8 +192,6 @@ class ReplicaStrategy(HeteroStrategy):
             self.begin_apart()
             if self.engine.averages:
                 raise_on_all(two_points(self.optimizers), "the optimizers")
-            if self.engine.averages and self.averager is not None and not self.averager.traits.supports_unfreezing:
-                raise_on_all(unfreezing(trainer, self.lightning_module), "the Trainer's callbacks")
             self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.lightning_module)
 
     def begin_apart(self) -> None:
@@ -283,7 +280,7 @@ class ReplicaStrategy(HeteroStrategy):
             return
         precision = self.precision_plugin.state_dict()
         if saving.others_join(self.checkpoint_io):
-            checkpoint[COMMON] = self.survival.retry(lambda: self.engine.common_state())
+            checkpoint[COMMON] = self.survival.retry(lambda: self.engine.shared_state())
             view = self.engine.view
             add_replicas(checkpoint, self._identity(), view, "", self.engine.losses)
             self.weight_averages.save(checkpoint)
@@ -351,11 +348,10 @@ class ReplicaStrategy(HeteroStrategy):
             tell(f"{start} with its optimizers' state.")
         else:
             tell(f"{start} each with its own optimizers' state, a new one with that of the nearest number.")
-            assert self.averager is not None
             for optimizer, saved in zip(self.optimizers, near["optimizers"], strict=True):
                 optimizer_states.restore(optimizer, saved)
             self._restore_precision(near["precision"])
-            self.averager.load_common(near["algorithm"])
+            self.engine.load_shared_state(near["algorithm"])
         progress = trainer.fit_loop.epoch_loop.batch_progress.total
         by_hand = not trainer.lightning_module.automatic_optimization
         self.engine.resume(progress.processed if by_hand else trainer.global_step)  # type: ignore[attr-defined]
@@ -373,7 +369,7 @@ class ReplicaStrategy(HeteroStrategy):
             return None
         if type(averager).consensus not in (Averager.consensus, CenteredAverager.consensus):
             return None
-        if not _is_ours(type(averager).state_dict) or not _is_ours(type(self).save_checkpoint):
+        if not _is_ours(type(averager).before_save) or not _is_ours(type(self).save_checkpoint):
             return None
         hooks = [type(one).on_save_checkpoint for one in (module, *callbacks)]
         if not all(_is_ours(hook) or hook.__module__.startswith("lightning.") for hook in hooks):

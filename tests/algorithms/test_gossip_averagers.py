@@ -10,6 +10,7 @@ from lightning_hetero.algorithms.base import FitInfo, StepContext
 from lightning_hetero.algorithms.gossip import DirectedAverager, FirstComeAverager, GossipAverager, MatchedAverager
 from lightning_hetero.algorithms.push_sum import PushSumAverager
 from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.replicas.state import start
 from lightning_hetero.replicas.vectors import Replica
 
 
@@ -17,7 +18,6 @@ def push_sum(module: nn.Module) -> PushSumAverager:
     """The first of two replicas, of which nobody else is there."""
     found = PushSumAverager()
     alone(found, module)
-    found._x = [torch.zeros_like(value) for value in found._packed]
     return found
 
 
@@ -25,6 +25,7 @@ def alone(found: GossipAverager, module: nn.Module, skip: bool = False) -> None:
     found.links, found.run = SimpleNamespace(index=0, count=2), FitInfo(skip=skip)
     found.replica = Replica(module)
     found._packed = found.replica.pack()
+    start(found)
     found.reference = [torch.zeros_like(value) for value in found._packed]
 
 
@@ -38,11 +39,11 @@ def test_shares_may_change_meanwhile() -> None:
     module = nn.Linear(2, 1, bias=False).double()
     one = push_sum(module)
     one._learn(one.pack(), [6, 6])
-    before = one._x[0].clone()
+    before = one.x[0].clone()
     step(module, 2.0)
     one._learn(one.pack(), [9, 3])
-    assert torch.allclose(one._x[0], before + 1.5 * 2.0)
-    assert one._weight == 1.0  # weights go their own ways: their sum stays what it was
+    assert torch.allclose(one.x[0], before + 1.5 * 2.0)
+    assert one.weight == 1.0  # weights go their own ways: their sum stays what it was
 
 
 def test_no_samples() -> None:
@@ -54,8 +55,8 @@ def test_no_samples() -> None:
     assert torch.equal(one._unbiased()[0], torch.full((2,), 6.0).double())
     one.replica.unpack(one._unbiased())
     one._learn(one.pack(), [0, 12])
-    assert one._weight == 0.5  # what has come is kept
-    assert torch.equal(one._x[0], torch.full((2,), 3.0).double())
+    assert one.weight == 0.5  # what has come is kept
+    assert torch.equal(one.x[0], torch.full((2,), 3.0).double())
 
 
 def test_one_that_could_not_be_set_up_can_be_closed() -> None:
@@ -75,7 +76,6 @@ def test_what_is_too_large_for_fp16_does_not_travel(form: str, skip: bool) -> No
     alone(one, module, skip)
     laid_out: list[Tensor] = [torch.empty(2, dtype=torch.float16)]
     one._outgoing = laid_out
-    one._x = [torch.zeros(2)]
     step(module, 1e6)
     with pytest.raises(NotFiniteError):
         one.after_step(StepContext(1, False, [6, 6]))

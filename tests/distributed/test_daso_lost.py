@@ -31,7 +31,7 @@ class Apart(pl.Callback):
         self.pauses = [0.0, 1.2, 0.8][replica]
 
         def noted(context: Any) -> None:
-            self.begun.append((context.step, averager._member))
+            self.begun.append((context.step, averager.turn % averager.links.members))
             begin(context)
 
         averager._begin = noted

@@ -291,7 +291,7 @@ def test_a_loss_that_is_not_finite_is_left_out_if_asked_for(name: str) -> None:
 
 MOMENTS = {"before": 0, "within": 1, "after": 2, "fails": 2}  # an exchange, or in a step; and who is lost
 DIED, FAILED = "has ended without a word", "failed with StruckError: struck"
-KEPT = [name for name in among("diloco/fragments", "diloco/int4") if name != "hetero_auto"]
+KEPT = [name for name in among("diloco/fragments", "diloco/int4", "slowmo") if name != "hetero_auto"]
 
 
 class StruckError(Exception):
@@ -461,7 +461,7 @@ def test_all_save_and_stop_after_the_same_step_when_one_is_told_to(tmp_path: Pat
 # -- unfrozen, frozen ----------------------------------------------------------------------------------------
 
 
-CHANGE = among("node/optimizer", "easgd_async/thread", "diloco/delay", "gossip/push", "gossip_push_sum/bf16")
+CHANGE = among("node/optimizer", "easgd_async/thread", "diloco/delay", "gossip/push", "gossip_push_sum/bf16", "slowmo")
 
 
 class Thaws(BaseFinetuning):

@@ -39,7 +39,7 @@ class Begun(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         self.momenta = _momenta(trainer.optimizers[0])
         averager = getattr(trainer.strategy, "averager", None)
-        outer = averager._outer[0].optimizer if isinstance(averager, OuterAverager) else None
+        outer = averager.outer_steps[0].optimizer if isinstance(averager, OuterAverager) else None
         self.outer = [] if outer is None else _momenta(outer)
         self.best = averager.schedule.best if hasattr(averager, "schedule") else None
 
@@ -109,7 +109,7 @@ def test_every_replica_has_its_own_or_the_nearest_algorithms_state(tmp_path: Pat
             assert len(found) == 4
             assert all(torch.equal(a, b) for a, b in zip(found, momenta[near], strict=True))
             if kind[0] is DiLoCoStrategy:
-                states = saved[near]["algorithm"]["outer"]["state"].values()
+                states = saved[near]["algorithm"]["outer_steps"][0]["state"].values()
                 assert all(torch.equal(a, b["momentum_buffer"]) for a, b in zip(outer, states, strict=True))
                 assert outer[0].any()
             if kind[0] is DASOStrategy:

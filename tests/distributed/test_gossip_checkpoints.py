@@ -95,13 +95,13 @@ def test_sums_are_kept_through_a_checkpoint(tmp_path: Path, kind: Any, options: 
         if kind is GossipPushSumStrategy:
             total += state["x"][0] / 3
             weight += state["weight"]
-            for *_, part, vectors in state["arrived"]:
+            for *_, part, vectors in state["mail"]:
                 if part == 0:  # it says only which round its sender has reached
                     continue
                 total += (vectors[0].double() + (part * torch.tensor(START) if "wire" in options else 0.0)) / 3
                 weight += part
         else:
-            late = 0.0 if state["late"] is None else state["part"] * state["late"][0]
+            late = state["arrived_part"] * state["arrived"][0] if state["arrived"] else 0.0
             total += samples / 12 * (replica["values"][0] + late)
             weight += samples / 4
     assert weight == pytest.approx(3, abs=1e-12)

@@ -1,0 +1,420 @@
+"""Declared state: an algorithm says what it keeps, and in which role; its whole lifecycle follows from that.
+
+==============  =======================================  ==========  ========================  =====================
+role            what it is                               checkpoint  a replica is lost         others join
+==============  =======================================  ==========  ========================  =====================
+`Shared`        equal on all replicas                    saved       from whom is furthest     from the job
+`Own`           this replica's                           saved       kept                      starts anew
+`PerReplica`    a list or tensor, an entry per replica   saved       entries of the survivors  starts anew
+`InFlight`      exchanges under way                      waited for  dropped                   dropped
+`Scratch`       can be made again at any time            saved       starts anew               starts anew
+==============  =======================================  ==========  ========================  =====================
+
+When parameters become trainable, or frozen, exchanges under way are completed, vectors are brought into the new layout,
+in which added values start by the field's rule, and `Scratch` starts anew.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from inspect import get_annotations
+from typing import Any, ClassVar, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import Self, override
+
+from lightning_hetero.comm.all_reduce import Average, Exchange
+from lightning_hetero.comm.object_collectives import on_device_of
+from lightning_hetero.errors import CheckpointError, ConfigurationError
+from lightning_hetero.replicas.vectors import LayoutChange
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class VectorStart:
+    """Start rule of vectors like those that replicas exchange: a multiple of the model's values.
+
+    The same rule holds when a fit starts, and for parameters that become trainable later.
+
+    Attributes:
+        factor: the multiple, or a function that gives it, from the algorithm.
+        excluded: whether there are vectors of excluded values, too.
+    """
+
+    factor: float | Callable[[Any], float]
+    excluded: bool = False
+
+    def factor_of(self, algorithm: Any) -> float:
+        """The multiple."""
+        return self.factor(algorithm) if callable(self.factor) else self.factor
+
+    def __call__(self, algorithm: Any) -> list[Tensor]:
+        """Vectors on the CPU, in fp32 or wider."""
+        factor, vectors = self.factor_of(algorithm), algorithm.initial_values()
+        vectors = vectors if self.excluded else vectors[: algorithm.replica.included]
+        return (
+            vectors if factor == 1 else [vector * factor if factor else torch.zeros_like(vector) for vector in vectors]
+        )
+
+
+#: Vectors that start as the model's values.
+model_values = VectorStart(1.0)
+#: Vectors that start as zeros.
+zeros = VectorStart(0.0)
+
+
+class StateField(Generic[T]):
+    """An attribute of an algorithm on which its next steps depend. Use one of its subclasses, the roles.
+
+    Args:
+        start: the value at the beginning of a fit: :data:`model_values`, :data:`zeros`, a function of the algorithm, or
+            a number, text or truth value. An object with ``state_dict`` and ``load_state_dict``, or a list of them, is
+            saved and restored by these methods.
+    """
+
+    name: str
+
+    def __init__(self, start: Any = None) -> None:
+        self.start = start
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, algorithm: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, algorithm: object, owner: type) -> T: ...
+
+    def __get__(self, algorithm: object | None, owner: type) -> Any:
+        if algorithm is None:
+            return self
+        try:
+            return algorithm.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(
+                f"{type(algorithm).__name__}.{self.name} is state, which is there from the beginning of a fit on."
+            ) from None
+
+    def __set__(self, algorithm: object, value: T) -> None:
+        algorithm.__dict__[self.name] = value
+
+
+class Shared(StateField[T]):
+    """State that is equal on all replicas, such as a center, its momentum, or a rate.
+
+    Example::
+
+        from lightning_hetero import Averager, Shared, zeros
+
+
+        class SlowMomentum(Averager):
+            momentum = Shared(zeros)
+    """
+
+
+class Own(StateField[T]):
+    """State of this replica alone, such as its slow weights.
+
+    Example::
+
+        from lightning_hetero import Averager, Own, model_values
+
+
+        class SlowWeights(Averager):
+            slow = Own(model_values)
+    """
+
+
+class PerReplica(StateField[T]):
+    """A list or tensor with one entry per replica, equal on all replicas.
+
+    Example::
+
+        from lightning_hetero import Averager, PerReplica
+
+
+        class Speeds(Averager):
+            speeds = PerReplica(lambda averager: [0.0] * averager.links.count)
+    """
+
+
+class Scratch(StateField[T]):
+    """State that can start anew at any time, at the price of some quality, such as the residuals of error feedback.
+
+    Args:
+        start: see :class:`StateField`.
+        about: what it is, for the warning when it starts anew.
+
+    Example::
+
+        from lightning_hetero import Averager, Scratch
+
+
+        class Smoothed(Averager):
+            smoothed_loss = Scratch(float("inf"), "the smoothed loss")
+    """
+
+    def __init__(self, start: Any, about: str) -> None:
+        super().__init__(start)
+        self.about = about
+
+
+@dataclass(eq=False)
+class PendingExchange:
+    """Exchange that has begun, and has not been applied yet.
+
+    Attributes:
+        step: optimizer step after which it began.
+        wait: optimizer steps after which it is to be applied.
+        average: what the exchange brings, or has brought.
+        fragment: number of the fragment that it carries.
+        on_arrival: is called with the seconds that the exchange took, once.
+    """
+
+    step: int
+    wait: int
+    average: Exchange | Average
+    fragment: int = 0
+    on_arrival: Callable[[float], None] | None = None
+
+    @property
+    def due(self) -> int:
+        """The optimizer step after which it is to be applied."""
+        return self.step + self.wait
+
+    def result(self) -> Average:
+        """Wait for the result."""
+        if isinstance(self.average, Exchange):
+            exchange, self.average = self.average, self.average.result()
+            if self.on_arrival is not None:
+                self.on_arrival(exchange.seconds)
+        return self.average
+
+    def state_dict(self) -> dict[str, Any]:
+        """The exchange with its result, for which this waits."""
+        average = self.result()._asdict()
+        return {"step": self.step, "wait": self.wait, "fragment": self.fragment, "average": average}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "PendingExchange":
+        """An exchange of :meth:`state_dict`."""
+        return cls(**{**state, "average": Average(**state["average"])})
+
+
+class InFlight(StateField[list[PendingExchange]]):
+    """Exchanges under way, those that began first come first.
+
+    Example::
+
+        from lightning_hetero import Averager, InFlight
+
+
+        class Background(Averager):
+            pending = InFlight()
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda algorithm: [])
+
+
+# -- the lifecycle ---------------------------------------------------------------------------------
+
+
+class Stateful:
+    """Base of classes with declared state.
+
+    Attributes:
+        of_base: names of attributes that no subclass may declare.
+    """
+
+    of_base: ClassVar[frozenset[str]] = frozenset()
+
+    @override
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        options = {name for base in cls.__mro__ for name in get_annotations(base)}
+        for name, declared in vars(cls).items():
+            if isinstance(declared, StateField) and (name in options or name in cls.of_base):
+                raise ConfigurationError(
+                    f"{cls.__name__}.{name} is declared as state, but is also an option or an attribute of averagers. "
+                    f"Give it another name, and no annotation: `my_{name} = {type(declared).__name__}(...)`."
+                )
+
+
+def fields_of(kind: type, *roles: type[StateField]) -> list[StateField]:
+    """The declared state of a class, of some roles; by default of all."""
+    found: dict[str, StateField] = {}
+    for base in reversed(kind.__mro__):
+        found |= {name: value for name, value in vars(base).items() if isinstance(value, StateField)}
+    return [field for field in found.values() if isinstance(field, roles or StateField)]
+
+
+def start(algorithm: Any, *roles: type[StateField]) -> None:
+    """Give the state of some roles, by default all, its first values."""
+    for field in fields_of(type(algorithm), *roles):
+        value = field.start
+        setattr(algorithm, field.name, value(algorithm) if callable(value) else value)
+
+
+def in_flight(algorithm: Any) -> Iterator[PendingExchange]:
+    """The exchanges of an algorithm that are under way."""
+    for field in fields_of(type(algorithm), InFlight):
+        yield from getattr(algorithm, field.name)
+
+
+def land(algorithm: Any, pending: PendingExchange) -> None:
+    """Take an exchange out of the state: it is about to be applied."""
+    for field in fields_of(type(algorithm), InFlight):
+        setattr(algorithm, field.name, [each for each in getattr(algorithm, field.name) if each is not pending])
+
+
+def drop_in_flight(algorithm: Any) -> list[PendingExchange]:
+    """Forget all exchanges under way, and return them."""
+    dropped = list(in_flight(algorithm))
+    start(algorithm, InFlight)
+    return dropped
+
+
+def read(algorithm: Any) -> dict[str, Any]:
+    """The state of an algorithm by name, as tensors and builtins. The tensors are those in use.
+
+    It waits for exchanges under way, but applies none.
+    """
+    return {field.name: _saved(getattr(algorithm, field.name)) for field in fields_of(type(algorithm))}
+
+
+def write(algorithm: Any, state: dict[str, Any], *roles: type[StateField], but: Collection[str] = ()) -> list[str]:
+    """Give the state of some roles, by default all, the values of :func:`read`.
+
+    Args:
+        algorithm: has been started.
+        state: of this replica, or of another one.
+        roles: whose state to restore.
+        but: names of what to leave as it is.
+
+    Returns:
+        What could not be restored, and starts anew, in words: `Scratch` of other sizes.
+
+    Raises:
+        CheckpointError: the state is of another algorithm, or other options.
+    """
+    renewed = list[str]()
+    for field in fields_of(type(algorithm), *roles):
+        if field.name in but:
+            continue
+        if field.name not in state:
+            raise CheckpointError(
+                f"The state that was saved lacks {field.name!r} of {type(algorithm).__name__}: it holds "
+                f"{', '.join(sorted(state))}. Resume with the version and the strategy that have saved it."
+            )
+        saved = state[field.name]
+        if isinstance(field, InFlight):
+            setattr(algorithm, field.name, [PendingExchange.from_state(each) for each in saved])
+        elif not _restore(algorithm, field, saved) and isinstance(field, Scratch):
+            renewed.append(field.about)
+    return renewed
+
+
+def select(algorithm: Any, state: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """The state of :func:`read` with the entries of some replicas only.
+
+    Args:
+        algorithm: whose state it is.
+        state: to take them from.
+        kept: indices of the replicas.
+    """
+    selected = {field.name: state[field.name] for field in fields_of(type(algorithm), PerReplica)}
+    for name, entries in selected.items():
+        selected[name] = entries[list(kept)] if isinstance(entries, Tensor) else [entries[index] for index in kept]
+    return {**state, **selected}
+
+
+def carry(algorithm: Any, state: dict[str, Any], layout_change: LayoutChange) -> dict[str, Any]:
+    """The state of :func:`read` in another layout.
+
+    Args:
+        algorithm: in the old layout, with nothing under way.
+        state: its state.
+        layout_change: brings vectors into the new layout.
+    """
+    carried = {
+        field.name: layout_change.carry(state[field.name], field.start.factor_of(algorithm))
+        for field in fields_of(type(algorithm))
+        if isinstance(field.start, VectorStart)
+    }
+    return {**state, **carried}
+
+
+def scratch_in_use(algorithm: Any) -> list[str]:
+    """In words, the `Scratch` state that an algorithm has."""
+    found = fields_of(type(algorithm), Scratch)
+    return [field.about for field in found if isinstance(field, Scratch) and getattr(algorithm, field.name) is not None]
+
+
+def check_declared(algorithm: Stateful) -> None:
+    """See that all public attributes that hold tensors are declared as state.
+
+    Args:
+        algorithm: has been started and prepared.
+
+    Raises:
+        ConfigurationError: names one that is not.
+    """
+    declared = {field.name for field in fields_of(type(algorithm))}
+    for name, value in vars(algorithm).items():
+        if name.startswith("_") or name in declared or name in algorithm.of_base:
+            continue
+        if has_tensors(value):
+            kind = type(algorithm).__name__
+            raise ConfigurationError(
+                f"{kind}.{name} holds tensors, but has no role: it would be lost when a run is resumed, a replica is "
+                f"lost, or parameters become trainable. Declare it in the class: `{name} = Shared(zeros)` if it is "
+                f"equal on all replicas, `{name} = Own(model_values)` if it is this replica's; or call it `_{name}` if "
+                "nothing depends on it after a step."
+            )
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether there are tensors in lists, tuples and dictionaries, to any depth."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+def _saved(value: Any) -> Any:
+    if isinstance(value, list) and value and all(hasattr(each, "state_dict") for each in value):
+        return [each.state_dict() for each in value]
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _restore(algorithm: Any, field: StateField, saved: Any) -> bool:
+    """Restore one field; false if it must start anew, which only `Scratch` may."""
+    own = getattr(algorithm, field.name)
+    objects = own if isinstance(own, list) else [own]
+    if objects and all(hasattr(each, "load_state_dict") for each in objects):
+        states = saved if isinstance(own, list) else [saved]
+        if len(states) != len(objects):
+            raise CheckpointError(
+                f"The checkpoint holds {len(states)} states of {field.name!r}; here there are {len(objects)}. Resume "
+                "with the fragments of the run that was saved."
+            )
+        fits = [each.load_state_dict(state) for each, state in zip(objects, states, strict=True)]
+        return not (isinstance(field, Scratch) and False in fits)
+    if isinstance(field, Scratch) and (own is None) != (saved is None):
+        return saved is None
+    if _same_vectors(own, saved):
+        for vector, value in zip(own, saved, strict=True):  # in place: others may hold views of it
+            vector.copy_(value)
+    else:
+        setattr(algorithm, field.name, on_device_of(saved, own))
+    return True
+
+
+def _same_vectors(own: Any, saved: Any) -> bool:
+    if not (isinstance(own, list) and own and isinstance(saved, list) and len(own) == len(saved)):
+        return False
+    return all(
+        isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+        for a, b in zip(own, saved, strict=True)
+    )
