@@ -41,6 +41,15 @@ class VectorStart:
     Attributes:
         factor: the multiple, or a function that gives it, from the algorithm.
         excluded: whether there are vectors of excluded values, too.
+
+    Example::
+
+        from lightning_hetero import Averager, Own, Shared, model_values, zeros
+
+
+        class SlowMomentum(Averager):
+            momentum = Shared(zeros)
+            slow = Own(model_values)
     """
 
     factor: float | Callable[[Any], float]

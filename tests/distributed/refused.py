@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning
 from tasks import GanLike, Net, TokenNet, dataset
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -122,27 +121,12 @@ class InMidEpoch(pl.Callback):
         pl_module.backbone.requires_grad_(trainer.global_step < 5)
 
 
-class FreezesLater(pl.Callback):
-    """Freezes the first layer in the second epoch."""
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        pl_module.backbone.requires_grad_(trainer.current_epoch == 0)
-
-
-class Thaws(BaseFinetuning):
-    """Trains the first layer later."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
-
-
 @dataclass
 class OwnAverager(Averager):
-    """Says nothing of other parameters."""
+    """Has vectors without a role."""
+
+    def prepare(self) -> None:
+        self.velocity = [torch.zeros_like(vector) for vector in self.reference]
 
     def due(self, context: StepContext) -> bool:
         return context.step % 2 == 0

@@ -258,22 +258,7 @@ TWO_NODES = [
         bad.InMidEpoch(),
         "net.0.weight and 1 more became trainable, or frozen, in mid-epoch",
     ),
-    unfrozen(
-        bad.OwnStrategy,
-        {},
-        UnsupportedError,
-        bad.Thaws(),
-        "Thaws has frozen net.0.weight and others",
-        "supports_unfreezing",
-    ),
-    unfrozen(
-        bad.OwnStrategy,
-        {},
-        UnsupportedError,
-        bad.FreezesLater(),
-        "OwnAverager does not say that it can go on",
-        "supports_unfreezing=True",
-    ),
+    replicas(bad.OwnStrategy, {}, ConfigurationError, "OwnAverager.velocity holds tensors", "velocity = Shared(zeros)"),
     gossip(NoLoCoStrategy, "gamma: rank 0: 0.7, rank 1: 0.5", {"gamma": [0.7, 0.5]}),
     gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
 ]

@@ -1,0 +1,224 @@
+"""Declared state: what each role does at each event, and declarations that are refused."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero import Averager, InFlight, Own, PerReplica, Scratch, Shared, StepContext, model_values, zeros
+from lightning_hetero.algorithms.base import FitInfo
+from lightning_hetero.comm.all_reduce import Average
+from lightning_hetero.errors import CheckpointError, ConfigurationError
+from lightning_hetero.replicas.state import PendingExchange, VectorStart, carry, drop_in_flight, read, select, write
+from lightning_hetero.replicas.vectors import LayoutChange, Replica
+
+
+class Rate:
+    """An object with a state of its own."""
+
+    def __init__(self) -> None:
+        self.every = 8
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"every": self.every}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.every = state["every"]
+
+
+@dataclass
+class Everything(Averager):
+    """Has state in each role."""
+
+    tau: int = 4
+
+    momentum = Shared(zeros)
+    rate = Shared(lambda averager: Rate())
+    slow = Own(model_values)
+    doubled = Own(VectorStart(lambda averager: averager.tau / 2))
+    best = Own(float("inf"))
+    speeds = PerReplica(lambda averager: [1.0] * averager.links.count)
+    table = PerReplica(lambda averager: torch.ones(averager.links.count))
+    pending = InFlight()
+    guess = Scratch(0, "the guess")
+
+    def due(self, context: StepContext) -> bool:
+        return False
+
+
+def model() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
+    for i, parameter in enumerate(module.parameters()):
+        nn.init.constant_(parameter, i + 1.0)
+    return module
+
+
+def started(module: nn.Module, averager: Averager | None = None, count: int = 3) -> Any:
+    found = averager or Everything()
+    found.setup(Replica(module), SimpleNamespace(count=count, index=0, is_leader=True), list, FitInfo())  # type: ignore[arg-type]
+    return found
+
+
+def average(value: float) -> Average:
+    return Average([torch.full((4,), value)], [], [], [True], 0.0, 0.0, [0.0])
+
+
+def trained(module: nn.Module) -> Any:
+    """One whose state has moved on from where it started."""
+    found = started(module)
+    for vector in (*found.momentum, *found.slow):
+        vector.add_(5.0)
+    found.rate.every, found.best, found.guess, found.commits = 2, 0.25, 7, 3
+    found.speeds, found.table = [1.0, 2.0, 4.0], torch.tensor([1.0, 2.0, 4.0])
+    found.pending = [PendingExchange(8, 3, average(1.0), fragment=1)]
+    return found
+
+
+def values_of(averager: Any) -> dict[str, Any]:
+    state = read(averager)
+    return {name: [v.tolist() for v in value] if _vectors(value) else _plain(value) for name, value in state.items()}
+
+
+def _vectors(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Tensor) for each in value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [{**each, "average": each["average"]["mean"][0].tolist()} for each in value]
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+FRESH = {
+    "reference": [[1.0, 1.0, 2.0, 2.0]],
+    "commits": 0,
+    "momentum": [[0.0] * 4],
+    "rate": {"every": 8},
+    "slow": [[1.0, 1.0, 2.0, 2.0]],
+    "doubled": [[2.0, 2.0, 4.0, 4.0]],
+    "best": float("inf"),
+    "speeds": [1.0, 1.0, 1.0],
+    "table": [1.0, 1.0, 1.0],
+    "pending": [],
+    "guess": 0,
+}
+TRAINED = {
+    **FRESH,
+    "commits": 3,
+    "momentum": [[5.0] * 4],
+    "rate": {"every": 2},
+    "slow": [[6.0, 6.0, 7.0, 7.0]],
+    "best": 0.25,
+    "speeds": [1.0, 2.0, 4.0],
+    "table": [1.0, 2.0, 4.0],
+    "pending": [{"step": 8, "wait": 3, "fragment": 1, "average": [1.0] * 4}],
+    "guess": 7,
+}
+
+
+def test_it_starts_by_its_rules_and_is_saved_and_resumed_whole() -> None:
+    assert values_of(started(model())) == FRESH
+    saved = trained(model())
+    assert values_of(saved) == TRAINED
+    again = started(model())
+    views = [vector.view(2, 2) for vector in again.momentum]
+    assert write(again, read(saved)) == []
+    assert values_of(again) == TRAINED
+    assert again.pending[0].due == 11
+    assert views[0].tolist() == [[5.0, 5.0], [5.0, 5.0]]  # in place: an optimizer may hold parts of it
+
+
+def test_a_lost_replica() -> None:
+    """Exchanges are dropped, the survivors' entries stay, `Scratch` starts anew; Shared comes from another replica."""
+    mine, ahead = trained(model()), trained(model())
+    ahead.momentum[0].add_(1.0)
+    ahead.rate.every, ahead.slow[0][:], ahead.best = 1, 9.0, 0.0
+    assert [pending.step for pending in drop_in_flight(mine)] == [8]
+    state, theirs = (select(one, read(one), [0, 2]) for one in (mine, ahead))
+    theirs = {name: theirs[name] for name in ("reference", "commits", "momentum", "rate")}
+    survivor = started(model(), count=2)
+    write(survivor, {**state, **theirs}, Shared, Own, PerReplica)
+    assert values_of(survivor) == {
+        **TRAINED,
+        "momentum": [[6.0] * 4],
+        "rate": {"every": 1},
+        "speeds": [1.0, 4.0],
+        "table": [1.0, 4.0],
+        "pending": [],
+        "guess": 0,
+    }
+
+
+def test_others_join() -> None:
+    """Shared state comes from the job, but for what follows from the values with which all begin."""
+    state = read(trained(model()))
+    newcomer = started(model(), count=4)
+    write(newcomer, {"momentum": state["momentum"], "rate": state["rate"]}, Shared, but=("reference", "commits"))
+    expected = {**FRESH, "momentum": [[5.0] * 4], "rate": {"every": 2}}
+    assert values_of(newcomer) == {**expected, "speeds": [1.0] * 4, "table": [1.0] * 4}
+
+
+def test_unfrozen_and_frozen_parameters() -> None:
+    module = model()
+    module[0].requires_grad_(False)
+    before = started(module)
+    for vector in (*before.momentum, *before.slow, *before.doubled):
+        vector.add_(5.0)
+    module[0].requires_grad_(True)
+    change = LayoutChange(before.replica, before.replica.with_current_trainable())
+    state = carry(before, read(before), change)
+    assert [state[name][0].tolist() for name in ("momentum", "slow", "doubled", "reference")] == [
+        [0.0, 0.0, 5.0, 5.0],
+        [1.0, 1.0, 7.0, 7.0],
+        [2.0, 2.0, 9.0, 9.0],
+        [1.0, 1.0, 2.0, 2.0],
+    ]
+    module[1].requires_grad_(False)
+    after = before.replica.with_current_trainable()
+    assert carry(before, read(before), LayoutChange(before.replica, after))["slow"][0].tolist() == [1.0, 1.0]
+
+
+def test_state_before_a_fit_and_of_another_algorithm() -> None:
+    with pytest.raises(AttributeError, match=r"Everything\.momentum is state, which is there from the beginning of a"):
+        _ = Everything().momentum
+    state = read(trained(model()))
+    del state["slow"]
+    with pytest.raises(CheckpointError, match="lacks 'slow' of Everything"):
+        write(started(model()), state)
+
+
+def test_declarations_that_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"OfOption\.tau is declared as state, but is also an option"):
+
+        class OfOption(Everything):
+            tau = Own(0)  # type: ignore[assignment]
+
+    with pytest.raises(ConfigurationError, match=r"OfBase\.links is declared as state.*`my_links = Shared\(\.\.\.\)`"):
+
+        class OfBase(Everything):
+            links = Shared(zeros)  # type: ignore[assignment]
+
+    with pytest.raises(ConfigurationError, match=r"Annotated\.center is declared as state"):
+
+        class Annotated(Everything):
+            center: Any = Shared(zeros)
+
+
+def test_tensors_without_a_role_are_refused_when_a_fit_starts() -> None:
+    @dataclass
+    class Undeclared(Everything):
+        def prepare(self) -> None:
+            self.velocity = {"first": [torch.zeros(4)]}
+
+    with pytest.raises(ConfigurationError, match=r"Undeclared\.velocity holds tensors.*`velocity = Shared\(zeros\)`"):
+        started(model(), Undeclared())
+
+    @dataclass
+    class Memory(Everything):
+        def prepare(self) -> None:
+            self._room, self.often = [torch.zeros(4)], 3
+
+    started(model(), Memory())
