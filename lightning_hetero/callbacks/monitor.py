@@ -116,7 +116,6 @@ class HeteroMonitor(Callback):
         if entry is not None and entry.replica is not None and self._attendance is not None:
             told = self._attendance.until(time.perf_counter(), losses)  # others have just joined
         everyone = gather((wanted, told), "the ranks to set their clocks for HeteroMonitor")
-        assert strategy.job is not None
         self.summary, start = None, time.perf_counter()  # it is of an earlier fit
         self._attendance = MembershipHistory(strategy.job.view, start, [told for _, told in everyone])
         self.losses = [] if entry is None else list(losses)
@@ -181,7 +180,6 @@ class HeteroMonitor(Callback):
         strategy.share.watchers.remove(steps.add)
         if not steps.beginning:
             return None
-        assert strategy.job is not None
         assert self._attendance is not None
         members, losses = strategy.job.view, self._attendance.since(strategy.survival.losses)
         found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
@@ -245,7 +243,6 @@ class HeteroMonitor(Callback):
         samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in share.reports), strict=True)
         planned = share.planner.total > 0  # but not for streams: no plan sizes their batches
         shares = tuple(share.planner.shares(share.step - 1) if planned else map(round, samples))
-        assert strategy.job is not None
         record = Record(share.step, shares, samples, compute, wait, strategy.job.view.ids)
         self.history.append(record)
         thin(self.history)

@@ -172,7 +172,6 @@ class ResumableCheckpoint(Resumable):
             return
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
-        assert strategy.job is not None
         self._fit, self._kept = strategy.broadcast((next(self._fits), self._kept))  # some ranks may be new
         self._open(strategy)
         self._at, self._counted, self._told = trainer.global_step, False, False
@@ -304,7 +303,6 @@ class CheckpointSession:
         owed: BaseException | None = None,
         since: float | None = None,
     ) -> None:
-        assert strategy.job is not None
         self.job = strategy.job
         store, limit = self.job.store(f"checkpoints of fit {fit}"), strategy.options.limit.total_seconds()
         consensus = None

@@ -81,7 +81,6 @@ class HeteroDDPStrategy(HeteroStrategy):
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        assert self.job is not None
         self._gradients.register(self.model, self.job)
 
     @override

@@ -92,7 +92,6 @@ class AutoStrategy(ReplicaStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.job is not None
         decided = self.stays or self.algorithm.exact or self.chosen is not None
         undecided = not decided and self.job.view.world > 1 and not lightning_compat.searches_lr(self.trainer)
         left = max(self.algorithm.measure - self.trainer.global_step, 1)  # of a fit that goes on
@@ -155,7 +154,6 @@ class AutoStrategy(ReplicaStrategy):
         self.chosen = StrategyRegistry[name]["strategy"](**options)
 
     def _nodes(self) -> list[list[int]]:
-        assert self.job is not None
         return [list(ranks) for ranks in self.job.view.topology.nodes]
 
     def _measured(self, pairs: list[tuple[int, int]], size: float) -> LinkModel:
@@ -186,7 +184,6 @@ class AutoStrategy(ReplicaStrategy):
 
     def _divided(self) -> View:
         """The view of the same ranks, with the replicas that the chosen strategy asks for now."""
-        assert self.job is not None
         view = self.job.view
         members = tuple(ReplicaMember(id, ranks) for id, ranks in enumerate(self.replicas(view.topology)))
         return replace(view, number=view.number + 1, replicas=members, ranks_leave=len(members) == 1)
@@ -215,7 +212,6 @@ class AutoStrategy(ReplicaStrategy):
 
         Between two windows, in which all ranks hold equal weights.
         """
-        assert self.job is not None
         share, former = self.share, self.job
         share.apply_reports()  # leave nothing in flight
         start = max(gather(share.loaders.next_step(), "the next batch to draw"))
@@ -274,7 +270,7 @@ class AutoStrategy(ReplicaStrategy):
             self.stays, choice = True, None
         if (trainer := lightning_compat.trainer_of(self.lightning_module)) is not None:
             fits = trainer.state.fn == TrainerFn.FITTING
-        if choice is not None and fits and self.chosen is None and self.job is not None:
+        if choice is not None and fits and self.chosen is None and self.joined:
             self._recall(choice)
             self.build(Job(self._divided(), self.job.timeout, self.job.within))
             self._rank_state.read(checkpoint)  # the loaders are new ones

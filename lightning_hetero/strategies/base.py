@@ -80,7 +80,7 @@ class HeteroStrategy(JobStrategy):
     @property
     def cluster(self) -> Topology | None:
         """Which ranks live on which node, once this process has joined."""
-        return None if self.job is None else self.job.view.topology
+        return self.job.view.topology if self.joined else None
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
@@ -90,7 +90,7 @@ class HeteroStrategy(JobStrategy):
         ``ZeroRedundancyOptimizer``. ``None``: the replica is this rank alone, or there is no job yet. Do not pass that
         on to ``torch.distributed``, for which ``None`` means all ranks.
         """
-        return None if self.job is None else self.job.data_group()
+        return self.job.data_group() if self.joined else None
 
     @override
     def _configure_launcher(self) -> None:
@@ -113,13 +113,13 @@ class HeteroStrategy(JobStrategy):
         began = time.monotonic()
         if self.entry is None:
             check_process_group(failures.watched(), self.survives)
-            if self.job is None and (growth := self.survival.growth) is not None:
+            if not self.joined and (growth := self.survival.growth) is not None:
                 growth.enter_running_job()
             trainer = lightning_compat.trainer_of(self.lightning_module)
             if self.survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 threads.freeze_gc()  # before others wait for this rank
         self.join_world(began)
-        if self.job is None:
+        if not self.joined:
             if (growth := self.survival.growth) is not None:
                 growth.resume()
             self.build(self.join_job())
@@ -151,7 +151,6 @@ class HeteroStrategy(JobStrategy):
             UnsupportedError: a setting of this rank's.
             DisagreementError: another rank's, or one that differs between ranks.
         """
-        assert self.job is not None
         check_trainer(trainer, self._layer_sync, self.root_device, self.job.view)
         if trainer.state.fn == TrainerFn.FITTING and self.options.max_batch_size == "auto":
             raise_on_all(capacity.problem(self.options, trainer), "the search for the largest batches")
@@ -164,10 +163,8 @@ class HeteroStrategy(JobStrategy):
             UnsupportedError: names what goes too far.
             DisagreementError: something of another rank's.
         """
-        assert self.job is not None
-        assert self.lightning_module is not None
         if (view := self.job.view).count > 1:
-            problem = beyond(self.lightning_module, self.optimizers, view.replica.ranks)
+            problem = beyond(self.module, self.optimizers, view.replica.ranks)
             raise_on_all(problem, "the model and its optimizers")
 
     def _handle_sigterm(self, trainer: pl.Trainer) -> StopRequest | None:
@@ -175,7 +172,6 @@ class HeteroStrategy(JobStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             end_at_once(trainer)
             return None
-        assert self.job is not None
         store = self.job.store(f"stop/{self.broadcast(next(StopRequest.fits))}")
         return StopRequest(trainer, store, self.options.limit.total_seconds(), self._save_and_stop, self.survival)
 
@@ -195,7 +191,7 @@ class HeteroStrategy(JobStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = lightning_compat.trainer_of(self.lightning_module)
-        if self.job is None or trainer is None or trainer.state.stage is None:
+        if not self.joined or trainer is None or trainer.state.stage is None:
             raise UnsupportedError(
                 "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
                 "follow from where a run stands, and all ranks set it up together: pass it to one of these."
@@ -235,7 +231,6 @@ class HeteroStrategy(JobStrategy):
         Raises:
             DisagreementError: others have, it seems. They wait for this rank's gradients.
         """
-        assert self.job is not None
         with self.timer.waiting():
             silent = self.job.others_skip(self.share.step, _PATIENCE, self.options.limit.total_seconds())
         if silent:
@@ -357,7 +352,7 @@ class HeteroStrategy(JobStrategy):
             self.stop_request.close()
         if self.monitored is not None:
             self.monitored.close()
-        if self.job is not None:
+        if self.joined:
             self.engine.close()
             self.step.close()
         super().teardown()

@@ -70,7 +70,7 @@ class JobStrategy(DDPStrategy):
         self.lent = GroupOverrides()
         self.survival = RecoveryPolicy()
 
-    job: Job | None = None  # once this process has joined
+    _job: Job | None = None  # once this process has joined
     entry: Entry | None = None  # if it joins a job that runs, until training starts
     share: BatchAccounting
     engine: Engine
@@ -80,7 +80,7 @@ class JobStrategy(DDPStrategy):
     monitored: MonitoredMetrics | None = None  # of the latest run
 
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
-    of_the_job: ClassVar[tuple[str, ...]] = ("job", "share", "engine", "step", "parts", "stop_request", "monitored")
+    of_the_job: ClassVar[tuple[str, ...]] = ("_job", "share", "engine", "step", "parts", "stop_request", "monitored")
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: options, and what the Trainer has set, but no connections."""
@@ -104,6 +104,36 @@ class JobStrategy(DDPStrategy):
         return SingleReplica(self.options.rebalance_every_n_steps)
 
     # -- the Trainer, the launcher -----------------------------------------------------------------
+
+    @property
+    def joined(self) -> bool:
+        """Whether this process has joined a job."""
+        return self._job is not None
+
+    @property
+    def job(self) -> Job:
+        """The job that this process has joined.
+
+        Raises:
+            UnsupportedError: it has not joined one yet.
+        """
+        if self._job is None:
+            raise UnsupportedError(
+                "strategy.job is there from the beginning of a fit, validation, test or prediction on: the ranks meet "
+                "then. Ask for it there, such as in a callback's hook."
+            )
+        return self._job
+
+    @property
+    def module(self) -> "pl.LightningModule":
+        """The module that is trained or evaluated, without DDP.
+
+        Raises:
+            UnsupportedError: there is none yet.
+        """
+        if (module := self.lightning_module) is None:
+            raise UnsupportedError("strategy.module is there from the beginning of a fit, validation, or test on.")
+        return module
 
     @property
     def trainer(self) -> "pl.Trainer":
@@ -219,7 +249,7 @@ class JobStrategy(DDPStrategy):
 
     def _loss_counts(self) -> bool:
         """Whether this rank's samples have a part in the gradient of the running step."""
-        return self.job is None or self.step.counts
+        return not self.joined or self.step.counts
 
     # -- the view, and what is made from it --------------------------------------------------------
 
@@ -228,7 +258,7 @@ class JobStrategy(DDPStrategy):
 
         In the midst of a fit ``repartition`` says which of the former ranks remain.
         """
-        former = None if self.job is None else self.parts
+        former = self.parts if self.joined else None
         parts = Fit.build(
             job,
             self.options,
@@ -239,7 +269,7 @@ class JobStrategy(DDPStrategy):
             former,
             repartition,
         )
-        self.job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
+        self._job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
         return former
 
     def rebuild(self, job: Job, moved: Repartition) -> None:
@@ -265,7 +295,6 @@ class JobStrategy(DDPStrategy):
             past: learns by which plans the ranks have shared batches until now.
         """
         before, engine = self.job, self.engine
-        assert before is not None
         self.take_number(job)
         failures.watch_ranks(self.interface, self.options.limit.total_seconds(), job.view.ids)
         self._settle_plan()
@@ -279,9 +308,7 @@ class JobStrategy(DDPStrategy):
 
     def continue_in_view(self) -> None:
         """Let training go on in a new view: average gradients, ask for stops, and plan there (collective)."""
-        module, job = self.lightning_module, self.job
-        assert module is not None
-        assert job is not None
+        module, job = self.module, self.job
         self.lent.lend_layers(module, job.data_group())
         self.wrap_anew()
         if self.stop_request is not None:
@@ -300,7 +327,6 @@ class JobStrategy(DDPStrategy):
         Args:
             windows: optimizer steps of each rank.
         """
-        assert self.job is not None
         for replica in self.job.view.replicas:
             steps = [windows[rank] for rank in replica.ranks]
             if len(set(steps)) > 1:
@@ -308,8 +334,7 @@ class JobStrategy(DDPStrategy):
 
     def _copy_state(self, ranks: Sequence[int], source: int) -> None:
         """Give some ranks the weights and the optimizers' state of one of them (collective over all ranks)."""
-        module, own = self.lightning_module, None
-        assert module is not None
+        module, own = self.module, None
         if self.global_rank == source:
             own = module.state_dict(), [optimizer.state_dict()["state"] for optimizer in self.optimizers]
         theirs = value_of_rank(own, source)
@@ -323,7 +348,6 @@ class JobStrategy(DDPStrategy):
 
     def fit_info(self) -> FitInfo:
         """The job and the fit, as the algorithm between replicas needs to know them."""
-        assert self.job is not None
         return FitInfo(
             self.job.view.topology,
             self.job.view.ranks,
@@ -341,7 +365,6 @@ class JobStrategy(DDPStrategy):
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.parts, self.job
         assert model is not None
-        assert job is not None
         ranks = parts.share.replica
         if len(ranks) == 1:
             return  # nothing to average with: DDP would only cost time
@@ -380,7 +403,6 @@ class JobStrategy(DDPStrategy):
         """
         self.end_background_plans()  # of a fit that did not
         job, share = self.job, self.share
-        assert job is not None
         planner = share.planner
         moves = planner.auto and not planner.held and planner.total > 0 and not planner.learns
         if not moves or self.engine.lockstep or job.view.count == 1:
@@ -416,7 +438,7 @@ class JobStrategy(DDPStrategy):
 
     def close_background_plans(self) -> None:
         """End the thread, if there is one; idempotent."""
-        if self.job is not None and self.share.agreement is not None:
+        if self.joined and self.share.agreement is not None:
             self.share.agreement.close()
 
 

@@ -261,8 +261,7 @@ class ElasticJoin(Newcomers):
     def card(self) -> dict[str, Any]:
         """What must be the same in a job and in a process that joins it; for JSON."""
         strategy = self._strategy
-        module = strategy.lightning_module
-        assert module is not None
+        module = strategy.module
         options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
         known = not is_overridden("configure_model", module)  # else there may be no parameters yet
         model = [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()] if known else None
@@ -317,8 +316,7 @@ class ElasticJoin(Newcomers):
         strategy = self._strategy
         if strategy.entry is None:
             return
-        assert strategy.lightning_module is not None
-        loaded, module = strategy.entry.files.loaded, strategy.lightning_module
+        loaded, module = strategy.entry.files.loaded, strategy.module
         values = (*module.named_parameters(), *module.named_buffers())
         broadcast_tensors(value.data for name, value in values if name not in loaded)
 
@@ -328,7 +326,6 @@ class ElasticJoin(Newcomers):
         entry = strategy.entry
         if entry is None:
             return None
-        assert strategy.job is not None
         strategy.checkpoint_io, strategy.entry = entry.files.usual, None
         entry.files.clear()
         view, seconds = strategy.job.view, time.monotonic() - entry.since
@@ -372,7 +369,6 @@ class ElasticJoin(Newcomers):
             JoinRefusedError: another job has begun under the same file.
         """
         strategy = self._strategy
-        assert strategy.job is not None
         self._first_store = self._first_store or default_store()
         if strategy.job.view.rank != 0:
             return
@@ -421,7 +417,6 @@ class ElasticJoin(Newcomers):
 
     def _most(self, waiting: int) -> int:
         """How many of those that wait the job can take in: the user's options may allow some numbers of ranks only."""
-        assert self._strategy.job is not None
         world = self._strategy.job.view.world
         return max((more for more in range(waiting + 1) if fits(self._strategy.options, world + more)), default=0)
 
@@ -432,7 +427,6 @@ class ElasticJoin(Newcomers):
             BeginAgainError: there are.
         """
         began, strategy, requests = time.monotonic(), self._strategy, self._requests
-        assert strategy.job is not None
         view, trainer, limit = strategy.job.view, strategy.trainer, strategy.options.limit
         newcomers = [] if requests is None else requests.invite(self._most(requests.waiting))
         store, address = open_store(strategy.interface, limit) if newcomers else (None, ("", 0))
@@ -466,7 +460,6 @@ class ElasticJoin(Newcomers):
             store: with which they meet, if this rank hosts it.
         """
         assert self._leaving is not None, "nobody leaves before all have come to the end of admit()"
-        assert self._strategy.job is not None
         view = self._strategy.job.view
         return among(self._leaving, agreed, view.ids[view.rank], store)
 

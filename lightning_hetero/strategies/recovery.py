@@ -72,7 +72,7 @@ class PeerRecovery(RecoveryPolicy):
     @property
     def view(self) -> int | None:
         """The number of the view, while ranks may be lost; else ``None``."""
-        return None if self._membership is None or self._strategy.job is None else self._strategy.job.view.number
+        return None if self._membership is None else self._strategy.job.view.number
 
     @property
     def changing(self) -> bool:
@@ -90,7 +90,6 @@ class PeerRecovery(RecoveryPolicy):
         Raises:
             HeteroError: on every rank: this fit could not go on without a rank.
         """
-        assert self._strategy.job is not None
         view = self._strategy.job.view
         self._survivor, self._over, self._past = CollectiveRetry(self._recover), False, ShareHistory()
         if self._strategy.entry is None:  # else the fit began earlier
@@ -175,11 +174,11 @@ class PeerRecovery(RecoveryPolicy):
         threads.unfreeze_gc()
         set_repeater(None)
         leave_metrics(self._strategy.lightning_module)
-        job, alike = self._strategy.job, getattr(exception, "on_every_rank", False)
+        alike = getattr(exception, "on_every_rank", False)
         self._growth.end(over=alike or self._membership is None)
-        if self._membership is not None and job is not None and alike:
+        if self._membership is not None and alike:
             # Who hears of a loss before it has raised the same error would go on instead.
-            job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
+            self._strategy.job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
         what = str(exception).strip().split("\n")[0]
         for membership in filter(None, (self._membership, self._former)):
             membership.failed(f"failed with {type(exception).__name__}{what and f': {what}'}")
@@ -291,7 +290,6 @@ class PeerRecovery(RecoveryPolicy):
         self, agreed: AgreedView, own: Progress, lost: dict[int, str], known: dict[int, int]
     ) -> tuple[MissedWork, LostSamples]:
         strategy, survivor = self._strategy, self._survivor
-        assert strategy.job is not None
         assert self._membership is not None
         me, before = self._membership.me, strategy.job.view
         strategy.abandon()
@@ -313,7 +311,6 @@ class PeerRecovery(RecoveryPolicy):
             return MissedWork(step, exchange), count(lost, known, all_progress, self._past, job.view.ranks_leave)
 
     def _tell(self, lost: dict[int, str], counted: LostSamples, seconds: float) -> None:
-        assert self._strategy.job is not None
         view, step = self._strategy.job.view, self._strategy.trainer.global_step
         sizes, (samples, bound) = (view.world, len(view.units)), counted
         self.losses.append(MembershipChange(view.number, lost, *sizes, seconds, samples, step, bound=bound))

@@ -141,7 +141,7 @@ class ReplicaStrategy(HeteroStrategy):
     @property
     def averager(self) -> Averager | None:
         """The algorithm between replicas, during a fit."""
-        return None if self.job is None else self.engine.averager
+        return self.engine.averager if self.joined else None
 
     @property
     def traffic(self) -> Traffic:
@@ -150,7 +150,7 @@ class ReplicaStrategy(HeteroStrategy):
         Raises:
             UnsupportedError: they have not met yet.
         """
-        if self.job is None:
+        if not self.joined:
             raise UnsupportedError(
                 "strategy.traffic is there from the beginning of a fit on: it counts what exchanges have cost since "
                 "the ranks have met. Ask for it during the fit, or after it."
@@ -184,15 +184,14 @@ class ReplicaStrategy(HeteroStrategy):
             _insert_callbacks(callbacks, self)
         super().setup(trainer)
         if fits:
-            assert self.lightning_module is not None
-            raise_on_all(complex_parameters(self.lightning_module), "the model")
+            raise_on_all(complex_parameters(self.module), "the model")
             if self.entry is None:  # else all have loaded the same values
-                broadcast_values(self.lightning_module)
+                broadcast_values(self.module)
             self._metrics = LoggedMetrics(trainer)
             self.begin_apart()
             if self.engine.averages:
                 raise_on_all(two_points(self.optimizers), "the optimizers")
-            self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.lightning_module)
+            self.weight_averages = WeightAverages.of(callbacks if self.engine.averages else (), self.module)
 
     def begin_apart(self) -> None:
         """Let a new averager serve the replicas, which hold the same values (collective)."""
@@ -220,8 +219,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     def change_layout(self) -> None:
         """Between two steps, go on with the parameters that are trainable now (collective)."""
-        assert self.lightning_module is not None
-        if problem := complex_parameters(self.lightning_module):
+        if problem := complex_parameters(self.module):
             raise problem
         if self.engine.change_layout():
             self.wrap_anew()
@@ -251,7 +249,7 @@ class ReplicaStrategy(HeteroStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Collective: the Trainer asks for it on all ranks when it saves. Not once it is interrupted: ranks may be gone.
-        training = self.job is not None and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
+        training = self.joined and self.engine.averages and self.trainer.state.fn == TrainerFn.FITTING
         if not training or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
         io = self.checkpoint_io

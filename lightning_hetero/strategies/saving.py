@@ -189,7 +189,7 @@ class RankState:
     def read(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Take from a checkpoint what must be known before the data are set up, and return it."""
         trainer = trainer_of(self._strategy.lightning_module)
-        if self._strategy.job is not None and trainer is not None and trainer.training:
+        if self._strategy.joined and trainer is not None and trainer.training:
             self._strategy.share.loaders.sizes.load(checkpoint)
         return checkpoint
 
@@ -205,7 +205,7 @@ class RankState:
         """
         strategy = self._strategy
         alone = strategy.collectives.alone()
-        if strategy.job is not None:
+        if strategy.joined:
             self._add_common(checkpoint)
             if not alone:
                 own = random_states.current(strategy.root_device), loader_states.current(strategy.share)
@@ -220,8 +220,7 @@ class RankState:
     def _add_common(self, checkpoint: dict[str, Any]) -> None:
         """Add what all ranks know alike to a checkpoint."""
         share = self._strategy.share
-        assert self._strategy.lightning_module is not None
-        add_trainable(checkpoint, self._strategy.lightning_module)
+        add_trainable(checkpoint, self._strategy.module)
         add_plan(checkpoint, share)
         self._capacity.add_to(checkpoint)
         share.loaders.sizes.add_to(checkpoint)
@@ -229,9 +228,8 @@ class RankState:
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on with the plan of a checkpoint."""
         strategy = self._strategy
-        assert strategy.lightning_module is not None
         warn_if_unreadable(checkpoint)
-        if restore_trainable(strategy.lightning_module, trainable_in(checkpoint)):
+        if restore_trainable(strategy.module, trainable_in(checkpoint)):
             strategy.wrap_anew()
         restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.entry is not None)
         self._capacity.load(checkpoint)
