@@ -35,9 +35,9 @@ def own_options_first(parser: LightningArgumentParser) -> LightningArgumentParse
     return parser
 
 
-def own_options(strategy: type[HeteroStrategy]) -> set[str]:
+def own_options(kind: type[HeteroStrategy]) -> set[str]:
     """Names of the options that a strategy adds to Lightning's ``DDPStrategy``, and of those that users of both set."""
-    kinds = [kind for kind in strategy.__mro__ if issubclass(kind, HeteroStrategy) and "__init__" in vars(kind)]
+    kinds = [base for base in kind.__mro__ if issubclass(base, HeteroStrategy) and "__init__" in vars(base)]
     names = {
         parameter.name
         for kind in kinds

@@ -44,17 +44,17 @@ __all__ += ["init_dist_connection", "set_num_threads_if_needed"]
 # -- the strategy that ours are made from ----------------------------------------------------------
 
 
-def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+def ddp_options(ddp: DDPStrategy) -> dict[str, Any]:
     """The options that the user has given for ``DistributedDataParallel``."""
-    return strategy._ddp_kwargs
+    return ddp._ddp_kwargs
 
 
-def comm_hook(strategy: DDPStrategy) -> tuple[Any, Callable[..., Any]] | None:
+def comm_hook(ddp: DDPStrategy) -> tuple[Any, Callable[..., Any]] | None:
     """The state of the user's communication hook for DDP, and the hook in its wrapper, if there is one."""
-    hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
+    hook, wrapper = ddp._ddp_comm_hook, ddp._ddp_comm_wrapper
     if hook is None:
         return None
-    return strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook)
+    return ddp._ddp_comm_state, hook if wrapper is None else wrapper(hook)
 
 
 def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero.checkpoint import shards
@@ -66,11 +67,11 @@ def newest_first(folder: str, more: str | None = None) -> list[str]:
     return sorted(paths + ([more] if more else []), key=_written, reverse=True)
 
 
-def newest_complete(strategy: "HeteroStrategy", paths: Sequence[str]) -> str | None:
+def newest_complete(io: CheckpointIO, paths: Sequence[str]) -> str | None:
     """The first checkpoint that is whole; those that are passed over are named in a warning (collective).
 
     Args:
-        strategy: that is to go on from it.
+        io: reads checkpoints.
         paths: the same on every rank.
 
     Raises:
@@ -79,7 +80,7 @@ def newest_complete(strategy: "HeteroStrategy", paths: Sequence[str]) -> str | N
     for path in paths:
         look, error = FoundCheckpoint(None), None
         try:
-            look = _inspect(strategy.checkpoint_io, path)
+            look = _inspect(io, path)
         except Exception as broken:
             error = broken
         shards.agree_on_problem(None, error)

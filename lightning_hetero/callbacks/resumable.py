@@ -132,7 +132,7 @@ class ResumableCheckpoint(Resumable):
     def _newest(self, strategy: HeteroStrategy, given: str | None) -> str | None:
         own = newest_first(self.dirpath, given) if strategy.is_global_zero else []
         paths = strategy.broadcast(own)
-        path = newest_complete(strategy, paths)
+        path = newest_complete(strategy.checkpoint_io, paths)
         if path is None and paths:
             rank_zero_warn(f"No checkpoint in {self.dirpath} is whole: training starts from the beginning.")
         if path is not None:

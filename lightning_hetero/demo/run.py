@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def train(strategy: str, epochs: int, path: Path) -> None:
-    """Train under ``strategy`` and leave a :class:`~lightning_hetero.demo.demo.Result` at ``path``."""
+def train(name: str, epochs: int, path: Path) -> None:
+    """Train under the strategy of this name, and leave a :class:`~lightning_hetero.demo.demo.Result` at ``path``."""
     seed_everything(1, verbose=False)
     training, testing = digits()
     stopwatch = Stopwatch()
-    callbacks = [EmulatedSpeed(DEVICES), stopwatch, Bar(strategy)]
-    if strategy.startswith("hetero"):
+    callbacks = [EmulatedSpeed(DEVICES), stopwatch, Bar(name)]
+    if name.startswith("hetero"):
         callbacks.insert(0, HeteroMonitor(path.with_suffix("")))  # its report lies beside the result
     trainer = Trainer(
-        strategy=DASOStrategy(ranks_per_node=2) if strategy == "hetero_daso" else strategy,
+        strategy=DASOStrategy(ranks_per_node=2) if name == "hetero_daso" else name,
         accelerator="cpu",
         devices=len(DEVICES),
         max_epochs=epochs,
@@ -51,7 +51,7 @@ def train(strategy: str, epochs: int, path: Path) -> None:
     trainer.fit(model, DataLoader(training, batch_size=share, shuffle=True, drop_last=True))
     [metrics] = trainer.test(model, DataLoader(testing, batch_size=share), verbose=False)
     if trainer.is_global_zero:
-        Result(strategy, metrics["accuracy"], stopwatch.ranks).save(path)
+        Result(name, metrics["accuracy"], stopwatch.ranks).save(path)
 
 
 class Stopwatch(Callback):

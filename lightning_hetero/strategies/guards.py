@@ -263,11 +263,11 @@ def unsurvivable(
     return None
 
 
-def say_what_launchers_do(strategy: str) -> None:
-    """Say which launchers end all ranks when one of them dies, whatever the strategy does."""
+def say_what_launchers_do(name: str) -> None:
+    """Say which launchers end all ranks when one of them dies, whatever the strategy of this name does."""
     agents = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if agents:
         rank_zero_info(
-            f"{strategy}: torchrun ends all ranks of its machine when one of them dies. To go on "
+            f"{name}: torchrun ends all ranks of its machine when one of them dies. To go on "
             "without it, start one torchrun for each replica, or let the Trainer start the ranks."
         )

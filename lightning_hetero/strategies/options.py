@@ -348,14 +348,14 @@ def check_accelerator(accelerator: Any) -> None:
         )
 
 
-def with_shared_options(strategy: S) -> S:
+def with_shared_options(kind: S) -> S:
     """Give a strategy class, which takes these options by name, their signature and their explanations.
 
     ``inspect.signature``, help, YAML files and rendered docs then show them as if its constructor listed them.
     """
-    init: Any = strategy.__init__  # type: ignore[misc]
+    init: Any = kind.__init__  # type: ignore[misc]
     whole = signature(init)
     *own, kwargs = whole.parameters.values()
     init.__signature__ = whole.replace(parameters=[*own, *signature(Options).parameters.values(), kwargs])
-    strategy.__doc__ = documented(strategy.__doc__, [*init.__signature__.parameters], [Options])
-    return strategy
+    kind.__doc__ = documented(kind.__doc__, [*init.__signature__.parameters], [Options])
+    return kind

@@ -532,7 +532,7 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
     names = _checked(averager)
     given = {name: defaults.pop(name) for name in names if name in defaults}
 
-    def decorate(strategy: S) -> S:
+    def decorate(kind: S) -> S:
         whole = _signature(averager, {**given, **defaults})
         if unknown := sorted({*defaults} - {*whole.parameters}):
             raise ConfigurationError(f"{averager.__name__}: {', '.join(unknown)} is no option of its strategy.")
@@ -549,12 +549,12 @@ def with_options_of(averager: type[Averager], **defaults: Any) -> Callable[[S], 
             ReplicaStrategy.__init__(self, **kwargs)
 
         __init__.__signature__ = whole  # type: ignore[attr-defined]
-        __init__.__qualname__ = f"{strategy.__qualname__}.__init__"
-        strategy.__init__ = __init__  # type: ignore[method-assign]
-        strategy.averager_class = averager
-        explained_by = (*averager.__mro__, *strategy.__mro__[1:])
-        strategy.__doc__ = documented(strategy.__doc__, [*whole.parameters], explained_by)
-        return strategy
+        __init__.__qualname__ = f"{kind.__qualname__}.__init__"
+        kind.__init__ = __init__  # type: ignore[method-assign]
+        kind.averager_class = averager
+        explained_by = (*averager.__mro__, *kind.__mro__[1:])
+        kind.__doc__ = documented(kind.__doc__, [*whole.parameters], explained_by)
+        return kind
 
     return decorate
 
@@ -580,12 +580,12 @@ def register_name(name: str, strategy: type[HeteroStrategy], what: str) -> None:
             )
 
 
-def _file_of(strategy: type) -> str:
-    """Where the algorithm of a strategy is written; under another name if the file was run as a script."""
+def _file_of(kind: type) -> str:
+    """Where the algorithm of a strategy class is written; under another name if the file was run as a script."""
     try:
-        return getsourcefile(getattr(strategy, "averager_class", strategy)) or strategy.__module__
+        return getsourcefile(getattr(kind, "averager_class", kind)) or kind.__module__
     except (OSError, TypeError):  # in a notebook, say
-        return strategy.__module__
+        return kind.__module__
 
 
 def _checked(averager: type[Averager]) -> list[str]:

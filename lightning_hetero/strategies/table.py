@@ -257,8 +257,8 @@ def _meant(asked: object) -> str | None:
     return next((words[near] for near in get_close_matches(word, words, n=1, cutoff=0.7)), "")
 
 
-def _is_ours(strategy: Any) -> bool:
-    return isinstance(strategy, type) and issubclass(strategy, HeteroStrategy)
+def _is_ours(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, HeteroStrategy)
 
 
 def _shown(asked: object) -> str:

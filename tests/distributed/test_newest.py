@@ -6,7 +6,6 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ def _chosen(folders: list[str], io: Any) -> list[Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                path = newest_complete(SimpleNamespace(checkpoint_io=io), [os.path.join(own, name) for name in names])
+                path = newest_complete(io, [os.path.join(own, name) for name in names])
                 found = path and os.path.basename(path)
             except (CheckpointError, OSError) as error:
                 found = f"{type(error).__name__} {error}"
