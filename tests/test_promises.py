@@ -1,6 +1,5 @@
 """docs/promises.md lists what there is: names, strategies, options, commands, keys of checkpoints, versions."""
 
-import ast
 import inspect
 import json
 import re
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hetero
 from lightning_hetero import HeteroStrategy, ReplicaStrategy, callbacks, cli, errors
-from lightning_hetero.checkpoint_sections import FORMAT, KEY
+from lightning_hetero.checkpoint_sections import FORMAT, KEY, SECTIONS, add_section
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.table import ENTRIES
 
@@ -85,36 +84,10 @@ def test_the_commands(capsys: pytest.CaptureFixture) -> None:
     assert listed("commands") == set(commands)
 
 
-def test_every_key_that_the_code_adds_is_listed() -> None:
-    """From the source: what is put into ``checkpoint[KEY]``."""
-    added = {"format", *KEYS_BY_UPDATE}
-    for file in sorted(Path(lightning_hetero.__file__).parent.rglob("*.py")):
-        tree = ast.parse(file.read_text())
-        constants = dict(_constants(tree))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Subscript) and "setdefault(KEY" in ast.unparse(node.value):
-                added.add(ast.literal_eval(constants.get(ast.unparse(node.slice), node.slice)))
-    assert added == set(KEYS)
-
-
-#: Added by ``part.update(...)``; the tests below find them in checkpoints.
-KEYS_BY_UPDATE = {"planner", "fits", "loaders", "ended"}
-
-
-def of_both(node: ast.Assign) -> tuple[list[ast.expr], list[ast.expr]]:
-    """Names and values of ``a, b = 1, 2``."""
-    names, values = node.targets[0], node.value
-    assert isinstance(names, ast.Tuple)
-    assert isinstance(values, ast.Tuple)
-    return names.elts, values.elts
-
-
-def _constants(tree: ast.Module) -> Any:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            yield node.targets[0].id, node.value
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            yield from ((ast.unparse(name), value) for name, value in zip(*of_both(node), strict=True))
+def test_the_sections_of_checkpoints_are_those_of_the_registry() -> None:
+    assert {"format", *SECTIONS} == set(KEYS)
+    with pytest.raises(AssertionError, match="'other' is not registered"):
+        add_section({}, "other", 1)
 
 
 KINDS = {"ddp": lightning_hetero.HeteroDDPStrategy, "diloco": lightning_hetero.DiLoCoStrategy}

@@ -41,7 +41,7 @@ from lightning_hetero.batching.shares import Cost, Curve
 from lightning_hetero.batching.state_backup import StateBackup
 from lightning_hetero.batching.streams import StepTally
 from lightning_hetero.batching.timer import StepTimer, StepTiming
-from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
+from lightning_hetero.checkpoint_sections import KEY, add_section, section
 from lightning_hetero.comm.agreement import AsyncAllGather, gather
 from lightning_hetero.comm.failures import collective, deadline
 from lightning_hetero.comm.job import Job
@@ -675,7 +675,7 @@ def _fingerprint(batch: Any) -> str | None:
     return digest.hexdigest()
 
 
-_NAME, _GROUPS = "global_batches", 0
+_GROUPS = 0
 
 
 class GlobalBatchSizes:
@@ -699,12 +699,12 @@ class GlobalBatchSizes:
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Take over the sizes of a checkpoint, before the data are set up."""
         if KEY in checkpoint:  # a shard has none
-            self._loaded = dict(part_of(checkpoint).get(_NAME, ()))
+            self._loaded = dict(section(checkpoint, "global_batches") or ())
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Add the sizes to a checkpoint; builtins only."""
         if self._taken:
-            checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = [list(pair) for pair in self._taken.items()]
+            add_section(checkpoint, "global_batches", [list(pair) for pair in self._taken.items()])
 
     def begin(self, resumed: bool) -> None:
         """Training data are set up.

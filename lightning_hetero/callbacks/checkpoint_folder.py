@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.checkpoint.format import explain_unreadable
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO
-from lightning_hetero.checkpoint_sections import part_of
+from lightning_hetero.checkpoint_sections import section
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.errors import CheckpointError
 
@@ -125,7 +125,7 @@ def _inspect(io: Any, path: str) -> FoundCheckpoint:
         return FoundCheckpoint(
             f"it was cut off while it was written or copied, or is something else ({error.__cause__})."
         )
-    saved = part_of(checkpoint).get("replicas", {})
+    saved: dict[str, Any] = section(checkpoint, "replicas") or {}
     save, ids = saved.get("save"), saved.get("ids", ())
     wanted = tuple(ids) if save is not None else ()
     found = tuple(id for id in wanted if _readable(io, shards.shard_path(path, id, save)))

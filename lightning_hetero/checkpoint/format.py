@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
 from lightning_hetero.batching.shares import cost_of, row_of
-from lightning_hetero.checkpoint_sections import FORMAT, KEY, _unreadable, part_of
+from lightning_hetero.checkpoint_sections import add_section, section, unreadable
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError
@@ -44,7 +44,7 @@ def explain_unreadable(path: Any) -> Iterator[None]:
 
 def warn_if_unreadable(checkpoint: Mapping[str, Any]) -> None:
     """Say that this version leaves out what another one has added."""
-    if (problem := _unreadable(checkpoint)) is not None:
+    if (problem := unreadable(checkpoint)) is not None:
         rank_zero_warn(f"{problem} Only what Lightning itself has saved is restored.")
 
 
@@ -54,12 +54,12 @@ def warn_if_unreadable(checkpoint: Mapping[str, Any]) -> None:
 def add_trainable(checkpoint: dict[str, Any], module: nn.Module) -> None:
     """Add which parameters are trainable to a checkpoint."""
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    checkpoint.setdefault(KEY, {"format": FORMAT})["trainable"] = trainable
+    add_section(checkpoint, "trainable", trainable)
 
 
 def trainable_in(checkpoint: Mapping[str, Any]) -> Mapping[str, bool]:
     """By name, whether a parameter was trainable; empty if the checkpoint does not tell."""
-    return part_of(checkpoint).get("trainable", {})
+    return section(checkpoint, "trainable") or {}
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -71,8 +71,8 @@ def add_plan(checkpoint: dict[str, Any], share: BatchAccounting) -> None:
     if not any(loops.get("combined_loader", [True])):
         del loops["combined_loader"]  # placeholders of the samplers, which other strategies would not expect
     fits = [[r.fixed, r.per_sample, max(r.samples, 1.0), *row_of(r.cost)[2:]] for r in share.reports]
-    part = checkpoint.setdefault(KEY, {"format": FORMAT})
-    part.update(planner=share.planner.state_dict(), fits=fits)
+    add_section(checkpoint, "planner", share.planner.state_dict())
+    add_section(checkpoint, "fits", fits)
 
 
 def restore_plan(checkpoint: Mapping[str, Any], share: BatchAccounting, rank: int, grown: bool = False) -> None:
@@ -84,18 +84,18 @@ def restore_plan(checkpoint: Mapping[str, Any], share: BatchAccounting, rank: in
         rank: this rank.
         grown: whether others have just joined, so that the plan cannot fit.
     """
-    state = part_of(checkpoint)
-    if "planner" not in state or not share.planner.auto:
+    plan, fits = section(checkpoint, "planner"), section(checkpoint, "fits")
+    if plan is None or not share.planner.auto:
         return
-    saved = len(state["planner"]["costs"])
+    saved = len(plan["costs"])
     if saved != share.planner.world:
         (rank_zero_info if grown else rank_zero_warn)(
             f"The checkpoint's shares are for {saved} ranks; this job has {share.planner.world} and measures anew."
         )
         return
-    share.planner.load_state_dict(state["planner"])
-    if state["fits"]:
-        fixed, per_sample, samples, *bends = state["fits"][rank]
+    share.planner.load_state_dict(plan)
+    if fits:
+        fixed, per_sample, samples, *bends = fits[rank]
         share.assume(cost_of(fixed, per_sample, *bends), int(samples))
 
 
@@ -135,19 +135,19 @@ def add_replicas(
         ids = [member.id for member in view.replicas]
         names = {"strategy": who.strategy, "algorithm": who.algorithm, "save": save, "ids": ids}
         replicas = {**names, "losses": everyone}
-        checkpoint.setdefault(KEY, {"format": FORMAT})["replicas"] = replicas
+        add_section(checkpoint, "replicas", replicas)
 
 
 def save_name(checkpoint: Mapping[str, Any]) -> str | None:
     """The name of the save to which a checkpoint belongs, if it has shards."""
-    return part_of(checkpoint).get("replicas", {}).get("save")
+    return (section(checkpoint, "replicas") or {}).get("save")
 
 
 def replica_mismatch(checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> str | None:
     """In words, why the states of a checkpoint's replicas do not fit; ``None`` if they do."""
-    saved = part_of(checkpoint).get("replicas")
+    saved = section(checkpoint, "replicas")
     if saved is None:
-        return _unreadable(checkpoint) or (
+        return unreadable(checkpoint) or (
             "The checkpoint holds no state of replicas: it was saved by a strategy without them, after the end of a "
             "fit, or while a rank had failed."
         )
@@ -170,7 +170,7 @@ def nearest_replicas(checkpoint: Mapping[str, Any], who: CheckpointIdentity, vie
     Returns:
         Their ids; none if what was saved does not fit this strategy.
     """
-    saved = part_of(checkpoint).get("replicas", {})
+    saved = section(checkpoint, "replicas") or {}
     if not saved or saved["algorithm"] != who.algorithm:
         return []
     return sorted(saved["ids"], key=lambda other: (abs(other - view.replica.id), other))
@@ -178,7 +178,7 @@ def nearest_replicas(checkpoint: Mapping[str, Any], who: CheckpointIdentity, vie
 
 def warn_of_replicas(checkpoint: Mapping[str, Any], strategy: str) -> None:
     """Say that a strategy with one replica leaves out what a checkpoint holds of several."""
-    if (saved := part_of(checkpoint).get("replicas")) is not None:
+    if (saved := section(checkpoint, "replicas")) is not None:
         rank_zero_warn(
             f"The checkpoint was saved by {saved['strategy']}, this is {strategy}. Training starts from the "
             "checkpoint's weights, the consensus of its replicas, with the optimizer state of the first one."

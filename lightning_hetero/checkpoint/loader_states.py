@@ -8,9 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.streams import Stream
-from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
-
-_NAME, _ENDED = "loaders", "ended"
+from lightning_hetero.checkpoint_sections import add_section, section
 
 
 def current(share: BatchAccounting) -> list[Any]:
@@ -27,14 +25,14 @@ def put(checkpoint: dict[str, Any], everyone: Sequence[Sequence[Any]], ended: Se
         ended: which ranks have come to the end of their data.
     """
     if any(state is not None for states in everyone for state in states):
-        part = checkpoint.setdefault(KEY, {"format": FORMAT})
-        part.update({_NAME: everyone, _ENDED: list(ended)})
+        add_section(checkpoint, "loaders", everyone)
+        add_section(checkpoint, "ended", list(ended))
 
 
 def ended(checkpoint: Mapping[str, Any], share: BatchAccounting) -> list[bool] | None:
     """Ranks that had come to the end of their data; ``None`` if the loaders do not go on within an epoch."""
     within = any(isinstance(source, Stream) and source.another_batch for source in share.loaders.sources())
-    return part_of(checkpoint).get(_ENDED) if within else None
+    return section(checkpoint, "ended") if within else None
 
 
 def restore(checkpoint: Mapping[str, Any], sources: Sequence[Any]) -> bool:
@@ -47,7 +45,7 @@ def restore(checkpoint: Mapping[str, Any], sources: Sequence[Any]) -> bool:
     Returns:
         Whether a loader does.
     """
-    everyone = part_of(checkpoint).get(_NAME)
+    everyone = section(checkpoint, "loaders")
     if everyone is None:
         return False
     if len(everyone) != dist.get_world_size():

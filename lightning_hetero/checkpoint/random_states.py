@@ -9,19 +9,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
-
-_NAME = "random"
+from lightning_hetero.checkpoint_sections import add_section, section
 
 
 def put(checkpoint: dict[str, Any], everyone: list[dict[str, Any]]) -> None:
     """Add the states of all ranks to a checkpoint, next to the plan."""
-    checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
+    add_section(checkpoint, "random", everyone)
 
 
 def find(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     """This rank's states; ``None``: the checkpoint holds none, or those of another number of ranks."""
-    everyone = part_of(checkpoint).get(_NAME)
+    everyone = section(checkpoint, "random")
     return None if everyone is None or len(everyone) != dist.get_world_size() else everyone[dist.get_rank()]
 
 

@@ -17,7 +17,7 @@ from lightning_hetero.batching.planner import Repartition, Report
 from lightning_hetero.batching.sampler import ShareSampler
 from lightning_hetero.batching.shares import Cost
 from lightning_hetero.checkpoint.format import CheckpointIdentity
-from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
+from lightning_hetero.checkpoint_sections import add_section, section
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.topology import Topology
@@ -258,14 +258,14 @@ class AutoStrategy(ReplicaStrategy):
     @saving.retry_on_peer_loss
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if (decision := self._decision()) is not None:
-            checkpoint.setdefault(KEY, {"format": FORMAT})["choice"] = decision
+            add_section(checkpoint, "choice", decision)
         base = HeteroStrategy if self.chosen is None else ReplicaStrategy  # one replica has nothing of its own
         base.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        choice, fits = part_of(checkpoint).get("choice"), False
+        choice, fits = section(checkpoint, "choice"), False
         if choice is not None and (self.algorithm.exact or choice["strategy"] == "hetero_ddp"):
             self.stays, choice = True, None
         if (trainer := lightning_compat.trainer_of(self.lightning_module)) is not None:

@@ -32,7 +32,7 @@ from lightning_hetero.batching.sampler import FixedBatches, ShareSampler
 from lightning_hetero.batching.state_backup import StateBackup
 from lightning_hetero.batching.streams import SharedStreamLoader
 from lightning_hetero.checkpoint import random_states
-from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
+from lightning_hetero.checkpoint_sections import add_section, section
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.collectives import Collectives, TrialBatch
 from lightning_hetero.comm.object_collectives import CPU
@@ -43,7 +43,6 @@ from lightning_hetero.strategies.options import Options, memory_per_rank
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_NAME = "capacity"
 _USED = 0.9  # of the samples that fit, the part that a rank takes: memory gets fragmented, others can be longer
 _OUT_OF_MEMORY = (getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError, MemoryError)
 _SAYS_SO = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
@@ -72,11 +71,11 @@ class Capacity:
         """Keep what was found in a checkpoint; builtins only."""
         if self.found is not None:
             kept = {"found": list(self.found), "basis": list(self.basis)}
-            checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = kept
+            add_section(checkpoint, "capacity", kept)
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what a checkpoint knows."""
-        if (kept := part_of(checkpoint).get(_NAME)) is not None:
+        if (kept := section(checkpoint, "capacity")) is not None:
             self.found, self.basis, self._module = kept["found"], kept["basis"], None
 
     def begin(self, trainer: "pl.Trainer", share: BatchAccounting, collectives: Collectives) -> bool:

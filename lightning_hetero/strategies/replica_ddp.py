@@ -15,7 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
+from lightning_hetero.checkpoint_sections import add_section, section
 from lightning_hetero.comm import all_reduce, object_collectives
 from lightning_hetero.comm.failures import collective, deadline
 from lightning_hetero.comm.gradients import GradientWire, check_gradient_wire
@@ -192,9 +192,6 @@ def _unsuitable(topology: Topology, ranks: Sequence[int]) -> str | None:
     return None
 
 
-_NAME = "gradients"  # in a checkpoint
-
-
 class WiredGradients:
     """Lets the gradients of a strategy travel on its wire.
 
@@ -275,13 +272,13 @@ class WiredGradients:
         own = self._running.state_dict()
         everyone = collective("gather what gradients have left out", lambda: object_collectives.gather(own))
         if everyone is not None:
-            checkpoint.setdefault(KEY, {"format": FORMAT})[_NAME] = everyone
+            add_section(checkpoint, "gradients", everyone)
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint holds of this rank; if that does not fit, say that it is dropped."""
         if self._running is None:
             return
-        everyone: list[Any] = part_of(checkpoint).get(_NAME) or []
+        everyone: list[Any] = section(checkpoint, "gradients") or []
         fits = len(everyone) == dist.get_world_size()
         self._running.load_state_dict(everyone[dist.get_rank()] if fits else None)
 

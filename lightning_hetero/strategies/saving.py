@@ -32,7 +32,7 @@ from lightning_hetero.checkpoint.format import (
 )
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.checkpoint.writer import AtomicCheckpointIO, BackgroundWriter
-from lightning_hetero.checkpoint_sections import part_of
+from lightning_hetero.checkpoint_sections import section
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.view import View
@@ -280,7 +280,7 @@ class Source:
         Raises:
             CheckpointError: on every rank, if a shard cannot be read.
         """
-        saved = part_of(checkpoint).get("replicas", {})
+        saved = section(checkpoint, "replicas") or {}
         problem, error, state = replica_mismatch(checkpoint, who, view), None, None
         if problem is None and self.load is not None:
             try:
@@ -312,7 +312,7 @@ class Source:
         if not others or self.load is None or replica_mismatch(checkpoint, who, view) is None:
             return None
         try:
-            load, save = self.load, part_of(checkpoint)["replicas"]["save"]
+            load, save = self.load, (section(checkpoint, "replicas") or {})["save"]
             found = (shards.read(load, self.path, other, save) for other in others)
             state = next((state for state in found if state is not None), None)
         except Exception as broken:

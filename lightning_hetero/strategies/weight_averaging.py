@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero.algorithms.engine import ReplicaEngine
 from lightning_hetero.batching.timer import StepTimer
-from lightning_hetero.checkpoint_sections import FORMAT, KEY, part_of
+from lightning_hetero.checkpoint_sections import add_section, section
 from lightning_hetero.comm.agreement import check_equal
 from lightning_hetero.lightning_compat import averaged_by, measures_batch_norm
 from lightning_hetero.replicas.vectors import broadcast_values
@@ -144,11 +144,11 @@ class WeightAverages:
         """Add to a checkpoint what has been asked for, and is not made yet."""
         if any(updates.count for updates in self._all):
             counts = {updates.callback.state_key: updates.count for updates in self._all}
-            checkpoint.setdefault(KEY, {"format": FORMAT})["updates"] = counts
+            add_section(checkpoint, "updates", counts)
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from :meth:`save`."""
-        counts = part_of(checkpoint).get("updates", {})
+        counts = section(checkpoint, "updates") or {}
         for updates in self._all:
             updates.count = counts.get(updates.callback.state_key, 0)
 
