@@ -128,7 +128,7 @@ def _inspect(io: Any, path: str) -> FoundCheckpoint:
     saved: dict[str, Any] = section(checkpoint, "replicas") or {}
     save, ids = saved.get("save"), saved.get("ids", ())
     wanted = tuple(ids) if save is not None else ()
-    found = tuple(id for id in wanted if _readable(io, shards.shard_path(path, id, save)))
+    found = tuple(id for id in wanted if _readable(io, shards.shard_path(path, id, str(save))))
     return FoundCheckpoint(None, (checkpoint.get("global_step"), save), wanted, found)
 
 
