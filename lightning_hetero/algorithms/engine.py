@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -93,7 +93,7 @@ def nonfinite_message(
 
 
 @contextmanager
-def explain_nonfinite(engine: "ReplicaEngine") -> Iterator[None]:
+def explain_nonfinite(engine: "Engine") -> Iterator[None]:
     """In a block in which replicas meet, add to errors about those that are not finite what the engine knows.
 
     All ranks alike do where all exchange after the same steps (collective then, if a replica is not finite).
@@ -122,9 +122,7 @@ def explain_nonfinite(engine: "ReplicaEngine") -> Iterator[None]:
         )
 
 
-def replica_state_dict(
-    engine: "ReplicaEngine", optimizers: Sequence[Optimizer], precision: dict[str, Any]
-) -> dict[str, Any]:
+def replica_state_dict(engine: "Engine", optimizers: Sequence[Optimizer], precision: dict[str, Any]) -> dict[str, Any]:
     """The state of a replica beside its values; the tensors are those in use (collective).
 
     Args:
@@ -204,8 +202,10 @@ class EvaluationCadence:
             )
 
 
-class ReplicaEngine:
-    """Engine of several replicas: they train apart, and an averager brings them together.
+class Engine:
+    """Engine of a fit: counts windows, and lets the averager, if there is one, act between replicas.
+
+    A window is an optimizer step with all of its batches.
 
     Args:
         view: who takes part.
@@ -214,9 +214,10 @@ class ReplicaEngine:
         report_every: batches from one exchange of reports to the next, where there is one replica only.
 
     Attributes:
-        averager: brings parameters together; of the running fit, else ``None``.
+        averager: brings parameters together; of the running fit. ``None``: none runs, or there is one replica.
         losses: what this rank's training loss has been.
         windows: optimizer steps since the start of the fit.
+        meetings: exchanges between replicas that this one has completed, since its ranks have met.
         exchanged: the latest of these steps that an exchange between replicas, if one was due, has followed.
     """
 
@@ -266,28 +267,35 @@ class ReplicaEngine:
             return averager.finish(self.context(epoch_ends=False))
 
     def close(self) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        """Let go of what the fit held; local, idempotent, also after an error."""
         if self.averager is not None:
             self.averager.close()
             self.averager = self._own = None
 
-    def continue_from(self, former: "ReplicaEngine") -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+    def continue_from(self, former: "Engine") -> None:
+        """Go on where another one of this kind has stopped, which was made from an earlier view, between two fits."""
         self.windows, self.exchanged, self.meetings = former.windows, former.exchanged, former.meetings
         self.losses = former.losses
         self.links.traffic = former.traffic
 
     @property
     def lockstep(self) -> bool:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
-        return self.averager is not None and self.averager.traits.lockstep
+        """Whether all replicas exchange after the same steps."""
+        return self.averager is None or self.averager.traits.lockstep
 
     def abandon(self) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
         self.links.abandon()
 
-    def continue_after_loss(self, former: "ReplicaEngine", kept: Sequence[int], missed: bool, run: FitInfo) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+    def continue_after_loss(self, former: "Engine", kept: Sequence[int], missed: bool, run: FitInfo) -> None:
+        """Go on in the midst of a fit, among the replicas that remain (collective over them).
+
+        Args:
+            former: what went on until now.
+            kept: of each replica that remains, its index before.
+            missed: whether the others have completed an exchange in which this replica lost its connections.
+            run: what is known of the job and the fit now.
+        """
         self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
         self._own, self._cadence = former._own, former._cadence
         if former.averager is None:
@@ -364,7 +372,7 @@ class ReplicaEngine:
     # -- a window ----------------------------------------------------------------------------------
 
     def before_window(self) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`.
+        """A window is about to begin: before its first forward pass. Asked again within a window it does nothing.
 
         Raises:
             UnsupportedError: parameters have become trainable, or frozen, in mid-epoch.
@@ -399,9 +407,14 @@ class ReplicaEngine:
         return True
 
     def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`.
+        """Whether the ranks exchange reports after this batch; to be asked once per batch, alike on all ranks.
 
-        Ranks report where replicas meet anyway: elsewhere the fast ones would have to wait.
+        They do where replicas meet anyway: elsewhere the fast ones would have to wait.
+
+        Args:
+            batch: batches done, this one included.
+            window_ends: whether an optimizer has stepped after it.
+            epoch_ends: whether it is the last of its epoch.
         """
         self._due, self._epoch_ends = False, epoch_ends
         if window_ends and self.averager is not None:
@@ -409,19 +422,20 @@ class ReplicaEngine:
         return batch % self._report_every == 0 if self.view.count == 1 else self._due
 
     def take_loss(self, loss: Tensor) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
-        self.losses.take(loss, self._share.current().samples, self.windows)
+        """Take in the loss of a batch, the mean over its samples."""
+        if self.averager is not None:
+            self.losses.take(loss, self._share.current().samples, self.windows)
 
     def window_ended(self) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        """The optimizer has stepped; after :meth:`due`."""
         self.windows += 1
         self._open = False
 
     def exchange(self) -> Outcome | None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
-        averager = self.running
-        if not self.averages:
+        """Exchange between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
+        if self.averager is None or not self.averages:
             return None
+        averager = self.averager
         with self._share.timer.waiting(exchange=True), explain_nonfinite(self):
             outcome = averager.after_step(self.context(self._epoch_ends))
         self.exchanged, self.meetings = self.windows, self.meetings + self._due
@@ -429,7 +443,7 @@ class ReplicaEngine:
         return outcome
 
     def exchange_completed(self) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        """The exchange is complete: where all replicas are here now, act on their reports."""
         if self.averages and self._due and self.averager is not None and self.averager.traits.blocking:
             self._share.apply_reports()  # all are here now
 
@@ -456,18 +470,22 @@ class ReplicaEngine:
         self._cadence.note(self.windows, averager.traits.between)
 
     def evaluation_values(self, sanity_check: bool) -> list[Tensor] | None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        """The values to validate; ``None``: those of the model (collective).
+
+        Args:
+            sanity_check: whether this is the sanity check, before training.
+        """
         return self.consensus(sanity_check) if self.averages and self._own is None else None
 
     def hold(self, values: list[Tensor] | None) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        """Let the model hold what :meth:`evaluation_values` has returned, until :meth:`release`."""
         if values is not None:
             averager = self.running
             self._own = averager.replica.pack()
             averager.replica.unpack(values)
 
     def release(self) -> None:
-        """See :class:`~lightning_hetero.algorithms.engine.Engine`."""
+        """Let the model hold this replica's own values again."""
         if self.averager is not None and self._own is not None:
             self.averager.replica.unpack(self._own)
             self._own = None
@@ -519,131 +537,6 @@ class ReplicaEngine:
         averager.after_restore()
         self.losses.load_state_dict(state["losses"])
         self.resume(int(state["windows"]))
-
-
-class Engine(Protocol):
-    """Interface between a strategy and its replicas. A window is an optimizer step with all of its batches."""
-
-    def before_window(self) -> None:
-        """A window is about to begin: before its first forward pass. Asked again within a window it does nothing."""
-
-    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
-        """Whether the ranks exchange reports after this batch; to be asked once per batch, alike on all ranks.
-
-        Args:
-            batch: batches done, this one included.
-            window_ends: whether an optimizer has stepped after it.
-            epoch_ends: whether it is the last of its epoch.
-        """
-
-    def take_loss(self, loss: Tensor) -> None:
-        """Take in the loss of a batch, the mean over its samples."""
-
-    windows: int  # optimizer steps since the start of the fit
-    meetings: int  # exchanges between replicas that this one has completed, since its ranks have met
-
-    def window_ended(self) -> None:
-        """The optimizer has stepped; after :meth:`due`."""
-
-    def exchange(self) -> Outcome | None:
-        """Exchange between replicas; after :meth:`window_ended`. It can be called again if it breaks."""
-
-    def exchange_completed(self) -> None:
-        """The exchange is complete: where all replicas are here now, act on their reports."""
-
-    def evaluation_values(self, sanity_check: bool) -> list[Tensor] | None:
-        """The values to validate; ``None``: those of the model (collective).
-
-        Args:
-            sanity_check: whether this is the sanity check, before training.
-        """
-
-    def hold(self, values: list[Tensor] | None) -> None:
-        """Let the model hold what :meth:`evaluation_values` has returned, until :meth:`release`."""
-
-    def release(self) -> None:
-        """Let the model hold this replica's own values again."""
-
-    def close(self) -> None:
-        """Let go of what the fit held; local, idempotent, also after an error."""
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all replicas exchange after the same steps."""
-
-    def continue_after_loss(self, former: Any, kept: Sequence[int], missed: bool, run: FitInfo) -> None:
-        """Go on in the midst of a fit, among the replicas that remain (collective over them).
-
-        Args:
-            former: what went on until now.
-            kept: of each replica that remains, its index before.
-            missed: whether the others have completed an exchange in which this replica lost its connections.
-            run: what is known of the job and the fit now.
-        """
-
-    def abandon(self) -> None:
-        """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
-
-    def continue_from(self, former: Any) -> None:
-        """Go on where another one of this kind has stopped, which was made from an earlier view, between two fits."""
-
-
-class SingleReplica:
-    """Engine of strategies with one replica: there is nothing to do between replicas.
-
-    Args:
-        report_every: batches from one exchange of reports to the next.
-    """
-
-    def __init__(self, report_every: int) -> None:
-        self._report_every = report_every
-        self.windows = self.meetings = 0
-
-    def before_window(self) -> None:
-        """See :class:`Engine`."""
-
-    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
-        """See :class:`Engine`."""
-        return batch % self._report_every == 0
-
-    def take_loss(self, loss: Tensor) -> None:
-        """See :class:`Engine`."""
-
-    def window_ended(self) -> None:
-        """See :class:`Engine`."""
-        self.windows += 1
-
-    def exchange(self) -> Outcome | None:
-        """See :class:`Engine`."""
-        return None
-
-    def exchange_completed(self) -> None:
-        """See :class:`Engine`."""
-
-    def evaluation_values(self, sanity_check: bool) -> list[Tensor] | None:
-        """See :class:`Engine`."""
-        return None
-
-    def hold(self, values: list[Tensor] | None) -> None:
-        """See :class:`Engine`."""
-
-    def release(self) -> None:
-        """See :class:`Engine`."""
-
-    def close(self) -> None:
-        """See :class:`Engine`."""
-
-    lockstep = True
-
-    def continue_after_loss(self, former: "SingleReplica", kept: Sequence[int], missed: bool, run: FitInfo) -> None:
-        """See :class:`Engine`."""
-
-    def abandon(self) -> None:
-        """See :class:`Engine`."""
-
-    def continue_from(self, former: "SingleReplica") -> None:
-        """See :class:`Engine`."""
-        self.windows = former.windows
 
 
 def _checked_layout(values: Sequence[Tensor], layout: Sequence[Mapping[str, Tensor]]) -> Sequence[Tensor]:

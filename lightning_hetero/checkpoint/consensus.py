@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_hetero.algorithms.base import Averager
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.algorithms.engine import ReplicaEngine
+from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.checkpoint.snapshot import Snapshot, identity
 from lightning_hetero.comm.all_reduce import Contribution
 
@@ -25,7 +25,7 @@ class BackgroundConsensus:
         serves: tells whether it still is.
     """
 
-    def __init__(self, engine: ReplicaEngine, averager: Averager, serves: Callable[[], bool]) -> None:
+    def __init__(self, engine: Engine, averager: Averager, serves: Callable[[], bool]) -> None:
         self._engine, self._averager, self._serves = engine, averager, serves
         leaders = [(member.leader,) for member in engine.view.replicas]
         self._average = engine.links.background_averager(leaders) if engine.view.is_leader else None

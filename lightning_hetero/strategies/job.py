@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,13 @@ from typing_extensions import override
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.base import FitInfo
-from lightning_hetero.algorithms.engine import Engine, SingleReplica
+from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.accounting import BatchAccounting, PlanAgreement
 from lightning_hetero.batching.planner import PlanningState, Repartition, ShareHistory
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import failures
 from lightning_hetero.comm.agreement import gather, value_of_rank
+from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
@@ -100,8 +101,10 @@ class JobStrategy(DDPStrategy):
         return (tuple(range(topology.world)),)
 
     def make_engine(self, job: Job, share: BatchAccounting) -> Engine:
-        """What happens between replicas."""
-        return SingleReplica(self.options.rebalance_every_n_steps)
+        """The engine of a fit; it gets an averager where there are several replicas."""
+        skip: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
+        links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip)
+        return Engine(job.view, links, share, self.options.rebalance_every_n_steps)
 
     # -- the Trainer, the launcher -----------------------------------------------------------------
 

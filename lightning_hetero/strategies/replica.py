@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Averager, BufferAverager, Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
-from lightning_hetero.algorithms.engine import ReplicaEngine
-from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.checkpoint.consensus import BackgroundConsensus
 from lightning_hetero.checkpoint.format import (
@@ -32,9 +31,8 @@ from lightning_hetero.checkpoint.snapshot import identity
 from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.checkpoint_sections import FORMAT
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
-from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
+from lightning_hetero.comm.all_reduce import Traffic
 from lightning_hetero.comm.failures import collective
-from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
@@ -86,7 +84,7 @@ class ReplicaStrategy(HeteroStrategy):
         assert isinstance(trainer.strategy, ReplicaStrategy)
     """
 
-    engine: ReplicaEngine
+    engine: Engine
     of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source", "weight_averages")
     weight_averages = WeightAverages()
     _source = saving.Source()  # the checkpoint from which the fit goes on
@@ -167,12 +165,6 @@ class ReplicaStrategy(HeteroStrategy):
         return None if self.averager is None else self.averager.pairings
 
     # -- a fit -------------------------------------------------------------------------------------
-
-    @override
-    def make_engine(self, job: Job, share: BatchAccounting) -> ReplicaEngine:
-        not_finite: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
-        links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, not_finite)
-        return ReplicaEngine(job.view, links, share, self.options.rebalance_every_n_steps)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hetero.algorithms.engine import ReplicaEngine
+from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.checkpoint_sections import add_section, section
 from lightning_hetero.comm.agreement import check_equal
@@ -81,7 +81,7 @@ class WeightAverages:
             broadcast_values(updates.average)  # it was copied from the model before that got rank 0's values
         return cls(found)
 
-    def after_batch(self, engine: ReplicaEngine, timer: StepTimer) -> None:
+    def after_batch(self, engine: Engine, timer: StepTimer) -> None:
         """A batch has been done, and callbacks have asked for what they want (collective if all replicas meet)."""
         averager = engine.averager
         if engine.all_met:
@@ -97,7 +97,7 @@ class WeightAverages:
                 "(EMAWeightAveraging: update_starting_at_epoch=0, update_every_n_steps=0)."
             )
 
-    def make(self, engine: ReplicaEngine, timer: StepTimer) -> None:
+    def make(self, engine: Engine, timer: StepTimer) -> None:
         """Make the updates that have been asked for, where all replicas are together (collective).
 
         Args:

@@ -15,7 +15,7 @@ from test_node import by_hand
 from torch import nn
 
 from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
-from lightning_hetero.algorithms.engine import ReplicaEngine
+from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.errors import DisagreementError
 
 # -- against one process -------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Watched(EvaluatedNet):
 
 def _watched(folder: str, mutant: bool) -> dict[str, list[Any]]:
     if mutant:  # callbacks take in each replica's own weights
-        ReplicaEngine.hold = lambda self, sanity_check: None  # type: ignore[method-assign]
+        Engine.hold = lambda self, sanity_check: None  # type: ignore[method-assign]
     found = {}
     for name in ("ema",) if mutant else ("none", "ema", "mean", "by epoch"):
         strategy = NodeAverageStrategy(every_n_steps=3, balance=SHARES)
