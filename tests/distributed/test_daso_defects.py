@@ -104,7 +104,9 @@ class Pushed(Linear):
 class Late(DASOStrategy):
     def make_averager(self) -> Any:
         averager = super().make_averager()
-        averager.schedule.wait += 1
+        schedule = averager.first_schedule()
+        schedule.wait += 1
+        averager.first_schedule = lambda: schedule
         return averager
 
 

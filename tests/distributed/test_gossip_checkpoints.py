@@ -50,7 +50,7 @@ class Gap(GossipAsyncStrategy):
 
     def make_averager(self) -> Any:
         averager = super().make_averager()
-        state, consensus = averager.state_dict, averager.consensus
+        state, consensus = averager.before_save, averager.consensus
 
         def hold(context: Any) -> Any:
             averager._transport.resume = lambda: None
@@ -67,7 +67,7 @@ class Gap(GossipAsyncStrategy):
                 time.sleep(0.5)
             return state()
 
-        averager.state_dict, averager.consensus = late, hold
+        averager.before_save, averager.consensus = late, hold
         return averager
 
 

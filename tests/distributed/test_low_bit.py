@@ -133,7 +133,7 @@ def test_residuals_are_dropped_when_a_replica_is_lost(name: Any, options: dict[s
     (first, said, parts), (second, nothing, _) = (outcome.value for outcome in outcomes[:2])
     assert torch.equal(first, second)
     assert parts == [0]  # two replicas take no parts of sums
-    assert ["replicas were lost" in words for words in said] == [True]
+    assert ["Replicas were lost" in words for words in said] == [True]
     assert nothing == []
 
 
@@ -163,4 +163,4 @@ def test_residuals_begin_anew_with_other_parameters() -> None:
     (first, said, lengths, all_of_them), (second, *_) = run(_thawed, 2, nodes=[1, 1])
     assert torch.equal(first, second)
     assert sum(lengths) == all_of_them
-    assert ["other parameters are trainable now" in words for words in said] == [True]
+    assert ["Other parameters are trainable now" in words for words in said] == [True]
