@@ -541,8 +541,8 @@ def examine(
         raise ConfigurationError(f"there is no such Trainer ({given}): {error}") from error
     if save is not None and trainer.global_rank == 0:  # which will write it; others may have other folders
         check_target(save)
-    launcher = trainer.strategy.launcher
-    assert launcher is not None
+    if (launcher := trainer.strategy.launcher) is None:
+        raise ConfigurationError("this environment starts no ranks: run the doctor where ranks can be started.")
     try:
         launcher.launch(_take_part, strategy, config, batch_size, save)
     finally:
@@ -551,8 +551,7 @@ def examine(
 
 def _take_part(strategy: HeteroDDPStrategy, config: Path | None, batch_size: int, save: Path | None) -> None:
     strategy.setup_environment()
-    topology = strategy.cluster
-    assert topology is not None
+    topology = strategy.job.view.topology
     if config is None:
         work = builtin_workload(batch_size)
     else:

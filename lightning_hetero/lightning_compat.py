@@ -173,8 +173,8 @@ def monitored_by(trainer: "pl.Trainer") -> set[str]:
 
 def unsynced(trainer: "pl.Trainer", names: Collection[str]) -> Iterator[tuple[str, Unsynced]]:
     """The values that this rank has logged for itself, and that callbacks find under some names now; by their keys."""
-    results = trainer._results
-    assert results is not None
+    if (results := trainer._results) is None:
+        return
     stepping = trainer._logger_connector._first_loop_iter is not None
     for key, metric in results.valid_items():
         meta = metric.meta
@@ -193,8 +193,8 @@ def unsynced(trainer: "pl.Trainer", names: Collection[str]) -> Iterator[tuple[st
 
 def logged_names(trainer: "pl.Trainer") -> set[str]:
     """Under which names callbacks find what this rank has logged in the running loop, synchronised or not."""
-    results = trainer._results
-    assert results is not None
+    if (results := trainer._results) is None:
+        return set()
     items = [metric for _, metric in results.valid_items()]
     return {name for metric in items for step in (True, False) for name in results._forked_name(metric, on_step=step)}
 
@@ -350,9 +350,8 @@ def watch_fetching(trainer: "pl.Trainer", begins: Callable[[], None], ends: Call
 
 def restart_loaders(trainer: "pl.Trainer") -> None:
     """Let the training loaders begin again."""
-    fetcher = trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    iter(fetcher)
+    if (fetcher := trainer.fit_loop._data_fetcher) is not None:
+        iter(fetcher)
 
 
 def forget_loader_that_failed(trainer: "pl.Trainer | None") -> None:

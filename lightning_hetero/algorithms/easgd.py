@@ -62,9 +62,8 @@ class ElasticForce:
                     "Give moving_rate instead."
                 )
             return float(optimizers[0].param_groups[0]["lr"]) * self.rho
-        if self.moving_rate == "auto":
+        if self.moving_rate is None or self.moving_rate == "auto":
             return (0.9 if self.beta is None else self.beta) / replicas
-        assert self.moving_rate is not None
         return self.moving_rate
 
     def of_center(self, alpha: float, replicas: int) -> float:

@@ -391,15 +391,15 @@ class ShareSampler:
     def __iter__(self) -> Iterator[list[int]]:
         # All happens at the first draw: a DataLoader with workers makes two iterators and uses the second.
         position = self._position()
-        same_epoch = self.begun is not None and self.begun.epoch == position.epoch
-        if same_epoch and not self._left and not self.drawn:  # all trained on: a shorter loader starts over
-            first = 0
+        begun = self.begun
+        if begun is not None and begun.epoch == position.epoch and not self._left and not self.drawn:
+            first = 0  # all trained on: a shorter loader starts over
         else:  # a new epoch; what was prefetched beyond the end of the last one is void
             self.drawn.clear()
-            self.begun, self.next_step = position, position.step
+            self.begun = begun = position
+            self.next_step = position.step
             first = position.batch % max(len(self), 1)
-        assert self.begun is not None
-        origin = self.begun.step - self.begun.batch  # the step at which the epoch began, or would have
+        origin = begun.step - begun.batch  # the step at which the epoch began, or would have
         self._left = len(self) - first
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(position.epoch)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -30,6 +30,14 @@ from lightning_hetero.strategies.replica import ReplicaStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+class _Watch(NamedTuple):
+    """Records of a fit that is to be reported: where to, its steps, and who took part."""
+
+    folder: str
+    steps: StepHistory
+    attendance: MembershipHistory
 
 
 class HeteroMonitor(Callback):
@@ -80,8 +88,7 @@ class HeteroMonitor(Callback):
         self.pairings: list[list[int]] | None = None
         self.summary: Summary | None = None
         self.report = report
-        self._folder: str | None = None  # for the report of the running fit
-        self._steps: StepHistory | None = None  # of the running fit, if it is to be reported
+        self._watch: _Watch | None = None  # of the running fit, if it is to be reported
         self._attendance: MembershipHistory | None = None  # in the running fit
         self._seen: list[Any] = []
         self._before = Traffic()  # what exchanges had cost at the latest one that was seen
@@ -120,9 +127,10 @@ class HeteroMonitor(Callback):
         self._attendance = MembershipHistory(strategy.job.view, start, [told for _, told in everyone])
         self.losses = [] if entry is None else list(losses)
         if (report := everyone[0][0]) is not None:
-            self._folder = report_folder(report, folder)
-            self._steps = StepHistory(start, strategy.share.step)
-            strategy.share.watchers.append(self._steps.add)
+            self._watch = _Watch(
+                report_folder(report, folder), StepHistory(start, strategy.share.step), self._attendance
+            )
+            strategy.share.watchers.append(self._watch.steps.add)
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
@@ -144,22 +152,22 @@ class HeteroMonitor(Callback):
             if self.pairings:
                 rank_zero_info(_pairing_table(self.pairings))
         self._see_losses(trainer, strategy)
-        if self._steps is not None:
-            view = self._stop_watching(strategy)
+        if (watch := self._watch) is not None:
+            view = self._stop_watching(strategy, watch)
             views = gather(view, "what HeteroMonitor has seen")
             if trainer.is_global_zero and all(views):
-                self._write(strategy, pl_module, views)
+                self._write(strategy, pl_module, watch, views)
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Write what this rank has seen, if it is rank 0 and was not left out; the others may be gone."""
         strategy = trainer.strategy
-        if self._steps is not None and isinstance(strategy, HeteroStrategy):
-            view = self._stop_watching(strategy)
+        if (watch := self._watch) is not None and isinstance(strategy, HeteroStrategy):
+            view = self._stop_watching(strategy, watch)
             # The others may go on without a rank that was left out, and write the report themselves.
             if trainer.is_global_zero and view is not None and not isinstance(exception, MembershipLostError):
                 what = str(exception).strip().split("\n")[0]
-                self._write(strategy, pl_module, [view], f"{type(exception).__name__}{what and f': {what}'}")
+                self._write(strategy, pl_module, watch, [view], f"{type(exception).__name__}{what and f': {what}'}")
 
     def give_back(self) -> dict[str, Any]:
         """Records for the process of a notebook, where ranks are forked or spawned."""
@@ -173,29 +181,29 @@ class HeteroMonitor(Callback):
         """Show the latest fit in a notebook."""
         return notebook_html(self.history, self.summary)
 
-    def _stop_watching(self, strategy: HeteroStrategy) -> RankRecord | None:
+    def _stop_watching(self, strategy: HeteroStrategy, watch: "_Watch") -> RankRecord | None:
         """All that has been seen; nothing if there was no step."""
-        steps, self._steps = self._steps, None
-        assert steps is not None
+        self._watch, steps = None, watch.steps
         strategy.share.watchers.remove(steps.add)
         if not steps.beginning:
             return None
-        assert self._attendance is not None
-        members, losses = strategy.job.view, self._attendance.since(strategy.survival.losses)
+        members, losses = strategy.job.view, watch.attendance.since(strategy.survival.losses)
         found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
         return RankRecord(members.ids[members.rank], *found, strategy.share.fitted, tuple(losses))
 
     def _write(
-        self, strategy: HeteroStrategy, module: "pl.LightningModule", views: list[RankRecord], ended: str | None = None
+        self,
+        strategy: HeteroStrategy,
+        module: "pl.LightningModule",
+        watch: "_Watch",
+        views: list[RankRecord],
+        ended: str | None = None,
     ) -> None:
-        assert self._folder is not None
-        assert self._attendance is not None
         try:
-            self.summary = write(
-                self._folder, fit_record(strategy, type(module).__name__, views, ended, self._attendance)
-            )
+            record = fit_record(strategy, type(module).__name__, views, ended, watch.attendance)
+            self.summary = write(watch.folder, record)
         except Exception as error:  # whatever it is, the training is worth more than its report
-            rank_zero_warn(f"HeteroMonitor could not write its report to {self._folder}: {error!r}")
+            rank_zero_warn(f"HeteroMonitor could not write its report to {watch.folder}: {error!r}")
         else:
             rank_zero_info(f"HeteroMonitor: who was slowest and why, who waited, what it cost: {self.summary.path}")
 
@@ -216,8 +224,8 @@ class HeteroMonitor(Callback):
         self.exchanges.append(ExchangeRecord(strategy.share.step, *costs, status))
         thin(self.exchanges)
         now, spent = time.perf_counter(), (hidden - hidden_before, traffic.exposed - before.exposed)
-        if self._steps is not None and spent[0] > 0:
-            self._steps.hidden(now - sum(spent), now - spent[1])  # its wait, if any, came last
+        if self._watch is not None and spent[0] > 0:
+            self._watch.steps.hidden(now - sum(spent), now - spent[1])  # its wait, if any, came last
         pace = (traffic.exchanges - before.exchanges) / (now - self._at)
         self._before, self._at = replace(traffic), now
         if self._due(trainer, "exchanges"):

@@ -71,9 +71,8 @@ class BackgroundConsensus:
             known: how many of the vectors are those of a center, which all know.
             own: this replica's state.
         """
-        assert self._average is not None
         consensus: list[Tensor] = own["algorithm"]["reference"]
-        if known < len(consensus):
+        if self._average is not None and known < len(consensus):
             pairs = zip(rooms, consensus, strict=True)
             out = [room if room.dtype == old.dtype else torch.empty_like(old) for room, old in pairs]
             mean = self._average(Contribution(own["values"], weights, consensus), out).mean

@@ -142,7 +142,9 @@ class BackgroundWriter(WrappingCheckpointIO):
         owed: BaseException | None = None,
     ) -> None:
         # One thread is enough.
-        super().__init__(files.checkpoint_io if isinstance(files, AsyncCheckpointIO) else files)
+        files = (files.checkpoint_io or AtomicCheckpointIO()) if isinstance(files, AsyncCheckpointIO) else files
+        super().__init__(files)
+        self._files = files
         self.snapshot, self._consensus = Snapshot(), consensus
         self._store, self._limit, self._owed = store, limit, owed
         self._world = dist.group.WORLD
@@ -153,14 +155,10 @@ class BackgroundWriter(WrappingCheckpointIO):
         self._running: Background[None] | None = None
         self.seconds = 0.0
 
-    @property
-    def finds_consensus(self) -> bool:
-        """Whether the thread finds the consensus of the replicas."""
-        return self._consensus is not None and self._consensus.serves
-
-    def consensus_later(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A module's state to save, with room for the consensus that the thread will find."""
-        assert self._consensus is not None
+    def consensus_later(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """A module's state to save, with room for the consensus that the thread will find; ``None`` if it does not."""
+        if self._consensus is None or not self._consensus.serves:
+            return None
         state, self._find = self._consensus.later(state, self.snapshot)
         return state
 
@@ -224,13 +222,12 @@ class BackgroundWriter(WrappingCheckpointIO):
         self, jobs: Files, find: Callable[[Mapping[str, Any]], None] | None, save: str, then: Callable[[], Any]
     ) -> None:
         began, rank = time.perf_counter(), dist.get_rank()
-        assert self.checkpoint_io is not None
         try:
             if find is not None and jobs:  # the first one is the replica's shard
                 find(jobs[0][0]["state"])
             lower_priority()
             for job in jobs[:-1] if rank == 0 else jobs:
-                self.checkpoint_io.save_checkpoint(*job)
+                self._files.save_checkpoint(*job)
         except BaseException as error:
             with suppress(dist.DistError):  # what has happened here comes first
                 self._store.set(f"{save}/{rank}", str(error) or type(error).__name__)
@@ -238,7 +235,7 @@ class BackgroundWriter(WrappingCheckpointIO):
         self._store.set(f"{save}/{rank}", "written")
         if rank == 0:
             self._wait_for_others(save)
-            self.checkpoint_io.save_checkpoint(*jobs[-1])
+            self._files.save_checkpoint(*jobs[-1])
             then()
         self.seconds = time.perf_counter() - began
 

@@ -68,9 +68,9 @@ class VectorStart:
         )
 
 
-#: Vectors that start as the model's values.
+#: Vectors on the CPU, in fp32 or wider, that start as the model's values.
 model_values = VectorStart(1.0)
-#: Vectors that start as zeros.
+#: Vectors on the CPU, in fp32 or wider, that start as zeros.
 zeros = VectorStart(0.0)
 
 

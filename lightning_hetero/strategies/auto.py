@@ -126,14 +126,13 @@ class AutoStrategy(ReplicaStrategy):
             if problem := next(filter(None, gather(self._unchangeable(), "whether replicas can change")), None):
                 self._stay(f"{problem}, so that the replicas cannot change within this fit.")
                 return
-            if self._cluster(MEMORY, MEMORY) is None:
+            if (unlinked := self._cluster()) is None:
                 self._next += self.algorithm.measure
                 if self._next > self._last:
                     self._stay("not every rank has measured its speed, or steps differ in size.")
                 return
             near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(self._nodes()))
-            measured = self._cluster(near, far)
-            assert measured is not None
+            measured = replace(unlinked, within=near, between=far)
             step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
             algorithm = self.algorithm
             wish = AutoLimits(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
@@ -161,8 +160,8 @@ class AutoStrategy(ReplicaStrategy):
         some = pairs[:: -(-len(pairs) // _PAIRS)] if pairs else []
         return cluster.slowest_link(cluster.measure_links(some), size) or MEMORY
 
-    def _cluster(self, within: LinkModel, between: LinkModel) -> Cluster | None:
-        """What has been measured, the same on all ranks; ``None``: not yet, or it is not known how large steps are."""
+    def _cluster(self) -> Cluster | None:
+        """The ranks as measured, the same everywhere; ``None``: not yet, or it is not known how large steps are."""
         planner, reports = self.share.planner, self.share.reports
         if planner.learns or not planner.total or len(reports) != planner.world:
             return None
@@ -172,7 +171,7 @@ class AutoStrategy(ReplicaStrategy):
             return None
         nodes = tuple(tuple(costs[rank] for rank in ranks) for ranks in self._nodes())
         shares = () if planner.auto else tuple(batches * n for n in planner.shares(self.share.step))
-        return Cluster(nodes, batches * planner.total, self._size(), within, between, given=shares)
+        return Cluster(nodes, batches * planner.total, self._size(), MEMORY, MEMORY, given=shares)
 
     def _size(self) -> int:
         """Bytes of the gradients in fp32."""

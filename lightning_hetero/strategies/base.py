@@ -191,12 +191,13 @@ class HeteroStrategy(JobStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = lightning_compat.trainer_of(self.lightning_module)
-        if not self.joined or trainer is None or trainer.state.stage is None:
+        stage = None if trainer is None else trainer.state.stage
+        if not self.joined or trainer is None or stage is None:
             raise UnsupportedError(
                 "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
                 "follow from where a run stands, and all ranks set it up together: pass it to one of these."
             )
-        return self.parts.loaders.process(dataloader, trainer)
+        return self.parts.loaders.process(dataloader, trainer, stage)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -398,7 +399,7 @@ class HeteroStrategy(JobStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        return saving.copied_for_join(self.checkpoint_io, self.lightning_module, state)
+        return saving.copied_for_join(self.checkpoint_io, self.module, state)
 
     @override
     @saving.retry_on_peer_loss

@@ -101,22 +101,22 @@ class Capacity:
         batches = Batches(loaders)
         memory = memory_of(self.options, trainer.world_size, trainer.global_rank)
         basis = [*gather([_name_of(trainer.strategy.root_device), memory], "devices and their memory"), batches.total]
-        searches = not self._known(basis, module)
-        if searches:
+        found = self._known(basis, module)
+        searches = found is None
+        if found is None:
             with share.timer.waiting(), torch.random.fork_rng(devices=[]):
                 batches.draw()
             search = _Search(trainer, collectives, batches, max(share.planner.least, 1))
-            self.found, self.basis = search.run([memory for _, memory in basis[:-1]]), basis
-        self._module = weakref.ref(module)
-        assert self.found is not None
-        if sum(self.found) < batches.total:
+            found = search.run([memory for _, memory in basis[:-1]])
+        self.found, self.basis, self._module = found, basis, weakref.ref(module)
+        if sum(found) < batches.total:
             raise ShareError(
-                f"max_batch_size='auto': the ranks take at most {self.found} samples, {sum(self.found)} together, by "
+                f"max_batch_size='auto': the ranks take at most {found} samples, {sum(found)} together, by "
                 f"what fits into their memory, but a global batch has {batches.total}. Use a smaller batch with "
                 "accumulate_grad_batches, or raise max_batch_memory if the devices have more."
             )
         asked = None if share.planner.auto else share.planner.shares(share.step)
-        if share.planner.limit(self.found):
+        if share.planner.limit(found):
             if asked is not None and (shares := share.planner.shares(share.step)) != asked:
                 rank_zero_warn(
                     f"max_batch_size='auto': the shares that you have asked for, {asked} of a batch, do not fit into "
@@ -126,18 +126,16 @@ class Capacity:
         share.timer.restart()
         return searches
 
-    def _known(self, basis: list[Any], module: Any) -> bool:
-        """Whether what was found holds here; the same on all ranks."""
-        if self.found is None:
-            return False
-        if self.basis == basis and (self._module is None or self._module() is module):
-            return True
+    def _known(self, basis: list[Any], module: Any) -> list[int] | None:
+        """The limits that were found, if they hold here; the same on all ranks."""
+        if self.found is None or (self.basis == basis and (self._module is None or self._module() is module)):
+            return self.found
         if self._module is None:
             rank_zero_info(
                 "max_batch_size='auto': the checkpoint's limits were found for other ranks, devices, memory or "
                 "batches. Searching again."
             )
-        return False
+        return None
 
 
 def problem(options: Options, trainer: "pl.Trainer") -> HeteroError | None:

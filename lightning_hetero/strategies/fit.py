@@ -148,6 +148,4 @@ def _same_parameters(job: Job) -> ParameterDriftCheck | None:
     if len(ranks) == 1 or job.view.topology.backend(ranks) is not None:
         return None
     data, small = job.data_group(), job.small_group()
-    assert data is not None
-    assert small is not None
-    return ParameterDriftCheck(ranks, data, small)
+    return None if data is None or small is None else ParameterDriftCheck(ranks, data, small)

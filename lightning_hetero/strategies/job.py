@@ -155,9 +155,9 @@ class JobStrategy(DDPStrategy):
     @property
     def environment(self) -> ClusterEnvironment:
         """What the launcher said about this process, or what has changed since."""
-        environment = self.cluster_environment
-        assert environment is not None
-        return environment
+        if self.cluster_environment is None:
+            raise UnsupportedError("strategy.environment is there once a Trainer has been made with the strategy.")
+        return self.cluster_environment
 
     @property
     def interface(self) -> str:
@@ -171,9 +171,8 @@ class JobStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        assert self.parallel_devices is not None
         check_variables(self.environment, self.num_nodes)
-        self.parallel_devices = local_devices(self.environment, self.parallel_devices)
+        self.parallel_devices = local_devices(self.environment, self.parallel_devices or [])
         super().set_world_ranks()
 
     def renumber(self, rank: int, world: int) -> None:
@@ -256,8 +255,8 @@ class JobStrategy(DDPStrategy):
 
     # -- the view, and what is made from it --------------------------------------------------------
 
-    def build(self, job: Job, repartition: Repartition | None = None) -> Fit | None:
-        """Make what depends on who takes part, by the job's view (collective); returns what was there before.
+    def build(self, job: Job, repartition: Repartition | None = None) -> None:
+        """Make what depends on who takes part, by the job's view (collective).
 
         In the midst of a fit ``repartition`` says which of the former ranks remain.
         """
@@ -273,7 +272,6 @@ class JobStrategy(DDPStrategy):
             repartition,
         )
         self._job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
-        return former
 
     def rebuild(self, job: Job, moved: Repartition) -> None:
         """Make what depends on who takes part, which goes on where the former parts have stopped (collective).
@@ -282,8 +280,8 @@ class JobStrategy(DDPStrategy):
             job: with the new view.
             moved: which ranks are in it, by their former numbers, and from which step on they share batches.
         """
-        former = self.build(job, moved)
-        assert former is not None
+        former = self.parts
+        self.build(job, moved)
         self.step.continue_from(former.step)
         self.parts.loaders.continue_from(former.loaders, moved)
 
@@ -367,13 +365,11 @@ class JobStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.parts, self.job
-        assert model is not None
-        ranks = parts.share.replica
-        if len(ranks) == 1:
+        ranks, group = parts.share.replica, parts.data_group()
+        if model is None or group is None:
             return  # nothing to average with: DDP would only cost time
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
-        options["process_group"] = group = parts.data_group()  # a LightningCLI passes every option, the group too
-        assert group is not None
+        options["process_group"] = group  # a LightningCLI passes every option, the group too
         options = parts.buckets.options(options, model, self.root_device)
         if self.entry is not None:  # all have loaded the same values
             options["init_sync"] = False

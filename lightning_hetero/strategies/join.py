@@ -229,8 +229,8 @@ class ElasticJoin(Newcomers):
         """
         strategy = self._strategy
         entry, strategy.entry = strategy.entry, None
-        assert entry is not None
-        strategy.checkpoint_io = entry.files.usual
+        if entry is not None:
+            strategy.checkpoint_io = entry.files.usual
         failures.stop_watching()
         if dist.is_initialized():
             dist.destroy_process_group()

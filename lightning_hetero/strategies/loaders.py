@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -265,10 +265,8 @@ class Loaders:
 
     # -- entry -------------------------------------------------------------------------------------
 
-    def process(self, loader: object, trainer: "pl.Trainer") -> object:
+    def process(self, loader: object, trainer: "pl.Trainer", stage: RunningStage) -> object:
         """Give a loader a sampler that follows the plan (collective), for what the Trainer is running."""
-        stage = trainer.state.stage
-        assert stage is not None
         sharded = user_shards(trainer) or is_sharded(loader)
         if isinstance(loader, DataLoader) and not sharded and not has_iterable_dataset(loader):
             loader = with_whole_batches(loader)

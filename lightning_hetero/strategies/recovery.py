@@ -23,7 +23,7 @@ from lightning_hetero.comm.stores import store_at
 from lightning_hetero.comm.view import View
 from lightning_hetero.elastic.membership import Membership
 from lightning_hetero.elastic.protocol import AgreedView, MembershipTerms
-from lightning_hetero.errors import CommunicationError, HeteroError
+from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
 from lightning_hetero.strategies.guards import say_what_launchers_do, unsurvivable
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.join import ElasticJoin
@@ -258,13 +258,13 @@ class PeerRecovery(RecoveryPolicy):
         Raises:
             MembershipLostError: this rank cannot go on.
         """
-        assert self._membership is not None
-        me, own, lost, known = self._membership.me, self._progress(), dict[int, str](), dict[int, int]()
+        membership = self._watched
+        me, own, lost, known = membership.me, self._progress(), dict[int, str](), dict[int, int]()
         began, limit = time.monotonic(), self._strategy.options.limit.total_seconds()
         self._in_step = False
         while True:
             threads.abort_sockets()  # this thread has noticed the loss, other threads of this rank need not have
-            agreed = self._membership.agree(own)
+            agreed = membership.agree(own)
             lost, known = lost | agreed.lost, known | agreed.steps
             if LEFT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
                 raise self._growth.again(agreed, self._store if agreed.host == me else None)
@@ -281,6 +281,17 @@ class PeerRecovery(RecoveryPolicy):
         self._tell(lost, counted, time.monotonic() - stopped)
         return behind
 
+    @property
+    def _watched(self) -> Membership:
+        """The membership of the running fit.
+
+        Raises:
+            UnsupportedError: ranks are not watched now.
+        """
+        if self._membership is None:
+            raise UnsupportedError("ranks are watched during a fit only: a lost rank is an error now.")
+        return self._membership
+
     def _progress(self) -> Progress:
         engine, share = self._strategy.engine, self._strategy.share
         come = engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step(), share.reports_applied
@@ -290,11 +301,10 @@ class PeerRecovery(RecoveryPolicy):
         self, agreed: AgreedView, own: Progress, lost: dict[int, str], known: dict[int, int]
     ) -> tuple[MissedWork, LostSamples]:
         strategy, survivor = self._strategy, self._survivor
-        assert self._membership is not None
-        me, before = self._membership.me, strategy.job.view
+        me, before = self._watched.me, strategy.job.view
         strategy.abandon()
-        store = self._store if agreed.host == me else store_at(agreed.offer, strategy.options.limit)
-        assert store is not None
+        store = self._store if agreed.host == me else None
+        store = store or store_at(agreed.offer, strategy.options.limit)
         with survivor.plain():
             job = strategy.job.for_survivors(agreed.number, agreed.members, store)
             all_progress = [Progress(*agreed.progress[id]) for id in job.view.ids]

@@ -221,8 +221,7 @@ class ReplicaStrategy(HeteroStrategy):
         if self.engine.averages:
             outcome, values = collective("make replicas equal", self._finished)
             apply(outcome, type(self).__name__)
-            assert self.averager is not None
-            self.averager.replica.unpack(values)
+            self.engine.running.replica.unpack(values)
             broadcast_values(self.trainer.lightning_module)  # also what does not travel
 
     def _finished(self) -> tuple[Outcome | None, list[Tensor]]:
@@ -245,17 +244,18 @@ class ReplicaStrategy(HeteroStrategy):
         if not training or self.engine.holds or self.collectives.alone():
             return super().lightning_module_state_dict()
         io = self.checkpoint_io
-        if isinstance(io, BackgroundWriter) and io.finds_consensus:
-            return io.consensus_later(super().lightning_module_state_dict())
+        if isinstance(io, BackgroundWriter):
+            later = io.consensus_later(super().lightning_module_state_dict())
+            if later is not None:
+                return later
         if saving.others_join(self.checkpoint_io):
             values = collective("find where all begin", lambda: self.engine.join_values())  # after a loss another one
         else:
             values = collective("find the consensus", lambda: self.engine.consensus(self.trainer.sanity_checking))
-        assert self.averager is not None
-        with self.averager.replica.with_values(values):
+        with self.engine.running.replica.with_values(values):
             state = super(HeteroStrategy, self).lightning_module_state_dict()
             if saving.others_join(self.checkpoint_io):
-                return saving.copied_for_join(io, self.lightning_module, state, values)
+                return saving.copied_for_join(io, self.module, state, values)
             return dict(state) if isinstance(io, BackgroundWriter) else deepcopy(dict(state))
 
     def _identity(self) -> CheckpointIdentity:

@@ -254,8 +254,8 @@ class WiredGradients:
         if self.wire in ("bf16", "fp16"):
             model.register_comm_hook(model.process_group, _bf16 if self.wire == "bf16" else fp16_compress_hook)
             return
-        group = job.groups.get("gradients on a wire", job.view.replica.ranks)
-        assert group is not None
+        if (group := job.groups.get("gradients on a wire", job.view.replica.ranks)) is None:
+            return  # one rank
         self._running = GradientWire(self.wire, model.module, group)
         model.register_comm_hook(None, self._running.hook)
         if former is not None and former.used:

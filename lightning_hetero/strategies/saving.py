@@ -337,7 +337,7 @@ def kept_by_each(precision: Precision) -> list[str]:
 
 
 def copied_for_join(
-    io: CheckpointIO, module: nn.Module | None, state: dict[str, Any], new: Collection[Tensor] = ()
+    io: CheckpointIO, module: nn.Module, state: dict[str, Any], new: Collection[Tensor] = ()
 ) -> dict[str, Any]:
     """The state of the model; where others are about to join, a copy: hooks may change the model before it is loaded.
 
@@ -349,7 +349,6 @@ def copied_for_join(
     """
     if not isinstance(io, MemoryCheckpointIO):
         return state
-    assert module is not None
     return io.keep(state, [name for name, _ in module.named_parameters(remove_duplicate=False)], new)
 
 

@@ -21,7 +21,7 @@ from ranks import attempt, run
 from tasks import FAST, EvaluatedNet, Killed, Net, Save, dataset
 from torch.utils.data import DataLoader
 
-from lightning_hetero import Averager, StepContext, strategy_for
+from lightning_hetero import Averager, Own, StepContext, strategy_for
 from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 
 DDP, NODE = Row("hetero_ddp"), Row("hetero_node", {"every_n_steps": 3})
@@ -114,10 +114,7 @@ def test_saves_in_the_background_and_averages_of_weights(fake: str, tmp_path: Pa
 class Remembering(Averager):
     """Keeps tensors where the model is, and goes on with them."""
 
-    state = ("memory",)
-
-    def prepare(self) -> None:
-        self.memory = [torch.zeros_like(value) for value in self.replica.pack()]
+    memory = Own(lambda averager: [torch.zeros_like(value) for value in averager.replica.pack()])
 
     def due(self, context: StepContext) -> bool:
         return context.step % 2 == 0

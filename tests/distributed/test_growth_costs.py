@@ -70,7 +70,7 @@ def _memory_of_a_join(strategy: str, options: dict[str, Any], file: str) -> tupl
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(64, WIDTH)), batch_size=4))
     size = sum(p.numel() * p.element_size() for p in module.parameters())
     assert peak.peak
-    after = min(peak.after)  # it varies by what the allocator has not given back yet
+    after = min(peak.after)
     training = peak.before or after
     return (peak.peak - training) / size, (after - training) / size
 
@@ -80,11 +80,14 @@ def _memory_of_a_join(strategy: str, options: dict[str, Any], file: str) -> tupl
     ("strategy", "options"),
     [("HeteroDDPStrategy", {}), ("DiLoCoStrategy", {"replica": "rank", "tau": 3})],
 )
-def test_a_join_takes_the_memory_of_two_models_at_most(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_join_takes_the_memory_of_two_models_at_most(
+    strategy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed goes back to the system at once
     outcomes = grow(2, 1, _memory_of_a_join, strategy, {"balance": "off", **options}, str(tmp_path / "job"))
     found = values(outcomes)
-    assert max(peak for peak, _ in found) < 2
-    assert max(kept for _, kept in found) < 0.8  # nobody keeps the checkpoint
+    assert max(peak for peak, _ in found) < 1.5
+    assert max(kept for _, kept in found) < 0.3  # nobody keeps the checkpoint
 
 
 @pytest.mark.long
