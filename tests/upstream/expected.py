@@ -27,8 +27,8 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         f"{_DDP}::test_ddp_process_group_backend[foo-cuda:0-foo]",
         f"{_DDP}::test_ddp_process_group_backend[None-cuda:0-nccl]",
     ),
-    "A spawned rank imports the test's file without this plugin, so that its subclass is one of Lightning's DDPStrategy "
-    "again, which cannot be restored from what was sent: a HeteroDDPStrategy.": (
+    "A spawned rank imports the test's file without this plugin: there, its strategy is a subclass of Lightning's "
+    "DDPStrategy again, but what was sent to it is a HeteroDDPStrategy.": (
         "strategies/test_ddp_integration.py::test_ddp_spawn_add_get_queue",
     ),
     "The test replaces init_process_group by a mock, but ours meets the other ranks right after it.": (
