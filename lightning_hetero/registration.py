@@ -101,8 +101,7 @@ class _OldNames(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=spec.submodule_search_locations is not None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        new = _new_name(spec.name)
-        assert new is not None
+        new = _new_name(spec.name) or spec.name
         module = import_module(new)
         self._specs[new] = module.__spec__
         return module

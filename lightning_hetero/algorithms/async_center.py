@@ -65,7 +65,7 @@ class AsyncCenterAverager(CenteredAverager):
 
     traits = replace(CenteredAverager.traits, lockstep=False)
     counts = PerReplica[list[int]](lambda averager: [0] * averager.links.count)
-    _center: Center | None = None
+    _center: Center
 
     @abstractmethod
     def center_options(self) -> CenterOptions:
@@ -98,7 +98,6 @@ class AsyncCenterAverager(CenteredAverager):
     @override
     def finish(self, context: StepContext) -> Outcome | None:
         outcome = super().finish(context)
-        assert self._center is not None
         self._center.leave()
         return outcome
 
@@ -122,7 +121,6 @@ class AsyncCenterAverager(CenteredAverager):
 
     @override
     def absorb_arrived(self, kept: Sequence[int]) -> None:
-        assert self._center is not None
         self.commits = -1
         if (found := self._center.peek()) is not None:  # it lives here; the others get it from this replica
             for own, value in zip(self.center_vectors, found[0], strict=True):
@@ -143,5 +141,5 @@ class AsyncCenterAverager(CenteredAverager):
 
     @override
     def close(self) -> None:
-        if self._center is not None:
+        if hasattr(self, "_center"):  # not if it could not be made
             self._center.close()

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_hetero.comm.agreement import value_of_rank
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.object_collectives import ObjectMessage
+from lightning_hetero.errors import CheckpointError
 
 _WEIGHTS = "state_dict"
 
@@ -138,8 +139,8 @@ class MemoryCheckpointIO(CheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if path != self.path:
             return self.usual.load_checkpoint(path, *args, **kwargs)
-        assert self._own is not None
-        assert self._common is not None
+        if self._own is None or self._common is None:
+            raise CheckpointError(f"nothing was saved as {self.path} yet.")
         (weights, own), (checkpoint, alike) = self._own.value, self._common.value
         checkpoint[_WEIGHTS].update({name: weights[name] for name in alike})
         self.loaded = list(checkpoint[_WEIGHTS])

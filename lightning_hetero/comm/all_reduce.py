@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.comm.agreement import gather
-from lightning_hetero.comm.compression import DTYPES, Encoding, Feedback, bytes_sent, encoded_sum, encoding_of, sum_over
+from lightning_hetero.comm.compression import (
+    DTYPES,
+    Encoding,
+    Feedback,
+    bytes_sent,
+    encoded_sum,
+    encoding_of,
+    low_bit_encoding,
+    sum_over,
+)
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import finite
@@ -178,9 +187,7 @@ class ReplicaAllReduce:
         if feedback is None:
             return sum_over(group, own, self._pool)
         if feedback.wire not in self._encodings:
-            encoding = encoding_of(feedback.wire)
-            assert encoding is not None
-            self._encodings[feedback.wire] = encoding
+            self._encodings[feedback.wire] = low_bit_encoding(feedback.wire)
         sent, summed = feedback.sent[i], feedback.summed[i]
         coded, exact = own[: len(sent)], own[len(sent) :]
         if len(coded):

@@ -379,17 +379,26 @@ _KNOWN = ", ".join(map(repr, (*DTYPES, *LOW_BIT)))
 
 
 def encoding_of(wire: str) -> Encoding | None:
-    """Make the encoding of a wire.
+    """Make the encoding of a wire; ``None`` for ``"fp32"``, ``"bf16"`` or ``"fp16"``, which have none.
 
     Args:
-        wire: ``"int8"``, ``"int4"``, ``"topk:0.02"`` (any density from 1/256 to 1) or ``"topk"``, which is the same;
-            ``"fp32"``, ``"bf16"`` or ``"fp16"``: there is none.
+        wire: one of these, or of :func:`low_bit_encoding`.
 
     Raises:
         ConfigurationError: it is no wire.
     """
-    if isinstance(wire, str) and wire in DTYPES:
-        return None
+    return None if isinstance(wire, str) and wire in DTYPES else low_bit_encoding(wire)
+
+
+def low_bit_encoding(wire: str) -> Encoding:
+    """Make the encoding of a wire that has one.
+
+    Args:
+        wire: ``"int8"``, ``"int4"``, ``"topk:0.02"`` (any density from 1/256 to 1) or ``"topk"``, which is the same.
+
+    Raises:
+        ConfigurationError: it is no wire.
+    """
     name, colon, density = wire.partition(":") if isinstance(wire, str) else ("", "", "")
     if name == "topk":
         return Largest(_density(wire, density if colon else "0.02"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_hetero.comm.compression import DTYPES, LOW_BIT, Feedback, encoded_sum, encoding_of
+from lightning_hetero.comm.compression import DTYPES, LOW_BIT, Feedback, encoded_sum, encoding_of, low_bit_encoding
 from lightning_hetero.comm.threads import Background, BufferPool
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 
@@ -145,9 +145,7 @@ class EncodedMean(GradientMean):
     """
 
     def __init__(self, wire: str, length: int, group: dist.ProcessGroup, pool: BufferPool) -> None:
-        encoding = encoding_of(wire)
-        assert encoding is not None
-        self._encoding, self._group, self._pool = encoding, group, pool
+        self._encoding, self._group, self._pool = low_bit_encoding(wire), group, pool
         self._feedback = Feedback(wire, [length], dist.get_world_size(group))
 
     @override

@@ -96,8 +96,8 @@ class Capacity:
         if self.options.max_batch_size != "auto":
             return False
         module = trainer.lightning_module
-        loaders = lightning_compat.combined_loader(trainer)
-        assert loaders is not None
+        if (loaders := lightning_compat.combined_loader(trainer)) is None:
+            raise UnsupportedError("max_batch_size='auto' tries batches where a fit begins; its data are not set up.")
         batches = Batches(loaders)
         memory = memory_of(self.options, trainer.world_size, trainer.global_rank)
         basis = [*gather([_name_of(trainer.strategy.root_device), memory], "devices and their memory"), batches.total]
@@ -122,7 +122,7 @@ class Capacity:
                     f"max_batch_size='auto': the shares that you have asked for, {asked} of a batch, do not fit into "
                     f"the memory of all ranks. They are {shares} now. Use a smaller global batch to keep the shares."
                 )
-            _draw_anew(trainer, share)
+            _draw_anew(trainer, share, loaders)
         share.timer.restart()
         return searches
 
@@ -301,11 +301,10 @@ def _log_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _draw_anew(trainer: "pl.Trainer", share: BatchAccounting) -> None:
+def _draw_anew(trainer: "pl.Trainer", share: BatchAccounting, combined: CombinedLoader) -> None:
     """Let batches be drawn again, of the new sizes, that workers have prefetched."""
-    loaders, combined = share.loaders, lightning_compat.combined_loader(trainer)
+    loaders = share.loaders
     sources = loaders.sources()
-    assert combined is not None
     begun = [getattr(getattr(source, "batch_sampler", source), "begun", None) for source in sources]
     if all(position is None for position in begun):
         return

@@ -459,7 +459,8 @@ class ElasticJoin(Newcomers):
             agreed: who they are.
             store: with which they meet, if this rank hosts it.
         """
-        assert self._leaving is not None, "nobody leaves before all have come to the end of admit()"
+        if self._leaving is None:
+            raise UnsupportedError("other ranks have left the fit to begin it again, but this rank was not asked to.")
         view = self._strategy.job.view
         return among(self._leaving, agreed, view.ids[view.rank], store)
 

@@ -277,7 +277,10 @@ class Loaders:
             if (source := source_of(made)) is not None:
                 self.moments[source] = LoaderSeedState(getattr(loader, "generator", None))
             return made
-        return self.evaluation(loader, sharded, stage.dataloader_prefix or "validation")
+        name = stage.dataloader_prefix or "validation"
+        if sharded or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
+            return self._evaluated_stream(loader, "validation" if name == "val" else name, trainer)
+        return self.evaluation(loader, name)
 
     def training(self, loader: object, sharded_by_user: bool) -> object:
         """Make a training loader yield this rank's share (collective)."""
@@ -299,10 +302,8 @@ class Loaders:
             return with_batch_sampler(loader, sampler)
         return self._shared(loader) if kind == "shared stream" else self._stream(loader, kind)
 
-    def evaluation(self, loader: object, sharded_by_user: bool, name: str) -> object:
+    def evaluation(self, loader: DataLoader, name: str) -> object:
         """Make an evaluation loader yield every sample once, on one rank (collective)."""
-        if sharded_by_user or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
-            return self._evaluated_stream(loader, name)
         raise_on_all(no_batches(loader, name), f"the {name} dataloader")
         check_equal(f"the {name} dataloader", self._described(loader, "map"))
         batches = self._batches(loader, evaluation=True)
@@ -413,9 +414,7 @@ class Loaders:
             return SizedStream(loader, self._size_of, self._begin, self._peers(longest), longest, own, usual)
         return Stream(loader, self._size_of, self._begin, self._peers(None), usual)
 
-    def _evaluated_stream(self, loader: Any, name: str) -> object:
-        trainer, name = self._trainer, "validation" if name == "val" else name
-        assert trainer is not None
+    def _evaluated_stream(self, loader: Any, name: str, trainer: "pl.Trainer") -> object:
         if trainer.state.fn == TrainerFn.FITTING and sized_len(loader) is None and trainer.limit_val_batches == 1.0:
             rank_zero_info(
                 "The validation dataloader has no length, and limit_val_batches is not set: if its data never end, nor "

@@ -294,10 +294,7 @@ class Source:
                 f"{shard}. Copy or rename a checkpoint together with its shards."
             )
         problem = shards.agree_on_problem(problem, error)
-        if problem is not None:
-            return problem
-        assert state is not None
-        return {**state, "losses": saved["losses"][view.rank]}
+        return problem or {**(state or {}), "losses": saved["losses"][view.rank]}
 
     def nearest(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | None:
         """The state of the nearest replica that is found here, if there are others than were saved (collective).

@@ -275,7 +275,7 @@ def test_ranks_meet_at_one_moment_to_agree_on_a_sampler_or_are_refused(
             balance_iterable=False,
         )
         if evaluation:
-            loaders.evaluation(loader, sharded_by_user=False, name="validation")
+            loaders.evaluation(loader, name="validation")
         else:
             loaders.training(loader, sharded_by_user=False)
     assert (told[0] == told[1]) == fits
