@@ -154,7 +154,11 @@ class JobStrategy(DDPStrategy):
 
     @property
     def environment(self) -> ClusterEnvironment:
-        """What the launcher said about this process, or what has changed since."""
+        """What the launcher said about this process, or what has changed since.
+
+        Raises:
+            UnsupportedError: there is no Trainer yet.
+        """
         if self.cluster_environment is None:
             raise UnsupportedError("strategy.environment is there once a Trainer has been made with the strategy.")
         return self.cluster_environment

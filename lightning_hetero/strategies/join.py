@@ -458,6 +458,9 @@ class ElasticJoin(Newcomers):
         Args:
             agreed: who they are.
             store: with which they meet, if this rank hosts it.
+
+        Raises:
+            UnsupportedError: this rank was not about to begin again.
         """
         if self._leaving is None:
             raise UnsupportedError("other ranks have left the fit to begin it again, but this rank was not asked to.")

@@ -122,7 +122,9 @@ def test_files_are_written_by_plugins() -> None:
     """They get what `portable` has made, and so do those of the users."""
     written = _calls(_FILES, {"torch"})
     assert set(written) == {"checkpoint/writer.py"}
-    callers: dict[str, Any] = _calls({"save_checkpoint"}, {"files", "self.checkpoint_io", "strategy.checkpoint_io"})
+    callers: dict[str, Any] = _calls(
+        {"save_checkpoint"}, {"files", "self._files", "self.checkpoint_io", "strategy.checkpoint_io"}
+    )
     # Of which the first takes copies itself.
     assert set(callers) == {"checkpoint/writer.py", "strategies/base.py"}
     assert "save_checkpoint(portable(" in (PACKAGE / "strategies/base.py").read_text()
