@@ -19,6 +19,7 @@ from leftovers import nothing_left_in_memory
 from ranks import attempt, run
 
 from lightning_hetero.comm.centers.base import Center
+from lightning_hetero.comm.threads import abort_sockets
 from lightning_hetero.errors import CommunicationError
 
 LEADERS = [[1], [0], [2]]  # the center lives with rank 1, the store of the process groups with rank 0
@@ -215,3 +216,23 @@ def test_whoever_does_not_come_when_it_is_its_turn_is_named_by_the_host() -> Non
     assert "rank 0 was next, and did not come" in host
     assert "lives with rank 1" in other
     assert max(waited, also) < SHORT + SLACK
+
+
+# -- ranks that are to agree on who remains --------------------------------------------------------------------
+
+
+def waits_for_its_turn() -> tuple[str, float]:
+    """The host has had its turn, and nobody else comes; another rank was lost meanwhile."""
+    center = begun("turns", LEADERS)
+    if dist.get_rank() != 1:
+        time.sleep(3.0)
+        return "", 0.0
+    go(center)
+    threading.Timer(0.5, abort_sockets).start()
+    return until_error(center)
+
+
+def test_a_host_that_waits_for_its_turn_hears_that_connections_are_aborted() -> None:
+    text, seconds = run(waits_for_its_turn, WORLD)[1]
+    assert "cannot keep the center any longer" in text
+    assert seconds < 2.5  # before the others end

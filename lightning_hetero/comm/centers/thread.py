@@ -22,7 +22,7 @@ from lightning_hetero.comm.compression import DTYPES
 from lightning_hetero.comm.failures import cause, deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import finite
-from lightning_hetero.comm.threads import close_at_exit
+from lightning_hetero.comm.threads import abort_too, close_at_exit
 from lightning_hetero.errors import CommunicationError
 
 
@@ -227,6 +227,7 @@ class Wakeup:
                     rank = self._rank_of(unknown.pop(connection))
                     if rank in missing:
                         missing.remove(rank)
+                        abort_too(connection)
                         self._clients[rank] = connection
                     else:
                         connection.close()
@@ -288,6 +289,7 @@ class WakeupClient:
 
     def __init__(self, address: WakeupAddress, rank: int, seconds: float) -> None:
         self._connection = socket.create_connection((address.host, address.port), seconds)
+        abort_too(self._connection)
         self._connection.sendall(address.token + rank.to_bytes(_RANK, "big"))
 
     def announce(self) -> None:
