@@ -57,7 +57,7 @@ def page() -> str:
         tree = ast.parse(path.read_text())
         for name, text in raised(tree):
             by_class.setdefault(name, set()).add(text)
-        if path.stem in ("guards", "engine"):
+        if path.stem in ("trainer_checks", "engine"):
             by_class.setdefault("Errors on all ranks together", set()).update(told(tree))
     lines = [HEAD]
     for name in sorted(by_class):

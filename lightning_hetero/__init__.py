@@ -16,11 +16,11 @@ from lightning_hetero.version import __version__
 
 if TYPE_CHECKING:
     from lightning_hetero.algorithms.base import Averager, FitInfo, Outcome, StepContext, Traits
+    from lightning_hetero.algorithms.state import InFlight, Own, PerReplica, Scratch, Shared, model_values, zeros
     from lightning_hetero.batching.streams import SharedStream
     from lightning_hetero.callbacks.emulation import EmulatedSpeed
     from lightning_hetero.callbacks.monitor import HeteroMonitor
     from lightning_hetero.errors import ConfigurationError, HeteroError
-    from lightning_hetero.replicas.state import InFlight, Own, PerReplica, Scratch, Shared, model_values, zeros
     from lightning_hetero.strategies.algorithms import (
         DASOStrategy,
         DiLoCoAsyncStrategy,
@@ -83,7 +83,7 @@ __all__ = [
     "strategy_for",
     "zeros",
 ]
-_PARTS = ("strategies", "callbacks", "errors", "batching.streams", "replicas.state")
+_PARTS = ("strategies", "callbacks", "errors", "batching.streams", "algorithms.state")
 
 
 def __getattr__(name: str) -> Any:

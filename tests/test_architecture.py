@@ -26,7 +26,7 @@ ORDER = (
     *(
         "version",
         "errors",
-        "option_checks",
+        "argument_checks",
         "checkpoint_sections",
         "comm",
         "replicas",

@@ -181,7 +181,7 @@ import importlib, os, sys
 import torch._dynamo, torchmetrics  # which Lightning imports: most of the time, and needed only once
 
 assert not {"lightning", "lightning_hetero"} & set(sys.modules)
-for part in ("", ".launch.observer", ".strategies.guards"):
+for part in ("", ".launch.observer", ".strategies.trainer_checks"):
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0, f"lightning_hetero{part}"
         print(f"lightning_hetero{part}")

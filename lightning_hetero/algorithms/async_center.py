@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager
+from lightning_hetero.algorithms.state import PerReplica
 from lightning_hetero.comm.centers.base import Center
 from lightning_hetero.comm.centers.client import CenterClient, CenterOptions, layout_of, open_center
-from lightning_hetero.replicas.state import PerReplica
 
 
 class ExchangeRates:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Averager, StepContext
+from lightning_hetero.argument_checks import at_least_one, is_number, one_of
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.option_checks import at_least_one, is_number, one_of
 
 
 @dataclass

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.comm.all_reduce import Average, ReplicaLinks
-from lightning_hetero.comm.compression import Feedback
-from lightning_hetero.comm.groups import Groups
-from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.replicas.state import (
+from lightning_hetero.algorithms.state import (
     Own,
     PendingExchange,
     PerReplica,
@@ -34,6 +29,11 @@ from lightning_hetero.replicas.state import (
     start,
     write,
 )
+from lightning_hetero.comm.all_reduce import Average, ReplicaLinks
+from lightning_hetero.comm.compression import Feedback
+from lightning_hetero.comm.groups import Groups
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
 
@@ -228,7 +228,7 @@ class Averager(Stateful, ABC):
     Write one as a dataclass. Its fields are its options: check them in ``__post_init__``. What its next steps depend on
     is its state: declare it, without annotations, in one of the roles :class:`Shared`, :class:`Own`,
     :class:`PerReplica`, :class:`InFlight` and :class:`Scratch`. Checkpoints, lost replicas, newcomers and parameters
-    that become trainable are then seen to (:mod:`lightning_hetero.replicas.state`). A new instance serves each fit.
+    that become trainable are then seen to (:mod:`lightning_hetero.algorithms.state`). A new instance serves each fit.
 
     Only :meth:`before_step` and :meth:`after_step` change parameters. :meth:`consensus` and :meth:`before_save` may
     wait for other replicas, but never mix, cancel or advance, so that validating and saving do not change the training.

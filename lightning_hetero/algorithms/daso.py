@@ -10,11 +10,11 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext, Traits
 from lightning_hetero.algorithms.schedules import ExchangeTimer, RateSchedule, phase, steps_of
+from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
+from lightning_hetero.argument_checks import at_least_one, one_of
 from lightning_hetero.comm.all_reduce import Average, AveragePart, Contribution
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.option_checks import at_least_one, one_of
-from lightning_hetero.replicas.state import InFlight, PendingExchange, Shared
 from lightning_hetero.replicas.vectors import Replica
 
 Mixing = Literal["daso", "delta"]

@@ -15,10 +15,10 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.fragments import Fragments, StreamingAverager
+from lightning_hetero.algorithms.state import Shared
+from lightning_hetero.argument_checks import is_number
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.option_checks import is_number
-from lightning_hetero.replicas.state import Shared
 from lightning_hetero.replicas.vectors import Replica
 
 

@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.async_center import AsyncCenterAverager
 from lightning_hetero.algorithms.base import Outcome, StepContext
+from lightning_hetero.algorithms.state import Own, PerReplica, Shared, model_values, zeros
+from lightning_hetero.argument_checks import is_number, one_of
 from lightning_hetero.comm.centers.base import CenterRule
 from lightning_hetero.comm.centers.client import CenterOptions
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
-from lightning_hetero.option_checks import is_number, one_of
-from lightning_hetero.replicas.state import Own, PerReplica, Shared, model_values, zeros
 
 #: Gives the parts of vectors that belong to parameters, and those that belong to buffers.
 Views = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]

@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager, SyncCenterAverager
+from lightning_hetero.argument_checks import is_number
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.comm.compression import check_wire
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
-from lightning_hetero.option_checks import is_number
 
 
 @dataclass(frozen=True)

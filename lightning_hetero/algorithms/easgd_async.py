@@ -12,13 +12,13 @@ from typing_extensions import override
 from lightning_hetero.algorithms.async_center import AsyncCenterAverager
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.easgd import ElasticBase, check_momentum, stability
+from lightning_hetero.algorithms.state import Own
+from lightning_hetero.argument_checks import one_of
 from lightning_hetero.comm.centers.base import PushPull
 from lightning_hetero.comm.centers.client import CenterOptions, Home
 from lightning_hetero.comm.compression import refuse_low_bit
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
-from lightning_hetero.option_checks import one_of
-from lightning_hetero.replicas.state import Own
 
 
 class PushPullAverager(AsyncCenterAverager, ElasticBase):

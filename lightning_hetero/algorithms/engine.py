@@ -17,13 +17,7 @@ from lightning_hetero.algorithms.base import (
     change_layout,
     warn_of_scratch,
 )
-from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
-from lightning_hetero.comm.agreement import check_equal, value_of_rank
-from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
-from lightning_hetero.comm.view import View
-from lightning_hetero.errors import CheckpointError, NotFiniteError, UnsupportedError
-from lightning_hetero.replicas import optimizer_states
-from lightning_hetero.replicas.state import (
+from lightning_hetero.algorithms.state import (
     Own,
     PerReplica,
     Shared,
@@ -35,6 +29,12 @@ from lightning_hetero.replicas.state import (
     select,
     write,
 )
+from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
+from lightning_hetero.comm.agreement import check_equal, value_of_rank
+from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
+from lightning_hetero.comm.view import View
+from lightning_hetero.errors import CheckpointError, NotFiniteError, UnsupportedError
+from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.replicas.vectors import Replica
 
 

@@ -17,11 +17,11 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import LowBitAverager, Outcome, StepContext
 from lightning_hetero.algorithms.center import CenteredAverager, check_patterns
 from lightning_hetero.algorithms.schedules import ExchangeTimer, TauSchedule
+from lightning_hetero.algorithms.state import InFlight, PendingExchange, Shared
+from lightning_hetero.argument_checks import at_least_one, is_number
 from lightning_hetero.comm.all_reduce import Average, Contribution, Exchange
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.option_checks import at_least_one, is_number
-from lightning_hetero.replicas.state import InFlight, PendingExchange, Shared
 from lightning_hetero.replicas.vectors import Replica
 
 Fragments = int | Literal["blocks"]

@@ -14,7 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Averager, Outcome, StepContext, Traits, zero_nonfinite_state
+from lightning_hetero.algorithms.state import Own
 from lightning_hetero.algorithms.topologies import DIRECTED, MATCHINGS, Rule, rule_of, sends
+from lightning_hetero.argument_checks import at_least_one, is_number, one_of
 from lightning_hetero.comm.compression import DTYPES, Wire, refuse_low_bit
 from lightning_hetero.comm.gossip import (
     ANY,
@@ -28,8 +30,6 @@ from lightning_hetero.comm.gossip import (
 from lightning_hetero.comm.gossip_peers import EXCHANGE, PeerConnections
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.errors import ConfigurationError, NotFiniteError
-from lightning_hetero.option_checks import at_least_one, is_number, one_of
-from lightning_hetero.replicas.state import Own
 
 T = TypeVar("T", PairTransport, PushTransport)
 log = logging.getLogger("lightning_hetero")

@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.gossip import PairAverager
+from lightning_hetero.algorithms.state import Own, model_values, zeros
 from lightning_hetero.algorithms.topologies import random_matching, sends
+from lightning_hetero.argument_checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.option_checks import at_least_one, is_number
-from lightning_hetero.replicas.state import Own, model_values, zeros
 
 
 class _Rates(NamedTuple):

@@ -6,9 +6,9 @@ import torch
 from typing_extensions import override
 
 from lightning_hetero.algorithms.base import LowBitAverager, OptimizerMoments, Outcome, StepContext
+from lightning_hetero.argument_checks import at_least_one
 from lightning_hetero.comm.all_reduce import Average, Contribution
 from lightning_hetero.comm.compression import check_wire
-from lightning_hetero.option_checks import at_least_one
 from lightning_hetero.replicas.vectors import wide_dtype
 
 

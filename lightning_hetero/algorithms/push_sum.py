@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from lightning_hetero.algorithms.base import Outcome, StepContext
 from lightning_hetero.algorithms.gossip import PushAverager
+from lightning_hetero.algorithms.state import Own, VectorStart
 from lightning_hetero.algorithms.topologies import DIRECTED, Rule, rule_of, sends
+from lightning_hetero.argument_checks import at_least_one
 from lightning_hetero.comm.gossip import ReceivedPush
-from lightning_hetero.option_checks import at_least_one
-from lightning_hetero.replicas.state import Own, VectorStart
 
 _LEAST = 1e-3  # weight below which nothing is given away: values would lose their digits
 _MOST = 4.0  # times max(s, 1) that a step counts, for one with a low weight that hears from others

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal
 
+from lightning_hetero.argument_checks import at_least_one, is_number
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.option_checks import at_least_one, is_number
 
 #: Part of the steps' time for which replicas may wait.
 MAX_WAITING = 0.05

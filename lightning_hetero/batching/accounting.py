@@ -6,23 +6,14 @@ import math
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from functools import wraps
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import Store
-from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
-from torch.utils._pytree import tree_leaves
-from torchmetrics import Metric, MetricCollection
 
 from lightning_hetero.batching.cost import CostModel, SpeedEstimator
 from lightning_hetero.batching.plan_agreement import (
@@ -38,9 +29,9 @@ from lightning_hetero.batching.plan_agreement import (
 from lightning_hetero.batching.planner import Plan, Planner, Repartition, Report
 from lightning_hetero.batching.sampler import Drawn
 from lightning_hetero.batching.shares import Cost, Curve
-from lightning_hetero.batching.state_backup import StateBackup
 from lightning_hetero.batching.streams import StepTally
 from lightning_hetero.batching.timer import StepTimer, StepTiming
+from lightning_hetero.batching.weights import tensors_in
 from lightning_hetero.checkpoint_sections import KEY, add_section, section
 from lightning_hetero.comm.agreement import AsyncAllGather, gather
 from lightning_hetero.comm.failures import collective, deadline
@@ -636,32 +627,6 @@ class StreamPeers:
         return self.sum(StepTally(float(more), 0.0, 0.0)).samples > 0
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, in its order; collections of any kind, and dataclasses, are opened."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):  # such as a UserDict
-            yield from tensors_in(list(leaf.values()))
-        elif isinstance(leaf, Sequence) and not isinstance(leaf, str | bytes):
-            yield from tensors_in(list(leaf))
-        elif is_dataclass(leaf):
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
-
-
-def samples_in(batch: Any) -> float:
-    """The first dimension that all tensors of a batch share.
-
-    Raises:
-        ValueError: there is none, or the tensors differ.
-    """
-    sizes = {tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim > 0}
-    if len(sizes) != 1:
-        differ = f"its tensors have first dimensions {sorted(sizes)}"
-        raise ValueError(differ if sizes else f"no tensors are found in it (a {type(batch).__name__})")
-    return float(sizes.pop())
-
-
 def _fingerprint(batch: Any) -> str | None:
     """Tells batches apart; ``None`` where there is nothing to tell them by."""
     leaves = [leaf for leaf in tensors_in(batch) if not (leaf.is_nested or leaf.is_quantized)]
@@ -789,100 +754,3 @@ class LossTracker:
     def load_state_dict(self, state: Sequence[float]) -> None:
         """Continue from :meth:`state_dict`."""
         self._sums = torch.tensor(state, dtype=torch.float64)
-
-
-_METRICS = (Metric, MetricCollection)
-_OF_MODULES = frozenset(vars(nn.Module()))  # attributes: parameters, buffers, hooks, ...
-
-
-@contextmanager
-def zero_backward(module: nn.Module) -> Iterator[None]:
-    """Backward passes in this block give zeros for all parameters.
-
-    A loss times 0 is not enough: where the loss of a padding batch is not finite (a mean over no token, a standard
-    deviation of one sample), its gradient would be NaN for all ranks.
-    """
-    hooks = [p.register_hook(torch.zeros_like) for p in module.parameters() if p.requires_grad]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def zero_loss(module: nn.Module) -> Tensor:
-    """A loss of 0 in which all parameters have a part, with gradients of zero."""
-    return sum((p.reshape(-1)[:0].abs().sum() for p in module.parameters() if p.requires_grad), torch.zeros(()))
-
-
-def zero_gradients(optimizer: Optimizer) -> None:
-    """Set the gradients that an optimizer would take in to zero."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                p.grad.detach().zero_()
-
-
-@contextmanager
-def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Forward passes in this block leave the state of a module as it was.
-
-    That covers buffers, such as BatchNorm's running statistics, the states of torchmetrics, tensors that are changed
-    in place, and lists, dictionaries and sets that attributes hold, such as one of outputs. It does not cover numbers
-    that are attributes, or in a dictionary: what counts steps counts this one, as on the other ranks.
-    """
-    kept = StateBackup(
-        whole=lambda value: isinstance(value, nn.Module | Optimizer) and not isinstance(value, _METRICS), counters=False
-    )
-    for part in module.modules():
-        kept.keep(vars(part)["_buffers"])
-        if isinstance(part, _METRICS):
-            kept.keep(part)
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor | list | dict | set | deque) and name not in _OF_MODULES:
-                kept.keep(value)
-    yield
-    kept.restore()  # past autograd: the backward pass that follows must not take it for a change
-
-
-class _SkippedStepError(Exception):
-    """Ends an optimizer's own step after its closure, before it has changed anything."""
-
-
-@contextmanager
-def skip_step_if(left_out: Callable[[], bool], optimizer: Optimizer) -> Iterator[None]:
-    """In this block the optimizer's own step may be left out, but none of the hooks around it.
-
-    Parameters, momenta and step counts stay as they are. An optimizer calls its closure first, and Lightning's hooks
-    are part of the closure, or run before the step.
-
-    Args:
-        left_out: whether to leave it out; asked after the closure.
-        optimizer: that is to step.
-    """
-    original: Callable[..., Any] = optimizer.step
-    own = vars(optimizer).get("step")
-
-    @wraps(original)
-    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        def closed() -> Any:
-            output = None if closure is None else closure()
-            if left_out():
-                raise _SkippedStepError
-            return output
-
-        if closure is None and not left_out():
-            return original(*args, **kwargs)
-        try:
-            return original(*args, closure=closed, **kwargs)
-        except _SkippedStepError:
-            for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
-                hook(optimizer, args, kwargs)
-
-    optimizer.step = step  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del optimizer.step
-        if own is not None:  # such as that of a learning rate's schedule, which counts the steps
-            optimizer.step = own  # type: ignore[method-assign]

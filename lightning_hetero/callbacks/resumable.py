@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_hetero.argument_checks import at_least_one, is_number, plain
 from lightning_hetero.batching.plan_agreement import ActionRequest, AgreedBatch
 from lightning_hetero.callbacks.checkpoint_folder import (
     RetentionPolicy,
@@ -21,7 +22,6 @@ from lightning_hetero.callbacks.checkpoint_folder import (
 from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import accumulates, resume_by
-from lightning_hetero.option_checks import at_least_one, is_number, plain
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
 from lightning_hetero.strategies.saving import Resumable

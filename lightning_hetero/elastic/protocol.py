@@ -1,50 +1,18 @@
 """Membership protocol of one member: pure, without sockets, threads or clocks of its own."""
 
-from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lightning_hetero.comm.failures import GONE
+from lightning_hetero.elastic.election import LeaderElection, MemberState
+from lightning_hetero.elastic.failure_detector import (
+    AdaptiveTimeout,
+    FailureDetector,
+    Heartbeat,
+    LostMembers,
+    MemberChannel,
+    MemberEnvironment,
+)
 from lightning_hetero.elastic.quorum import Key, Roster, decide
-
-
-class LossReason(NamedTuple):
-    """Reason why a member counts as lost.
-
-    Attributes:
-        why: completes "rank 3 ...".
-        final: whether it stays lost even if it is heard again.
-    """
-
-    why: str
-    final: bool
-
-
-class MemberState(NamedTuple):
-    """State of a member, as it tells the others.
-
-    Attributes:
-        leader: member that it follows.
-        term: how often the leader has changed, as far as it knows. A higher one wins.
-        view: the last one that was committed.
-        acked: views that it has acknowledged since.
-        progress: what its training thread gave to ``agree()``; ``None`` if it has not come.
-        changing: whether it wants a new view.
-    """
-
-    leader: int
-    term: int
-    view: Roster
-    acked: tuple[Roster, ...]
-    progress: tuple[int, ...] | None
-    changing: bool
-
-    @classmethod
-    def read(cls, value: Any) -> "MemberState":
-        """The state that was written as JSON."""
-        leader, term, view, acked, progress, changing = value
-        come = None if progress is None else tuple(progress)
-        return cls(int(leader), int(term), Roster.read(view), tuple(map(Roster.read, acked)), come, bool(changing))
 
 
 class ViewProposal(NamedTuple):
@@ -80,41 +48,6 @@ class ViewProposal(NamedTuple):
         roster, all_progress, lost, steps, offer = value
         come = {member: tuple(one) for member, one in all_progress}
         return cls(Roster.read(roster), come, dict(lost), offer, dict(steps))
-
-
-class MemberChannel(Protocol):
-    """A connection to another member."""
-
-    peer: Any
-    mine: bool
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message."""
-
-    def close(self) -> None:
-        """Close the connection; nothing is heard of it any more."""
-
-
-class MemberEnvironment(Protocol):
-    """Environment of a member: clock, connections and counters."""
-
-    def now(self) -> float:
-        """Seconds, on a clock that never goes back."""
-
-    def connect(self, peer: int) -> MemberChannel:
-        """Begin to connect to a member."""
-
-    def offer(self, number: int) -> Any:
-        """The store at which the members of a view meet."""
-
-    def busy(self) -> float:
-        """Number of processes for each core of this machine, at least 1."""
-
-    def steps(self) -> int:
-        """Number of steps that this member has done."""
-
-    def note(self, what: str, member: int, why: str = "") -> None:
-        """Take note of an event."""
 
 
 class ViewChange:
@@ -302,60 +235,6 @@ class ViewChange:
         return proposal
 
 
-class LeaderElection:
-    """Election of the coordinator: the lowest living member, unless others already follow another.
-
-    Two members may take themselves for the coordinator for a while. That does no harm: a view needs the
-    acknowledgement of all its members, and each of them follows one coordinator only.
-
-    Args:
-        member: that follows.
-
-    Attributes:
-        leader: the coordinator.
-        term: how often it has changed, as far as is known. Members turn to the one with the highest term.
-    """
-
-    def __init__(self, member: "Member") -> None:
-        self._member = member
-        self.leader, self.term = min(member.view.members), 0
-
-    def choose(self) -> bool:
-        """Follow the lowest living member if the coordinator is lost; whether there is one."""
-        member = self._member
-        while self.leader in member.lost or self.leader not in member.view.members:
-            living = [*member.others, *([member.me] if member.me not in member.lost else [])]
-            if not living:
-                return False
-            self.follow(min(living), self.term + 1)
-        return True
-
-    def consider(self, peer: int, state: MemberState) -> None:
-        """Perhaps follow the coordinator that another member names."""
-        member, leader = self._member, state.leader
-        if leader == self.leader:
-            self.term = max(self.term, state.term)
-        elif leader in member.lost:
-            return
-        elif peer == self.leader:  # it is not the coordinator (any more)
-            self.follow(leader, max(self.term, state.term) + (leader == member.me))
-        elif leader != member.me and (state.term, -leader) > (self.term, -self.leader):
-            silence = member.timeout.silence(self.leader, member.environment.now())
-            if member.is_coordinator or (peer == leader and silence > member.timeout.grace / 2):
-                self.follow(leader, state.term)
-
-    def follow(self, leader: int, term: int) -> None:
-        """Follow another coordinator, or become it."""
-        member = self._member
-        member.view_change.broadcast()  # the last news of this member, if it was the coordinator
-        if (old := member.outbound.pop(self.leader, None)) is not None:
-            old.close()
-        self.leader, self.term, member.detector.asked = leader, term, {}
-        member.view_change.begin()
-        member.timeout.expect([leader], member.environment.now())
-        member.hurry(leader)
-
-
 _LINGER = 0.5  # seconds in which the coordinator waits for others to leave as well
 
 
@@ -419,258 +298,6 @@ class Shutdown:
         elif member.lost.mark_left(channel.peer):
             member.environment.note("left", channel.peer)
             member.view_change.mark_changed()
-
-
-LEFT = "has left: its run was over"
-
-
-class LostMembers:
-    """Lost members, and those that have left because their run was over.
-
-    Args:
-        me: this member.
-    """
-
-    def __init__(self, me: int) -> None:
-        self._me = me
-        self._lost: dict[int, LossReason] = {}
-        self.left: set[int] = set()
-
-    def __contains__(self, member: int) -> bool:
-        return member in self._lost or member in self.left
-
-    @property
-    def reasons(self) -> dict[int, str]:
-        """Reasons why members do not take part any more."""
-        return {**{member: loss.why for member, loss in self._lost.items()}, **dict.fromkeys(self.left, LEFT)}
-
-    def lose(self, member: int, why: str, final: bool) -> bool:
-        """Count a member as lost; whether that is new."""
-        if member in self.left or (member in self._lost and (self._lost[member].final or not final)):
-            return False
-        self._lost[member] = LossReason(why, final)
-        return True
-
-    def mark_left(self, member: int) -> bool:
-        """Count a member as one that has left; whether that is new."""
-        if member in self.left or member == self._me:
-            return False
-        self.left.add(member)
-        self._lost.pop(member, None)
-        return True
-
-    def mark_alive(self, member: int) -> bool:
-        """A member has been heard; whether it counted as lost and does not any more."""
-        return member in self._lost and not self._lost[member].final and bool(self._lost.pop(member))
-
-    def readmit(self, members: Iterable[int]) -> None:
-        """Members take part in a new view, whatever was decided before."""
-        for member in members:
-            if member in self._lost and self._lost[member].final:
-                del self._lost[member]
-
-    def written(self) -> list[Any]:
-        """As JSON has it, for the others."""
-        return [list(self._lost.items()), sorted(self.left)]
-
-    def read(self, value: Any) -> None:
-        """Take over what the coordinator knows. It may have heard members that seemed to be lost here."""
-        lost, left = value
-        for member in left:
-            self.mark_left(member)
-        final = {member: loss for member, loss in self._lost.items() if loss.final}
-        told = {member: LossReason(*loss) for member, loss in lost if member != self._me and member not in self.left}
-        self._lost = {**told, **final}
-
-
-class Heartbeat:
-    """Heartbeats: sends them, and takes in what others say of themselves.
-
-    How many steps a member has done is in its heartbeats, and in the first message on a connection and the last one.
-    So what is known of it is up to a heartbeat old.
-
-    Args:
-        member: that lives.
-
-    Attributes:
-        steps: that each other member has done, as far as is known; fewer than it really has.
-    """
-
-    def __init__(self, member: "Member") -> None:
-        self._member = member
-        self._sent = float("-inf")
-        self.steps: dict[int, int] = {}
-
-    def tick(self, now: float) -> None:
-        """Send a heartbeat, if it is time."""
-        member = self._member
-        if now - self._sent < member.timeout.beat:
-            return
-        self._sent = now
-        beat = self.with_progress({"k": "beat", "v": round(member.environment.busy(), 2)})
-        for channel in (*member.inbound.values(), *member.outbound.values()):
-            channel.send(beat)
-
-    def with_progress(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message that says, too, how far this member has come."""
-        return {**message, "steps": self._member.environment.steps()}
-
-    def received(self, peer: int, message: Mapping[str, Any]) -> None:
-        """Another member has sent a message, of any kind."""
-        if message["k"] == "beat":
-            self._member.timeout.busy(peer, float(message.get("v", 1.0)))
-        if "steps" in message:
-            self.learn({peer: int(message["steps"])})
-
-    def learn(self, steps: Mapping[int, int]) -> None:
-        """Hear how far members have come, from themselves or from others; it may be old."""
-        for peer, done in steps.items():
-            self.steps[peer] = max(done, self.steps.get(peer, done))
-
-
-class FailureDetector:
-    """Failure detector: the coordinator judges the silence of all members, a member that of the coordinator.
-
-    If the coordinator is silent, members ask others whether they are alive before they give it up. So all that are on
-    the other side of a broken network are known at once.
-
-    Args:
-        member: that watches.
-
-    Attributes:
-        asked: members that were asked and have not answered yet, and since when.
-    """
-
-    def __init__(self, member: "Member") -> None:
-        self._member = member
-        self.asked: dict[int, float] = {}
-
-    def heard(self, other: int) -> None:
-        """A member has answered, or is not waited for any more."""
-        self.asked.pop(other, None)
-
-    def tick(self) -> None:
-        """Some time has passed."""
-        member = self._member
-        now, grace = member.environment.now(), member.timeout.grace
-        for other in member.others if member.is_coordinator else [member.leader]:
-            silence = member.timeout.silence(other, now)
-            if silence > grace:
-                asked = {} if member.is_coordinator else dict(self.asked)
-                member.lose(other, f"has not been heard of for {silence:.1f} s")
-                for silent, since in asked.items():
-                    if now - since > 0.4 * grace:
-                        member.lose(silent, f"has not been heard of for {now - since:.1f} s")
-            elif silence > grace / 2 and not member.is_coordinator:
-                self._ask(now)
-
-    def _ask(self, now: float) -> None:
-        """Ask those that would be the coordinator before this member; and all, if it is the next one itself."""
-        member = self._member
-        others = [other for other in member.others if other != member.leader]
-        next_in_line = all(other > member.me for other in others)
-        for other in others:
-            if next_in_line or other < member.me:
-                self.asked.setdefault(other, now)
-
-
-BEAT = 2.0  # seconds between heartbeats, unless a smaller grace needs them more often
-_OFTEN, _MANY = 1.0, 64  # seconds between heartbeats while the grace is learned; of so many members, more for more
-_FIRST, _LEAST, _MOST = 10.0, 1.5, 60.0  # seconds: grace before it is learned, what it adds to a beat, and its limit
-_TIMES = 5  # so often the longest delay of a heartbeat counts, to be on the safe side
-_ENOUGH, _LISTENED = 8, 8.0  # gaps to learn from, and seconds in which they were heard
-_PERIODS, _PERIOD = 10, 60.0  # for how many periods a long gap is remembered, and the seconds of one
-
-
-class AdaptiveTimeout:
-    """Timeout that adapts to the gaps between a member's messages.
-
-    What is learned is how late a heartbeat of the last ten minutes was at most, over all members: what keeps one of
-    them busy may well happen to another one. Where processes wait for a core, a silence means less; members tell each
-    other of that.
-
-    Args:
-        grace: seconds of silence after which a member counts as lost; ``None``: learned.
-        members: how many there are.
-
-    Attributes:
-        before: the longest gap that was heard earlier, in another view, in seconds; ``None``: nothing is known.
-    """
-
-    def __init__(self, grace: float | None, members: int = 2) -> None:
-        self._given, self._members = grace, members
-        self._last: dict[int, float] = {}
-        self._periods: deque[tuple[float, float]] = deque(maxlen=_PERIODS)  # when they began, and their longest gaps
-        self.before: float | None = None
-        self._gaps, self._since = 0, float("inf")
-        self._latest = -float("inf")
-        self._busy: dict[int, float] = {}
-
-    @property
-    def beat(self) -> float:
-        """Seconds between heartbeats."""
-        if self._given is None:
-            return min(BEAT, _OFTEN * max(1.0, self._members / _MANY))
-        return min(BEAT, self._given / 4)
-
-    @property
-    def lapse(self) -> float:
-        """Seconds for which this process may stand still itself before it judges nobody by them."""
-        return self.beat if self._given is not None else self.grace / 4
-
-    @property
-    def longest(self) -> float | None:
-        """The longest gap that is remembered; ``None`` if there were too few."""
-        if self._gaps < _ENOUGH or self._latest - self._since < _LISTENED:
-            return self.before
-        gaps = [gap for _, gap in self._periods]
-        return max(gaps if self.before is None else [*gaps, self.before])
-
-    @property
-    def grace(self) -> float:
-        """Seconds of silence after which a member counts as lost."""
-        if self._given is not None:
-            return self._given
-        if (longest := self.longest) is None:
-            return _FIRST
-        patience = max(_TIMES * (longest - self.beat), _LEAST)
-        return min((self.beat + patience) * max([1.0, *self._busy.values()]), _MOST)
-
-    def busy(self, member: int, processes: float) -> None:
-        """A member tells how many processes there are for each core of its machine; two are nothing special."""
-        self._busy[member] = processes / 2
-
-    def connected(self, member: int, now: float) -> None:
-        """A member is heard on a new connection: it need not have said anything before."""
-        self._last[member] = now
-
-    def message_came(self, member: int, now: float) -> None:
-        """A message has come from a member."""
-        if member in self._last and self._last[member] < now:
-            self._learn(now - self._last[member], now)
-        self._last[member] = now
-
-    def _learn(self, gap: float, now: float) -> None:
-        self._gaps, self._since, self._latest = self._gaps + 1, min(self._since, now), now
-        if not self._periods or now - self._periods[-1][0] >= _PERIOD:
-            if len(self._periods) == _PERIODS:
-                self.before = None  # it is long ago
-            self._periods.append((now, gap))
-        elif gap > self._periods[-1][1]:
-            self._periods[-1] = self._periods[-1][0], gap
-
-    def expect(self, members: Iterable[int], at: float) -> None:
-        """Judge the silence of members from a time on, unless they have been heard later."""
-        for member in members:
-            self._last[member] = max(self._last.get(member, at), at)
-
-    def silence(self, member: int, now: float) -> float:
-        """Seconds since a member was last heard."""
-        return now - self._last.setdefault(member, now)
-
-    def restart(self, now: float) -> None:
-        """Begin anew for all: this process itself did not run for a while."""
-        self._last = {member: max(now, last) for member, last in self._last.items()}
 
 
 class MembershipTerms(NamedTuple):
@@ -792,6 +419,19 @@ class Member:
     def is_coordinator(self) -> bool:
         """Whether this member is the coordinator."""
         return self.leader == self.me
+
+    def leave_coordinator(self) -> None:
+        """This member is about to follow another coordinator."""
+        self.view_change.broadcast()  # its last news, if it was the coordinator itself
+        if (old := self.outbound.pop(self.leader, None)) is not None:
+            old.close()
+
+    def coordinator_chosen(self) -> None:
+        """This member follows another coordinator, or is it itself."""
+        self.detector.asked = {}
+        self.view_change.begin()
+        self.timeout.expect([self.leader], self.environment.now())
+        self._tries.pop(self.leader, None)  # the next attempt to connect is at once
 
     def state(self) -> dict[str, Any]:
         """The message that says where this member stands."""
@@ -1002,10 +642,6 @@ class Member:
             self.reach(self.leader)
             for other in list(self.detector.asked):
                 self.reach(other)
-
-    def hurry(self, peer: int) -> None:
-        """Let the next attempt to connect to a member be at once."""
-        self._tries.pop(peer, None)
 
     def reach(self, peer: int) -> None:
         """Connect to a member, unless there is a connection or the last attempt was just now."""

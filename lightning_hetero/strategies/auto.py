@@ -30,8 +30,8 @@ from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.default_groups import beyond
-from lightning_hetero.strategies.guards import two_points
 from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
+from lightning_hetero.strategies.trainer_checks import two_points
 from lightning_hetero.strategies.weight_averaging import averages_weights
 
 _TRIES = 10  # times that it waits for the ranks' speeds

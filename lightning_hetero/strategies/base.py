@@ -32,7 +32,6 @@ from lightning_hetero.launch.environment import RaggedEnvironment, check_process
 from lightning_hetero.launch.observer import ObservedLauncher, ReturningLauncher
 from lightning_hetero.strategies import capacity, saving
 from lightning_hetero.strategies.default_groups import beyond
-from lightning_hetero.strategies.guards import check_model, check_trainer
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.options import Options, check_accelerator, with_shared_options
@@ -40,6 +39,7 @@ from lightning_hetero.strategies.position import describe, tell_while_waiting
 from lightning_hetero.strategies.recovery import PeerRecovery
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, share_buffers
 from lightning_hetero.strategies.signals import StopRequest, end_at_once
+from lightning_hetero.strategies.trainer_checks import check_model, check_trainer
 from lightning_hetero.strategies.training_step import EvaluationStep, apply, explain_unused, values_shared
 
 _PATIENCE = 5.0  # seconds

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import BatchAccounting, StreamPeers, samples_in
+from lightning_hetero.batching.accounting import BatchAccounting, StreamPeers
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.planner import Repartition, plan_for_survivors
 from lightning_hetero.batching.sampler import Position
 from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.batching.weights import samples_in
 from lightning_hetero.comm.agreement import AsyncAllGather
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.job import Job

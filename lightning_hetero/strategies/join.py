@@ -43,12 +43,12 @@ from lightning_hetero.elastic.protocol import AgreedView
 from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies import saving
-from lightning_hetero.strategies.guards import settings
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.numbering import launched
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.recovery_policy import Entry, MembershipChange, Newcomers
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
+from lightning_hetero.strategies.trainer_checks import settings
 from lightning_hetero.version import __version__
 
 

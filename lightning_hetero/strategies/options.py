@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeVar, get_args
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.argument_checks import at_least_one, is_number, one_of, plain
 from lightning_hetero.batching.nonfinite import OnNaN
 from lightning_hetero.batching.planner import Planner
 from lightning_hetero.comm.groups import Within
 from lightning_hetero.errors import ConfigurationError
-from lightning_hetero.option_checks import at_least_one, is_number, one_of, plain
 
 
 def documented(text: str | None, options: Iterable[str], explained_by: Sequence[type]) -> str:

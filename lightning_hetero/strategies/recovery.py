@@ -24,7 +24,6 @@ from lightning_hetero.comm.view import View
 from lightning_hetero.elastic.membership import Membership
 from lightning_hetero.elastic.protocol import AgreedView, MembershipTerms
 from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
-from lightning_hetero.strategies.guards import say_what_launchers_do, unsurvivable
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.join import ElasticJoin
 from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
@@ -39,6 +38,7 @@ from lightning_hetero.strategies.recovery_policy import (
     count,
     unreachable_members,
 )
+from lightning_hetero.strategies.trainer_checks import say_what_launchers_do, unsurvivable
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

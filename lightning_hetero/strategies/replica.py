@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_hetero.algorithms.base import Averager, BufferAverager, Outcome
 from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.engine import Engine
+from lightning_hetero.argument_checks import one_of, plain
 from lightning_hetero.checkpoint import shards
 from lightning_hetero.checkpoint.consensus import BackgroundConsensus
 from lightning_hetero.checkpoint.format import (
@@ -36,20 +37,19 @@ from lightning_hetero.comm.failures import collective
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
-from lightning_hetero.option_checks import one_of, plain
 from lightning_hetero.replicas import optimizer_states
 from lightning_hetero.replicas.vectors import broadcast_values
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.guards import (
+from lightning_hetero.strategies.metrics import LoggedMetrics
+from lightning_hetero.strategies.options import documented
+from lightning_hetero.strategies.replica_ddp import ReplicaDDP
+from lightning_hetero.strategies.trainer_checks import (
     averages_again,
     complex_parameters,
     two_points,
     unsupported,
 )
-from lightning_hetero.strategies.metrics import LoggedMetrics
-from lightning_hetero.strategies.options import documented
-from lightning_hetero.strategies.replica_ddp import ReplicaDDP
 from lightning_hetero.strategies.training_step import apply
 from lightning_hetero.strategies.weight_averaging import WeightAverages, averages_weights
 

@@ -39,9 +39,9 @@ from lightning_hetero.comm.view import View
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO, environment_of, hpc_path, trainer_of
 from lightning_hetero.strategies.capacity import Capacity
-from lightning_hetero.strategies.guards import restore_trainable
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.position import begin_next_epoch, fetch_anew_between_epochs, fetch_anew_if_moved
+from lightning_hetero.strategies.trainer_checks import restore_trainable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -16,16 +16,17 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero import lightning_compat
 from lightning_hetero.algorithms.base import Outcome
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import (
-    BatchAccounting,
+from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.nonfinite import NonFiniteGuard
+from lightning_hetero.batching.streams import EvaluatedStream
+from lightning_hetero.batching.weights import (
+    gradient_weight,
     preserve_buffers,
     skip_step_if,
     zero_backward,
     zero_gradients,
     zero_loss,
 )
-from lightning_hetero.batching.nonfinite import NonFiniteGuard
-from lightning_hetero.batching.streams import EvaluatedStream
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.errors import UnsupportedError
@@ -146,10 +147,7 @@ class TrainingStep:
                 vars(module)["training_step"] = own
 
     def weigh(self, loss: Tensor, windows: int) -> Tensor:
-        """The loss times this rank's weight.
-
-        DDP takes the plain mean over the W ranks of a replica. With the factor W n_i / N that is the mean over all N
-        samples, of which this rank holds n_i (HetGrad, Moreno-Alvarez et al. 2022).
+        """The loss times this rank's weight, with which DDP's plain mean over ranks is that over all samples.
 
         Args:
             loss: the mean over this rank's samples, divided by the number of batches in a window.
@@ -164,7 +162,7 @@ class TrainingStep:
         left_out = own < before and (total or self._none)
         if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
-        self._weight = len(self._share.replica) * own / total if total else 0.0
+        self._weight = gradient_weight(own, total, len(self._share.replica))
         return self._finite.weigh(loss, self._weight)
 
     @contextmanager

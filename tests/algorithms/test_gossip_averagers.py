@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lightning_hetero.algorithms.base import FitInfo, StepContext
 from lightning_hetero.algorithms.gossip import DirectedAverager, FirstComeAverager, GossipAverager, MatchedAverager
 from lightning_hetero.algorithms.push_sum import PushSumAverager
+from lightning_hetero.algorithms.state import start
 from lightning_hetero.errors import NotFiniteError
-from lightning_hetero.replicas.state import start
 from lightning_hetero.replicas.vectors import Replica
 
 

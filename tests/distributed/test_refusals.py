@@ -40,9 +40,9 @@ from lightning_hetero.errors import (
     ShareError,
     UnsupportedError,
 )
-from lightning_hetero.strategies import guards
 from lightning_hetero.strategies import job as job_module
-from lightning_hetero.strategies.guards import precision_problem
+from lightning_hetero.strategies import trainer_checks
+from lightning_hetero.strategies.trainer_checks import precision_problem
 
 
 @dataclass
@@ -359,7 +359,7 @@ def test_batch_norm_over_unlike_devices() -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.connect(EvaluatedNet())
     gpu, plugin = torch.device("cuda", 0), TorchSyncBatchNorm()
-    problem = guards._unsupported(trainer, plugin, gpu, connected=False)
+    problem = trainer_checks._unsupported(trainer, plugin, gpu, connected=False)
     assert "in a replica of unlike devices" in str(problem)
-    assert guards._unsupported(trainer, plugin, gpu, connected=True) is None
-    assert guards._unsupported(trainer, None, gpu, connected=False) is None
+    assert trainer_checks._unsupported(trainer, plugin, gpu, connected=True) is None
+    assert trainer_checks._unsupported(trainer, None, gpu, connected=False) is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hetero.elastic.protocol import AdaptiveTimeout
+from lightning_hetero.elastic.failure_detector import AdaptiveTimeout
 
 
 def listen(hearing: AdaptiveTimeout, seconds: float, begin: float = 0.0, every: float = 1.0, others: int = 3) -> float:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_hetero import Averager, InFlight, Own, PerReplica, Scratch, Shared, StepContext, model_values, zeros
 from lightning_hetero.algorithms.base import FitInfo
+from lightning_hetero.algorithms.state import PendingExchange, VectorStart, carry, drop_in_flight, read, select, write
 from lightning_hetero.comm.all_reduce import Average
 from lightning_hetero.errors import CheckpointError, ConfigurationError
-from lightning_hetero.replicas.state import PendingExchange, VectorStart, carry, drop_in_flight, read, select, write
 from lightning_hetero.replicas.vectors import LayoutChange, Replica
 
 
