@@ -445,7 +445,7 @@ class Engine:
     def exchange_completed(self) -> None:
         """The exchange is complete: where all replicas are here now, act on their reports."""
         if self.averages and self._due and self.averager is not None and self.averager.traits.blocking:
-            self._share.apply_reports()  # all are here now
+            self._share.apply_reports(ahead=0)  # all are here now
 
     # -- the consensus -----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,7 @@ from lightning_hetero.batching.streams import StepTally
 from lightning_hetero.batching.timer import StepTimer, StepTiming
 from lightning_hetero.batching.weights import tensors_in
 from lightning_hetero.checkpoint_sections import KEY, add_section, section
-from lightning_hetero.comm.agreement import AsyncAllGather, gather
+from lightning_hetero.comm.agreement import AsyncAllGather, gather, value_of_rank
 from lightning_hetero.comm.failures import collective, deadline
 from lightning_hetero.comm.job import Job
 from lightning_hetero.comm.progress import DataProgress, DataProgressTracker
@@ -149,7 +150,7 @@ class BatchAccounting:
 
     def begin_pass(self) -> None:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
-        self.apply_reports()  # or the next plan could begin at a step that is drawn now
+        self.apply_reports(ahead=0)  # or the next plan could begin at a step that is drawn now
         self._fresh_pass = True
         self.ended = [False] * self.planner.world
 
@@ -217,8 +218,12 @@ class BatchAccounting:
             self._gathering.launch(self._row)
             self.launched, self._owes = self.launched + 1, False
 
-    def apply_reports(self) -> None:
-        """Act on the reports that are on their way, if any; on all ranks at the same step."""
+    def apply_reports(self, ahead: int = 1) -> None:
+        """Act on the reports that are on their way, if any; on all ranks at the same step.
+
+        Args:
+            ahead: batches that ranks have drawn for steps which are not done, beyond those drawn before the reports.
+        """
         if not self._gathering.in_flight:
             return
         with self.timer.waiting():
@@ -229,11 +234,12 @@ class BatchAccounting:
         if not all(ended := [bool(report.ended) for report in self.reports]):
             self.ended = ended
         self._warn_of_concave_times()
-        if self.agreement is not None:
-            return
-        # Since the reports were sent every rank has drawn a batch for each step, and one more.
-        drawn_since = self.step - self._reported_at + 1
-        self.planner.update(self.step, [report._replace(drawn=report.drawn + drawn_since) for report in self.reports])
+        drawn_since = self.step - self._reported_at + ahead
+        reports = [report._replace(drawn=report.drawn + drawn_since) for report in self.reports]
+        if self.agreement is None:
+            self.planner.update(self.step, reports)
+        else:
+            self.agreement.meet(self.step, reports)
         self.warn_of_slow_ranks()
 
     def warn_of_slow_ranks(self) -> None:
@@ -444,6 +450,28 @@ class PlanAgreement:
         self._share.warn_of_slow_ranks()
         with self._changed:
             self._gathered, self._to_propose = None, plan
+
+    def meet(self, step: int, reports: Sequence[Report]) -> None:
+        """Follow a better plan at once, where all ranks have met, as at the end of an epoch (collective).
+
+        Rank 0 alone has seen all earlier reports, so it decides. While a proposal is open, or a plan has yet to start,
+        there is no other one: some ranks may not have heard of it.
+
+        Args:
+            step: that all ranks have done.
+            reports: of all ranks, with the first step that each has not drawn.
+        """
+        planner, plan = self._share.planner, None
+        with self._changed:
+            self._adopt()
+            if self._rank == 0 and not (self._leader.waits or self._member.waits or self._to_propose):
+                plan = planner.propose(step, reports)
+        if plan is not None:
+            plan = replace(plan, start=max(int(report.drawn) for report in reports))
+        with self._share.timer.waiting():
+            row = value_of_rank(None if plan is None else plan_as_row(plan), 0)
+        if row is not None:
+            planner.adopt(plan_from_row(row))
 
     def after_batch(self) -> None:
         """Report, if that is due."""

@@ -53,8 +53,8 @@ class CostModel:
 
     @property
     def ready(self) -> bool:
-        """Whether there is anything to go by, which takes three measurements beyond the warm-up."""
-        return self.count >= self.warm_up + 3
+        """Whether there is anything to go by, which takes two measurements beyond the warm-up."""
+        return self.count >= self.warm_up + 2
 
     @property
     def cost(self) -> Cost:
@@ -109,7 +109,7 @@ class CostModel:
 
     def assume(self, cost: Cost, samples: int) -> None:
         """Continue from a known fit, such as a checkpoint's: trusted, but to be confirmed."""
-        self.count, self._samples = self.warm_up + 3, samples
+        self.count, self._samples = self.warm_up + 2, samples
         self._a, self._k = cost
         self._p, self._far = (0.0, 0.0, 0.0), 0.0
         self._widen(samples, scale=self.noise, ratio=0.05)
@@ -461,8 +461,9 @@ class SpeedEstimator:
     STATE = 32
     #: A rank is never known better than this: a fraction of its time.
     LEAST_NOISE = 0.01
-    #: A change of speed is larger than so many times the noise before and after it.
-    CHANGE = 2.0
+    #: A change of speed is larger than so many times the noise before and after it, of which few stretches tell little,
+    #: and than this fraction: smaller ones are drift.
+    CHANGE, LEAST_CHANGE = 2.0, 0.1
 
     def __init__(self) -> None:
         self.shape = CurveEstimator(self.SECONDS, self.STATE, self.CHANGE, self.LEAST_NOISE)
@@ -510,8 +511,9 @@ class SpeedEstimator:
         if cut == len(times) - 1:  # a single stretch: a stall is no change
             cut = change_point(times[:-1])
         before, after = times[:cut], times[cut:]
-        if cut and abs(math.log(median(after) / median(before))) <= self.CHANGE * relative_noise(before, after):
-            cut = 0
+        if cut:
+            change, noise = abs(math.log(median(after) / median(before))), relative_noise(before, after)
+            cut = cut if change > max(self.CHANGE * noise, self.LEAST_CHANGE) else 0
         since = list(self._stretches)[cut:]
         # What is known of the ratio now is of the present speed: what was before the change keeps its own.
         now = [self._converted(stretch, cost) for stretch in since]

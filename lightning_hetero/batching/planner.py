@@ -301,8 +301,9 @@ class Planner:
     APART = 3
     #: Seconds of steps that a look takes in at least, as for a rank's own stretches.
     LOOK = 0.1
-    #: Shares stay away from even ones as long as their gain exceeds this part of the noise.
-    STAY = 0.5
+    #: Shares stay away from even ones as long as their gain exceeds this part of the noise; uneven ones are corrected
+    #: if the gain exceeds that part.
+    STAY, CORRECT = 0.5, 0.25
     #: Ranks that normalise over their batch (BatchNorm) get a quarter of an even share, or so many samples: with fewer,
     #: their statistics are too noisy to train well (Wu and He 2018, figure 1).
     USEFUL = 16
@@ -516,7 +517,8 @@ class Planner:
         if not self._pays(level, wanted, costs, [self.STAY * x for x in noise]):
             self._trial = None
             return None if present == level else even
-        if not self._pays(present, wanted, costs, [max(self._doubt, x) for x in noise]):
+        part = 1.0 if present == level else self.CORRECT  # that ranks differ is sure, and a trial follows
+        if not self._pays(present, wanted, costs, [max(self._doubt, part * x) for x in noise]):
             return None
         looks, since = list(self._looks), min(r.since for r in reports)
         while looks and sum(look.shortest for look in looks) > since:
@@ -526,6 +528,8 @@ class Planner:
             self._trial = SplitTrial(latest, step_seconds(looks) - gain / 2)
         elif self._looks:
             self._trial = None  # nobody knows how long steps would take now without the re-split
+        else:
+            self._trial, self._doubt = None, 0.0  # it is sure in spite of all the doubt that there was
         return best
 
     def _pays(

@@ -123,14 +123,14 @@ def test_after_a_change_the_ratio_is_learned_anew():
 # -- how sure it is ----------------------------------------------------------------------------------
 
 
-def test_it_is_ready_after_three_measurements_beyond_the_warm_up():
+def test_it_is_ready_after_two_measurements_beyond_the_warm_up():
     model = CostModel(warm_up=2)
     assert [model.error(16)] == [math.inf]
     ready = []
     for n, t in at(16, times=6):
         model.observe(n, t)
         ready.append((model.ready, math.isfinite(model.error(n))))
-    assert ready == [(False, False)] * 4 + [(True, True)] * 2
+    assert ready == [(False, False)] * 3 + [(True, True)] * 3
 
 
 def test_the_warm_up_leaves_no_trace():

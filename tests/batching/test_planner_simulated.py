@@ -62,6 +62,36 @@ def test_a_change_under_noise_is_followed_too():
     assert max(row[-1] for row in after) <= 1.25
 
 
+# -- the first shares ----------------------------------------------------------------------------------------
+
+UNEQUAL = [Cost(0.010 / speed, 0.004 / speed) for speed in (0.8, 0.4, 0.2, 0.2)]  # even 370 ms, (35, 16, 7, 6) 190 ms
+
+
+def first_steps(noise: float) -> tuple[float, float]:
+    """Of runs of 72 steps: the best step over the 16th one, and over the mean one after 40% of them; medians."""
+    found = []
+    for seed in range(9):
+        cluster = Cluster(UNEQUAL, noise=gaussian(noise, seed))
+        seconds = cluster.run(72)
+        best = optimum(UNEQUAL, 64)
+        found.append((best / seconds[15], best / statistics.mean(seconds[29:])))
+    soon, later = (statistics.median(column) for column in zip(*found, strict=True))
+    return soon, later
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
+def test_first_shares_are_corrected_soon(noise: float) -> None:
+    """Even shares cannot tell a fixed cost from that of a sample: the second split makes up for it."""
+    soon, later = first_steps(noise)
+    assert soon >= 0.98
+    assert later >= 0.98
+
+
+def test_the_mutant_that_corrects_only_what_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetero.batching.planner.Planner.CORRECT", 1.0)
+    assert first_steps(0.02)[0] < 0.98
+
+
 def test_with_prefetching_workers_it_only_takes_that_much_longer():
     cluster = LinearCluster(EXAMPLE, ahead=[4, 0, 7, 2])
     seconds = cluster.run(60)
