@@ -5,7 +5,6 @@ aborts the process without a traceback. Nor can such a group be destroyed: that 
 process that holds one, and hears of a failure in a fit, says what has failed, and leaves.
 """
 
-import hmac
 import json
 import os
 import secrets
@@ -25,12 +24,11 @@ import torch.distributed as dist
 
 from lightning_hetero.comm import object_collectives, waits
 from lightning_hetero.comm.threads import abort_sockets, close_at_exit, exclude_from_abort
+from lightning_hetero.comm.transport import HURRY, HostPort, Listener, connect
 from lightning_hetero.comm.waits import WaitWatchdog
 from lightning_hetero.errors import CommunicationError
 
 _LONGEST = 4096  # bytes of a message
-_UNNAMED = 16  # connections at a time, beside those of ranks, that have not said which rank they are
-_HURRY = 10.0  # seconds within which they must say it
 _TEXT = 300  # characters of an error's text that are sent
 #: Of a rank that has said nothing.
 GONE = (
@@ -88,38 +86,35 @@ class FailureChannel:
         self.rank, self.world, self.run = rank, world, 0
         self._changed = threading.Condition()  # guards all that follows
         self._known: dict[tuple[int, Kind], Failure] = {}  # in order
-        self._others: dict[socket.socket, int] = {}  # of rank 0: the rank at the other end, -1 until it is known
+        self._others: dict[socket.socket, int] = {}  # the rank at the other end
         self._closed = False
-        self._listener = socket.create_server((host, 0), backlog=256) if rank == 0 else None
-        self._token = secrets.token_hex(16) if rank == 0 else ""
+        made = exclude_from_abort
+        self._listener = Listener(host, secrets.token_hex(16), world, made) if rank == 0 else None
         close_at_exit(self)
 
     @property
-    def where(self) -> tuple[str, int, str]:
-        """Address, port and token for the other ranks; on rank 0."""
-        assert self._listener is not None
-        return *self._listener.getsockname()[:2], self._token
+    def where(self) -> tuple[HostPort, str] | None:
+        """Address and token for the other ranks; on rank 0."""
+        return None if self._listener is None else (self._listener.address, self._listener.token)
 
     def listen(self) -> None:
         """Begin to listen; on rank 0."""
-        threading.Thread(target=self._serve, name="hetero-failures", daemon=True).start()
+        threading.Thread(target=self._serve, args=(self._listener,), name="hetero-failures", daemon=True).start()
 
-    def connect(self, where: tuple[str, int, str], seconds: float) -> None:
+    def connect(self, where: tuple[HostPort, str], seconds: float) -> None:
         """Connect to rank 0; on another rank.
 
         Args:
-            where: its address, port and token.
+            where: its address and token.
             seconds: longest wait.
 
         Raises:
             OSError: rank 0 cannot be reached.
         """
-        host, port, token = where
-        connection = socket.create_connection((host, port), seconds)
+        connection = connect(*where, self.rank, seconds)
         connection.settimeout(None)
         exclude_from_abort(connection)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.sendall(f"{token} {self.rank}\n".encode())
         self._others[connection] = 0
         threading.Thread(target=self._receive, args=(connection,), name="hetero-failures", daemon=True).start()
 
@@ -177,14 +172,14 @@ class FailureChannel:
     def _forward(self, failure: Failure) -> None:
         line = _line(failure._asdict())
         for connection, rank in self._others.items():
-            if rank not in (failure.rank, -1):
+            if rank != failure.rank:
                 with suppress(OSError):  # it has ended as well
                     connection.sendall(line)
 
     def _pass_on(self, message: dict) -> None:
         line, to = _line(message), message.get("to")
         for connection, rank in self._others.items():
-            if rank not in (message["by"], -1) and (self.rank or to in (None, rank)):
+            if rank != message["by"] and (self.rank or to in (None, rank)):
                 with suppress(OSError):
                     connection.sendall(line)
 
@@ -208,77 +203,63 @@ class FailureChannel:
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        assert self._listener is not None
-        self._listener.setblocking(False)
+    def _serve(self, listener: Listener) -> None:
         buffers: dict[socket.socket, bytes] = {}
-        since: dict[socket.socket, float] = {}  # start of the connections that have not said which rank they are
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-
-            def drop(connection: socket.socket) -> None:
-                selector.unregister(connection)
-                connection.close()
-                since.pop(connection, None)
-                buffers.pop(connection, None)
-                with self._changed:
-                    rank = self._others.pop(connection, -1)
-                    if rank >= 0 and not self._closed:
-                        failure = self._lost(rank)
-                        self._record(failure)
-                        self._forward(failure)
-
+            selector.register(listener, selectors.EVENT_READ)
             while not self._closed:
-                ready = [key.fileobj for key, _ in selector.select(_HURRY if since else None)]
-                for late in [c for c, then in since.items() if time.monotonic() - then > _HURRY]:
-                    drop(late)
-                for one in ready:
-                    assert isinstance(one, socket.socket)
-                    if one is self._listener:
-                        with suppress(OSError):
-                            connection, _ = one.accept()
-                            if len(since) >= _UNNAMED + self.world:
-                                drop(min(since, key=since.__getitem__))
-                            exclude_from_abort(connection)
-                            connection.settimeout(1.0)  # for sending; what is read has already come
-                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                            selector.register(connection, selectors.EVENT_READ)
-                            buffers[connection], since[connection] = b"", time.monotonic()
-                    elif one in buffers and not self._read(one, buffers, since):
-                        drop(one)
-            for connection in (self._listener, *buffers):
+                ready = [key.fileobj for key, _ in selector.select(HURRY)]
+                for connection, rank in listener.accept():
+                    connection.settimeout(1.0)  # for sending; what is read has already come
+                    selector.register(connection, selectors.EVENT_READ)
+                    buffers[connection] = b""
+                    with self._changed:
+                        self._others[connection] = rank
+                for one in buffers.keys() & set(ready):
+                    try:
+                        part = one.recv(_LONGEST)
+                    except OSError:
+                        part = b""
+                    if not part or not self._take_in(one, part, buffers):
+                        self._drop(one, selector, buffers)
+            listener.end()
+            for connection in buffers:
                 connection.close()
 
-    def _read(
-        self, connection: socket.socket, buffers: dict[socket.socket, bytes], since: dict[socket.socket, float]
-    ) -> bool:
+    def _drop(
+        self, connection: socket.socket, selector: selectors.BaseSelector, buffers: dict[socket.socket, bytes]
+    ) -> None:
+        """The connection of a rank has ended."""
+        selector.unregister(connection)
+        connection.close()
+        del buffers[connection]
+        with self._changed:
+            rank = self._others.pop(connection)
+            if not self._closed:
+                failure = self._lost(rank)
+                self._record(failure)
+                self._forward(failure)
+
+    def _take_in(self, connection: socket.socket, part: bytes, buffers: dict[socket.socket, bytes]) -> bool:
         """Handle what has come; whether to keep the connection."""
+        *lines, rest = (buffers[connection] + part).split(b"\n")
+        if len(rest) > _LONGEST:
+            return False
+        buffers[connection] = rest
         try:
-            part = connection.recv(_LONGEST)
-            *lines, rest = (buffers[connection] + part).split(b"\n")
-            if not part or len(rest) > _LONGEST:
-                return False
-            buffers[connection] = rest
-            for line in lines:
+            for message in map(json.loads, lines):
                 with self._changed:
-                    if connection not in since:
-                        message = json.loads(line)
-                        if "by" in message:
-                            message["by"] = self._others[connection]
-                            self._pass_on(message)
-                            if message.get("to") in (None, 0):
-                                self._heard(message)
-                            continue
-                        failure = Failure(self._others[connection], message["kind"], message["run"], message["how"])
-                        self._record(failure)
-                        self._forward(failure)
+                    rank = self._others[connection]
+                    if "by" in message:
+                        message["by"] = rank
+                        self._pass_on(message)
+                        if message.get("to") in (None, 0):
+                            self._heard(message)
                         continue
-                    token, _, rank = line.partition(b" ")  # what a stranger sends is not parsed
-                    if not hmac.compare_digest(token, self._token.encode()):
-                        return False
-                    self._others[connection] = int(rank)
-                    del since[connection]
-        except (OSError, ValueError, KeyError, TypeError):
+                    failure = Failure(rank, message["kind"], message["run"], message["how"])
+                    self._record(failure)
+                    self._forward(failure)
+        except (ValueError, KeyError, TypeError):
             return False
         return True
 
@@ -287,15 +268,19 @@ class FailureChannel:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            connections = [*self._others, *([self._listener] if self._listener else [])]
+            connections = list(self._others)
+        if self._listener is not None:
+            self._listener.close()
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def after_fork(self) -> None:
         """Close the connections in a child process, which would keep them open for as long as it lives."""
-        for connection in (*self._others, self._listener):
-            if connection is not None and connection.fileno() >= 0:
+        if self._listener is not None:
+            self._listener.after_fork()
+        for connection in self._others:
+            if connection.fileno() >= 0:
                 os.close(connection.detach())  # at once: a file object may still refer to it
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_hetero.comm.shared_memory import MappedVectors
 from lightning_hetero.comm.threads import Background, abort_too, close_at_exit
+from lightning_hetero.comm.transport import HostPort, Listener, connect
 from lightning_hetero.errors import DisagreementError
 
 TOKEN_BYTES = 16
@@ -72,7 +73,7 @@ class PeerChannel:
         me: this peer.
 
     Attributes:
-        caller: the peer at the other end, once a message with the token has come.
+        caller: the peer at the other end, once it is known.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, epoch: int, me: int) -> None:
@@ -337,9 +338,8 @@ class ExchangeLedger:
             return False
 
 
-HostPort = tuple[str, int]
 EXCHANGE = 9  # deadlines that all messages of an exchange may take together
-_MOST_STRANGERS = 32  # connections at a time on which no message with the token has come yet
+_LOOK = 10.0  # seconds between two looks at whether this peer has been closed, which also wakes it up
 
 
 class Session(NamedTuple):
@@ -391,8 +391,10 @@ class PeerConnections:
         self._attend, self._into = attend, into
         self.liveness = PeerLiveness(lambda peer: self._connect(peer).close(), session.deadline, changed)
         self._addresses: dict[int, HostPort] = {}
-        self._listener = socket.create_server((interface, 0), backlog=128)
-        self.address: HostPort = self._listener.getsockname()[:2]
+        # Of the secret, not the secret itself: the first line of a connection can be read on the way.
+        self._greeting = hmac.digest(session.token, b"connect", hashlib.sha256).hex()
+        self._listener = Listener(interface, self._greeting, made=abort_too)
+        self.address = self._listener.address
         self._lock = threading.Lock()
         self._out: dict[int, PeerChannel] = {}
         self._in: dict[PeerChannel, None] = {}  # in the order in which they came
@@ -404,6 +406,7 @@ class PeerConnections:
     def know(self, addresses: Mapping[int, HostPort]) -> None:
         """Learn the addresses of all peers."""
         self._addresses = dict(addresses)
+        self._listener.peers = len(addresses)
 
     @property
     def count(self) -> int:
@@ -426,7 +429,7 @@ class PeerConnections:
     def _connect(self, peer: int) -> PeerChannel:
         deadline = self.deadline_in()
         try:
-            connection = socket.create_connection(self._addresses[peer], self.session.deadline)
+            connection = connect(self._addresses[peer], self._greeting, self.me, self.session.deadline)
         except ConnectionRefusedError:  # the process has ended
             self.liveness.ended(peer)
             raise
@@ -535,27 +538,19 @@ class PeerConnections:
         return PeerChannel(connection, key, self.session.epoch, self.me)
 
     def _listen(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
+        while not self._closed:
+            for connection, peer in self._listener.accept(_LOOK):
+                drawn = secrets.token_bytes(TOKEN_BYTES)
+                channel = self._channel(connection, drawn)
+                channel.caller = peer
+                with self._lock:
+                    self._in[channel] = None
                 if self._closed:
-                    return
-                time.sleep(0.1)  # too many open files, say
-                continue
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            abort_too(connection)
-            drawn = secrets.token_bytes(TOKEN_BYTES)
-            channel = self._channel(connection, drawn)
-            with self._lock:
-                self._in[channel] = None
-                strangers = [other for other in self._in if other.caller is None]
-            # A peer says at once who it is. If there are too many that have not, the oldest are closed.
-            for other in [channel] if self._closed else strangers[:-_MOST_STRANGERS]:
-                other.close()
-            threading.Thread(
-                target=self._welcome, args=(connection, channel, drawn), name="hetero-gossip", daemon=True
-            ).start()
+                    channel.close()
+                threading.Thread(
+                    target=self._welcome, args=(connection, channel, drawn), name="hetero-gossip", daemon=True
+                ).start()
+        self._listener.end()
 
     def _welcome(self, connection: socket.socket, channel: PeerChannel, drawn: bytes) -> None:
         try:
@@ -592,8 +587,6 @@ class PeerConnections:
             channels = [*self._in, *self._out.values()]
         self._out = {}
         self.liveness.close()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for channel in channels:
             channel.close()

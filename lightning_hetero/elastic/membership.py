@@ -42,18 +42,14 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lightning_hetero.comm.threads import close_at_exit, exclude_from_abort
+from lightning_hetero.comm.transport import GREETING, HURRY, Caller, HostPort, Listener, greeting
 from lightning_hetero.elastic.protocol import AgreedView, Member, MembershipEvent, MembershipTerms, ViewProposal
 from lightning_hetero.elastic.quorum import Roster, decide
 from lightning_hetero.errors import MembershipLostError
 
-HostPort = tuple[str, int]
-
-_GREETING = 256  # bytes of the first line, before which nothing is known about the other end
 _PART = 1 << 16  # bytes that are read at once
 _LINE = 1 << 18  # bytes of a message; the largest names some thousand members
 _BACKLOG = 1 << 20  # bytes that wait to be sent
-_STRANGERS = 16  # connections at a time, beside those of members, that have not said who they are
-_HURRY = 5.0  # seconds within which they must say it, and within which a connection must be made
 
 
 class LinkEvent(NamedTuple):
@@ -76,22 +72,21 @@ class MemberLink:
     Args:
         wire: of which it is a part.
         connection: the socket.
-        peer: id of the other member; ``None`` until it has said it.
+        peer: id of the other member.
+        mine: whether this member made the connection.
 
     Attributes:
-        mine: whether this member made the connection.
         open: whether both ends have said who they are.
         closed: whether it has ended.
         dropped: whether this member has closed it.
         since: when it began, by ``time.monotonic()``.
     """
 
-    def __init__(self, wire: "MemberTransport", connection: socket.socket, peer: int | None) -> None:
-        self.wire, self.connection, self.peer = wire, connection, peer
+    def __init__(self, wire: "MemberTransport", connection: socket.socket, peer: int, mine: bool) -> None:
+        self.wire, self.connection, self.peer, self.mine = wire, connection, peer, mine
         exclude_from_abort(connection)
-        self.mine, self.open, self.closed = peer is not None, False, False
-        self.dropped = False
-        self.connecting = self.mine
+        self.open = self.closed = self.dropped = False
+        self.connecting = mine
         self.since = time.monotonic()
         self.incoming, self.outgoing = b"", b""
 
@@ -141,12 +136,10 @@ class MemberTransport:
     """
 
     def __init__(self, me: int, interface: str, token: str) -> None:
-        self._token = token.encode()
-        self._greeting = f"{token} {me}\n".encode()
+        self._token, self._greeting = token.encode(), greeting(token, me)
         self.addresses: dict[int, HostPort] = {}
-        self._listener = socket.create_server((interface, 0), backlog=256)
-        self._listener.setblocking(False)
-        self.address: HostPort = self._listener.getsockname()[:2]
+        self._listener = Listener(interface, token, made=exclude_from_abort)
+        self.address = self._listener.address
         self._wakes, self._woken = socket.socketpair()
         for end in (self._wakes, self._woken):
             end.setblocking(False)
@@ -160,7 +153,7 @@ class MemberTransport:
         """Begin to connect to a member. What becomes of it is told by :meth:`poll`."""
         connection = socket.socket()
         connection.setblocking(False)
-        link = MemberLink(self, connection, peer)
+        link = MemberLink(self, connection, peer, mine=True)
         link.outgoing = self._greeting
         self._links.add(link)
         self._selector.register(connection, selectors.EVENT_WRITE, link)
@@ -178,12 +171,13 @@ class MemberTransport:
             if key.fileobj is self._woken:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
-            elif key.fileobj is self._listener:
-                self._accept()
-            elif not key.data.closed:
+            elif key.fileobj is not self._listener and not key.data.closed:
                 self._handle(key.data, ready)
+        self._listener.peers = len(self.addresses)
+        for caller in self._listener.accept():
+            self._take(caller)
         now = time.monotonic()
-        for link in [link for link in self._links if not link.open and now - link.since > _HURRY]:
+        for link in [link for link in self._links if not link.open and now - link.since > HURRY]:
             self.end(link)
         happened, self._happened = self._happened, deque()
         return happened
@@ -193,19 +187,17 @@ class MemberTransport:
         with suppress(OSError):
             self._wakes.send(b"\0")
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            time.sleep(0.01)  # too many open files, say
+    def _take(self, caller: Caller) -> None:
+        """A member has connected."""
+        if caller.peer not in self.addresses:
+            caller.connection.close()
             return
-        connection.setblocking(False)
-        link = MemberLink(self, connection, None)
+        caller.connection.setblocking(False)
+        link = MemberLink(self, caller.connection, caller.peer, mine=False)
         self._links.add(link)
-        self._selector.register(connection, selectors.EVENT_READ, link)
-        strangers = sorted((link for link in self._links if link.peer is None), key=lambda link: link.since)
-        if len(strangers) > _STRANGERS + len(self.addresses):
-            self.forget(strangers[0])
+        self._selector.register(link.connection, selectors.EVENT_READ, link)
+        self._opened(link)
+        link.write(self._greeting)
 
     def _handle(self, link: MemberLink, ready: int) -> None:
         if link.connecting and ready & selectors.EVENT_WRITE:
@@ -234,21 +226,21 @@ class MemberTransport:
                     self._happened.append(LinkEvent("message", link, json.loads(line)))
         except (ValueError, RecursionError):
             part = b""
-        if not part or len(link.incoming) > (_LINE if link.open else _GREETING):
+        if not part or len(link.incoming) > (_LINE if link.open else GREETING):
             self.end(link)
 
     def _meet(self, link: MemberLink, line: bytes) -> None:
-        """Read the first line of the other end. A process that wants to join would say so here."""
+        """Read the first line of the other end, to which this member has connected."""
         token, _, name = line.partition(b" ")
-        if len(line) > _GREETING or not hmac.compare_digest(token, self._token):
+        if len(line) > GREETING or not hmac.compare_digest(token, self._token):
             raise ValueError("a stranger")
-        peer = int(name)
-        if peer not in self.addresses or link.peer not in (None, peer):
-            raise ValueError("no member of the job")
+        if int(name) != link.peer:
+            raise ValueError("another member")
+        self._opened(link)
+
+    def _opened(self, link: MemberLink) -> None:
         link.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.peer, link.open = peer, True
-        if not link.mine:
-            link.write(self._greeting)
+        link.open = True
         self._happened.append(LinkEvent("opened", link, {}))
 
     def watch(self, link: MemberLink) -> None:
@@ -261,8 +253,7 @@ class MemberTransport:
         """Close a connection, and tell that it has ended."""
         if not link.closed:
             self.forget(link)
-            if link.peer is not None:
-                self._happened.append(LinkEvent(what, link, {}))
+            self._happened.append(LinkEvent(what, link, {}))
 
     def forget(self, link: MemberLink) -> None:
         """Close a connection."""
@@ -279,13 +270,14 @@ class MemberTransport:
                 with suppress(OSError):  # unread messages would take what was sent last with them
                     link.connection.recv(_PART)
             self.forget(link)
-        for one in (self._selector, self._listener, self._wakes, self._woken):
+        self._listener.end()
+        for one in (self._selector, self._wakes, self._woken):
             one.close()
 
     def after_fork(self) -> None:
         """Close the connections in a child process, which would keep them open for as long as it lives."""
-        connections = [self._listener, self._wakes, self._woken, *(link.connection for link in self._links)]
-        for connection in connections:
+        self._listener.after_fork()
+        for connection in (self._wakes, self._woken, *(link.connection for link in self._links)):
             if connection.fileno() >= 0:
                 os.close(connection.detach())
         self._selector.close()

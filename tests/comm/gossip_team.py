@@ -10,7 +10,8 @@ import torch
 from test_gossip_channel import HEADER
 
 from lightning_hetero.comm.gossip import ANY, PairTransport
-from lightning_hetero.comm.gossip_peers import Session
+from lightning_hetero.comm.gossip_peers import PeerConnections, Session
+from lightning_hetero.comm.transport import connect
 
 TOKEN = bytes(range(16))
 NAMES = {
@@ -28,6 +29,11 @@ def read(connection: socket.socket, size: int) -> bytes:
             raise ConnectionError
         found += part
     return found
+
+
+def call(peers: PeerConnections, me: int = 1) -> socket.socket:
+    """A connection to a peer, from somebody who knows the job's secret."""
+    return connect(peers.address, peers._greeting, me, 5.0)
 
 
 class Proxy:
@@ -65,6 +71,10 @@ class Proxy:
 
     def _carry(self, side: str, source: socket.socket, to: socket.socket) -> None:
         with suppress(OSError):
+            while side == "asks" and (byte := read(source, 1)) != b"\n":  # the first line
+                to.sendall(byte)
+            if side == "asks":
+                to.sendall(b"\n")
             while True:
                 header = read(source, HEADER.size)
                 kind, count, size = (HEADER.unpack(header)[i] for i in (3, 6, 7))

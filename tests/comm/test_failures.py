@@ -39,7 +39,9 @@ def ranks(world: int = 4) -> Iterator[list[FailureChannel]]:
 def die(one: FailureChannel) -> None:
     """As the kernel would let it."""
     one._closed = True
-    for connection in [*one._others, *([one._listener] if one._listener else [])]:
+    if one._listener is not None:
+        one._listener.close()
+    for connection in list(one._others):
         with suppress(OSError):  # its thread has noticed already
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -94,7 +96,7 @@ def test_an_error_is_of_its_own_run_only() -> None:
 
 def test_strangers_change_nothing() -> None:
     with ranks(2) as (first, other):
-        address = first.where[:2]
+        address, _ = first.where
         strangers = [socket.create_connection(address) for _ in range(60)]
         for number, stranger in enumerate(strangers):
             said = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gossip_team import TOKEN, Judge, Proxy, read
+from gossip_team import TOKEN, Judge, Proxy, call, read
 from test_gossip_cuts import Once, cut, flip, late
 from test_gossip_pairing import left
 
@@ -209,9 +209,9 @@ def test_a_frozen_peer_costs_a_deadline_and_garbage_nothing() -> None:
         assert one.give([1, 2], 1) == [False, False]
         assert time.monotonic() - began < 10
         assert sums([one]) == before
-        with socket.create_connection(one.pushing.peers.address) as scanner:
-            scanner.sendall(bytes(200))
+        with call(one.pushing.peers) as scanner:
             read(scanner, 16)
+            scanner.sendall(bytes(200))
             assert scanner.recv(99) == b""
         assert one.pushing.peers.refused == {"token": 1}
         assert one.pushing.waiting() == []
@@ -220,7 +220,7 @@ def test_a_frozen_peer_costs_a_deadline_and_garbage_nothing() -> None:
 def test_a_silent_client_takes_no_memory() -> None:
     with givers(1, LIMIT) as [one]:
         before = threading.active_count()
-        strangers = [socket.create_connection(one.pushing.peers.address) for _ in range(20)]
+        strangers = [call(one.pushing.peers) for _ in range(20)]
         for stranger in strangers:
             read(stranger, 16)
         deadline = time.monotonic() + 20

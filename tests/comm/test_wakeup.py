@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.centers.base import CenterLayout
 from lightning_hetero.comm.centers.thread import ThreadCenter, Wakeup, WakeupClient
 from lightning_hetero.comm.groups import Groups
+from lightning_hetero.comm.transport import greeting
 
 HERE = "127.0.0.1"
 
@@ -47,15 +48,15 @@ def many_open_files() -> Iterator[None]:
 
 
 def test_strangers_are_sent_away_and_keep_nobody_waiting(wakeup: Wakeup) -> None:
-    at = (wakeup.address.host, wakeup.address.port)
+    at, token = wakeup.address
     strangers = [socket.create_connection(at) for _ in range(6)]
     _mute, gone, short, loud, guess, replaced = strangers
     gone.close()
-    short.sendall(wakeup.address.token[:3])  # begins like a rank
+    short.sendall(token[:3].encode())  # begins like a rank
     short.shutdown(socket.SHUT_WR)
     loud.sendall(b"GET / HTTP/1.1\r\n\r\n and more")
-    guess.sendall((1).to_bytes(4, "big"))  # says that it is rank 1
-    replaced.sendall(bytes(16) + (7).to_bytes(4, "big"))  # with another token
+    guess.sendall(b" 1\n")  # says that it is rank 1
+    replaced.sendall(greeting("0" * len(token), 7))  # with another token
     clients = [WakeupClient(wakeup.address, rank, 60.0) for rank in (7, 1)]
     began = time.monotonic()
     wakeup.accept_clients([1, 7], 60.0)
@@ -71,13 +72,13 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting(wakeup: Wakeup) -> None
 
 
 def test_a_client_may_speak_slowly_and_silent_strangers_keep_nobody_out(wakeup: Wakeup) -> None:
-    at = (wakeup.address.host, wakeup.address.port)
+    at, token = wakeup.address
     held = []
 
     def come() -> None:
         strangers = [socket.create_connection(at) for _ in range(120)]
         slow = socket.create_connection(at)
-        words = wakeup.address.token + (1).to_bytes(4, "big")
+        words = greeting(token, 1)
         for word in (words[:7], words[7:18], words[18:]):
             slow.sendall(word)
             time.sleep(0.1)

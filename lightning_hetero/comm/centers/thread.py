@@ -1,6 +1,5 @@
 """Parameter center in a thread of one rank: clients send it their values, and get back the difference from it."""
 
-import hmac
 import math
 import secrets
 import selectors
@@ -9,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +21,7 @@ from lightning_hetero.comm.failures import cause, deadline
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.object_collectives import finite
 from lightning_hetero.comm.threads import abort_too, close_at_exit
+from lightning_hetero.comm.transport import HostPort, Listener, connect
 from lightning_hetero.errors import CommunicationError
 
 
@@ -160,43 +159,25 @@ class NarrowCenterWire(CenterWire):
             value.copy_(short)
 
 
-_TOKEN, _RANK = 16, 4  # bytes
-_MOST_STRANGERS = 32  # connections at a time that have not sent which rank they are
-
-
-class WakeupAddress(NamedTuple):
-    """Address for clients.
-
-    Attributes:
-        host: address of the host.
-        port: on which it listens.
-        token: a secret. Connections that do not send it are closed.
-    """
-
-    host: str
-    port: int
-    token: bytes
-
-
 class Wakeup:
     """The host's end: a connection from each client, on which every byte announces a request.
 
     Args:
         interface: address to listen on.
-
-    Attributes:
-        address: where clients connect. Only ranks of the job may know it.
     """
 
     def __init__(self, interface: str) -> None:
-        self._listener = socket.create_server((interface, 0), backlog=128)
-        host, port = self._listener.getsockname()[:2]
-        self.address = WakeupAddress(host, port, secrets.token_bytes(_TOKEN))
+        self._listener = Listener(interface, secrets.token_hex(16), made=abort_too)
         self._clients: dict[int, socket.socket] = {}
         self._end_read, self._end_write = socket.socketpair()
 
+    @property
+    def address(self) -> tuple[HostPort, str]:
+        """Where clients connect, and the token."""
+        return self._listener.address, self._listener.token
+
     def accept_clients(self, ranks: Iterable[int], seconds: float) -> None:
-        """Let clients connect. Other connections are closed; if many are silent, the oldest of these too.
+        """Let clients connect. Other connections are closed.
 
         Args:
             ranks: of the clients.
@@ -205,41 +186,21 @@ class Wakeup:
         Raises:
             OSError: not all clients have connected in time.
         """
-        self._listener.settimeout(seconds)
         until, missing = time.monotonic() + seconds, set(ranks)
-        unknown: dict[socket.socket, bytearray] = {}  # with what each has sent, in the order in which they came
+        self._listener.peers = len(missing)
         try:
             while missing:
-                ready = _ready([self._listener, *unknown], max(until - time.monotonic(), 0.0))
-                if not ready:
+                callers = self._listener.accept(max(until - time.monotonic(), 0.0))
+                if not callers and time.monotonic() >= until:
                     raise TimeoutError(f"rank(s) {sorted(missing)} did not come within {seconds:g} s")
-                if self._listener in ready:
-                    connection, _ = self._listener.accept()
-                    connection.setblocking(False)
-                    unknown[connection] = bytearray()
-                    if len(unknown) > _MOST_STRANGERS:  # a client says at once which rank it is
-                        longest = next(iter(unknown))
-                        del unknown[longest]
-                        longest.close()
-                for connection in unknown.keys() & set(ready):  # a silent one delays nobody
-                    if _more_to_come(connection, unknown[connection]):
-                        continue
-                    rank = self._rank_of(unknown.pop(connection))
+                for connection, rank in callers:
                     if rank in missing:
                         missing.remove(rank)
-                        abort_too(connection)
                         self._clients[rank] = connection
                     else:
                         connection.close()
         finally:
-            for connection in (self._listener, *unknown):
-                connection.close()
-
-    def _rank_of(self, sent: bytearray) -> int | None:
-        """The rank of a client, from its first bytes; ``None``: it is no client."""
-        if len(sent) != _TOKEN + _RANK or not hmac.compare_digest(sent[:_TOKEN], self.address.token):
-            return None
-        return int.from_bytes(sent[_TOKEN:], "big")
+            self._listener.end()
 
     def wait(self, ranks: Iterable[int] | None = None) -> int | None:
         """Wait for a request.
@@ -274,7 +235,8 @@ class Wakeup:
 
     def close(self) -> None:
         """Close all connections. Only the thread that waits may call this."""
-        for connection in (self._listener, self._end_read, *self._clients.values()):
+        self._listener.end()
+        for connection in (self._end_read, *self._clients.values()):
             connection.close()
 
 
@@ -282,15 +244,14 @@ class WakeupClient:
     """A client's end.
 
     Args:
-        address: of the host.
+        address: of the host, and the token.
         rank: this process.
         seconds: longest wait for the host.
     """
 
-    def __init__(self, address: WakeupAddress, rank: int, seconds: float) -> None:
-        self._connection = socket.create_connection((address.host, address.port), seconds)
+    def __init__(self, address: tuple[HostPort, str], rank: int, seconds: float) -> None:
+        self._connection = connect(*address, rank, seconds)
         abort_too(self._connection)
-        self._connection.sendall(address.token + rank.to_bytes(_RANK, "big"))
 
     def announce(self) -> None:
         """Announce a request.
@@ -319,18 +280,6 @@ def _ready(connections: Iterable[socket.socket], seconds: float | None = None) -
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ, connection)
         return [key.data for key, _ in selector.select(seconds)]
-
-
-def _more_to_come(connection: socket.socket, sent: bytearray) -> bool:
-    """Read what has come of a client's first bytes; whether more is to come."""
-    try:
-        part = connection.recv(_TOKEN + _RANK - len(sent))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    sent += part
-    return bool(part) and len(sent) < _TOKEN + _RANK
 
 
 _PUSH_PULL, _LEAVE = 0.0, 1.0  # kinds of requests

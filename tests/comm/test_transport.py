@@ -1,0 +1,133 @@
+"""The listening socket of a rank: who is let in, and what strangers can do."""
+
+import multiprocessing
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_hetero.comm import transport
+from lightning_hetero.comm.transport import GREETING, STRANGERS, Listener, connect, greeting
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener("127.0.0.1", TOKEN, peers=2)
+    yield listener
+    listener.end()
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    connection.settimeout(20.0)
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+WRONG = {
+    "another token": greeting("f" * len(TOKEN), 1),
+    "no token": b" 1\n",
+    "the beginning of the token": greeting(TOKEN[:-1], 1),
+    "no number": f"{TOKEN} one\n".encode(),
+    "nothing but an end": b"\n",
+    "bytes": os.urandom(GREETING).replace(b"\n", b"x") + b"xx",
+    "too long": TOKEN.encode() + b" " * GREETING + b"1\n",
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("said", WRONG.values(), ids=WRONG)
+def test_a_stranger_is_sent_away(listener: Listener, said: bytes) -> None:
+    with socket.create_connection(listener.address) as stranger:
+        stranger.sendall(said)
+        assert listener.accept(0.3) == []
+        assert until_closed(stranger) == b""
+
+
+def test_a_peer_is_let_in_and_what_follows_its_first_line_is_not_lost(listener: Listener) -> None:
+    with connect(listener.address, TOKEN, 7, 5.0) as peer:
+        peer.sendall(b"more\nand more")
+        [caller] = listener.accept(5.0)
+        assert caller.peer == 7
+        caller.connection.settimeout(5.0)
+        assert caller.connection.recv(99).startswith(b"more\n")
+        caller.connection.close()
+
+
+def test_a_first_line_may_come_in_pieces(listener: Listener) -> None:
+    with socket.create_connection(listener.address) as peer:
+        for byte in greeting(TOKEN, 3):
+            peer.sendall(bytes([byte]))
+            if byte != ord("\n"):
+                assert listener.accept(0.01) == []
+        [caller] = listener.accept(5.0)
+        assert caller.peer == 3
+        caller.connection.close()
+
+
+def test_silent_strangers_keep_nobody_out(listener: Listener) -> None:
+    strangers = [socket.create_connection(listener.address) for _ in range(100)]
+    with connect(listener.address, TOKEN, 1, 5.0):
+        [caller] = listener.accept(5.0)
+        caller.connection.close()
+    assert len(listener._strangers) <= STRANGERS + 2
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_silent_stranger_is_sent_away_after_some_seconds(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "HURRY", 0.2)
+    with socket.create_connection(listener.address) as stranger:
+        assert listener.accept(0.6) == []
+        assert until_closed(stranger) == b""
+
+
+@pytest.mark.parametrize("guard", ["HURRY", "STRANGERS"])
+def test_the_mutants_without_a_guard_keep_strangers(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, guard: str
+) -> None:
+    monkeypatch.setattr(transport, guard, 10**6)
+    strangers = [socket.create_connection(listener.address) for _ in range(40)]
+    listener.accept(0.5)
+    assert (len(listener._strangers) == 40) == (guard == "STRANGERS")
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_selector_sees_that_there_is_something_to_accept(listener: Listener) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        assert not selector.select(0.0)
+        with connect(listener.address, TOKEN, 1, 5.0):
+            assert selector.select(5.0)
+
+
+def test_closing_it_wakes_up_who_waits_and_refuses_connections(listener: Listener) -> None:
+    threading.Timer(0.2, listener.close).start()
+    began = time.monotonic()
+    assert listener.accept(30.0) == []
+    assert time.monotonic() - began < 10
+    with pytest.raises(ConnectionRefusedError):
+        connect(listener.address, TOKEN, 1, 5.0)
+
+
+def _forked(listener: Listener) -> None:
+    listener.after_fork()
+
+
+def test_a_child_process_keeps_nothing_open(listener: Listener) -> None:
+    """Else a rank that has ended would be reachable for as long as a worker of its dataloader lives."""
+    child = multiprocessing.get_context("fork").Process(target=_forked, args=(listener,))
+    child.start()
+    child.join(20.0)
+    assert child.exitcode == 0
+    with connect(listener.address, TOKEN, 1, 5.0):  # here it goes on
+        [caller] = listener.accept(5.0)
+        caller.connection.close()
