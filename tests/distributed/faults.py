@@ -221,6 +221,6 @@ def went_on(outcomes: list[Outcome], lost: dict[int, str], steps: int = STEPS) -
         assert named.keys() == lost.keys()
         said = " ".join(text for _, text in seen.told)
         for rank, why in lost.items():
-            assert named[rank].startswith(why)
+            assert named[rank].startswith(why), named[rank]
             assert f"rank {rank} {why}" in said
     return rest
