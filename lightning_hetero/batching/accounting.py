@@ -150,7 +150,9 @@ class BatchAccounting:
 
     def begin_pass(self) -> None:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
-        self.apply_reports(ahead=0)  # or the next plan could begin at a step that is drawn now
+        # Or the next plan could begin at a step that is drawn now. One of several loaders may begin anew within an epoch,
+        # when the others have drawn their batches of the next step.
+        self.apply_reports(ahead=int(len(self.loaders.sources()) > 1))
         self._fresh_pass = True
         self.ended = [False] * self.planner.world
 
