@@ -227,7 +227,7 @@ class Engine:
         self.averager: Averager | None = None
         self.losses = LossTracker()
         self.windows = self.exchanged = self.meetings = 0
-        self._open = False  # whether a window has begun
+        self._open = self._stepped = False  # whether a window has begun, and its optimizer step has been taken
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
         self._cadence = EvaluationCadence()
@@ -275,6 +275,7 @@ class Engine:
     def continue_from(self, former: "Engine") -> None:
         """Go on where another one of this kind has stopped, which was made from an earlier view, between two fits."""
         self.windows, self.exchanged, self.meetings = former.windows, former.exchanged, former.meetings
+        self._stepped = former._stepped
         self.losses = former.losses
         self.links.traffic = former.traffic
 
@@ -426,10 +427,19 @@ class Engine:
         if self.averager is not None:
             self.losses.take(loss, self._share.current().samples, self.windows)
 
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps that the parameters have seen: one more than windows while a window ends."""
+        return self.windows + self._stepped
+
+    def step_taken(self) -> None:
+        """The optimizer has stepped. What follows may break, until :meth:`window_ended` counts the step."""
+        self._stepped = True
+
     def window_ended(self) -> None:
-        """The optimizer has stepped; after :meth:`due`."""
+        """The window is over; after :meth:`due`."""
         self.windows += 1
-        self._open = False
+        self._open = self._stepped = False
 
     def exchange(self) -> Outcome | None:
         """Exchange between replicas; after :meth:`window_ended`. It can be called again if it breaks."""

@@ -275,6 +275,7 @@ class HeteroStrategy(JobStrategy):
 
     def _window_ended(self) -> None:
         """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
+        self.engine.step_taken()
         self.survival.retry(lambda: self.step.batch_ended(self.trainer, window=True))
         self.step.window_ended()
         self._compare_parameters()

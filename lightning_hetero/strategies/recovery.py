@@ -294,7 +294,13 @@ class PeerRecovery(RecoveryPolicy):
 
     def _progress(self) -> Progress:
         engine, share = self._strategy.engine, self._strategy.share
-        come = engine.windows, engine.meetings, self._survivor.calls, share.loaders.next_step(), share.reports_applied
+        come = (
+            engine.steps_taken,
+            engine.meetings,
+            self._survivor.calls,
+            share.loaders.next_step(),
+            share.reports_applied,
+        )
         return Progress(*come, share.step, share.met if engine.lockstep else 0)
 
     def _join(
