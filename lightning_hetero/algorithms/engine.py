@@ -273,7 +273,7 @@ class Engine:
             self.averager = self._own = None
 
     def continue_from(self, former: "Engine") -> None:
-        """Go on where another one of this kind has stopped, which was made from an earlier view, between two fits."""
+        """Go on where another one of this kind has stopped, which was made from an earlier view."""
         self.windows, self.exchanged, self.meetings = former.windows, former.exchanged, former.meetings
         self._stepped = former._stepped
         self.losses = former.losses

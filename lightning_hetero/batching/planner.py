@@ -1,6 +1,7 @@
 """Planner: how many samples of which step each rank takes, the same on all ranks.
 
-Every rank derives the same plans, from the same reports. A new one starts at a step that no sampler has drawn yet.
+Every rank derives the same plans, from the same reports, or follows those of rank 0 where ranks go at their own pace. A
+new plan starts at a step that no sampler has drawn yet.
 
 64 samples among 7 ranks are 10 for one of them and 9 for the others. If that is always the same rank, it falls behind
 by a tenth of a step in every step. So what is left over goes to each rank in turn.

@@ -685,7 +685,6 @@ class CollectiveRetry:
         calls: collectives completed.
         results: of the latest collectives, by their numbers, for ranks that have missed them.
         received: results that others have completed, by their numbers.
-        waits: whether this rank is in an operation that waits for other ranks.
     """
 
     #: Results that are kept. A rank cannot be further ahead than broadcasts run ahead of who receives them.
@@ -696,7 +695,6 @@ class CollectiveRetry:
         self.calls = 0
         self.results: dict[int, Any] = {}
         self.received: dict[int, Any] = {}
-        self.waits = False
         self._plain = 0  # depth of blocks in which nothing is repeated
 
     @contextmanager
@@ -708,15 +706,6 @@ class CollectiveRetry:
         finally:
             self._plain -= 1
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """This block waits for other ranks."""
-        before, self.waits = self.waits, True
-        try:
-            yield
-        finally:
-            self.waits = before
-
     def run(self, what: str, operation: Callable[[], T]) -> T:
         """The result of a collective over all ranks, or over those that remain; see :func:`collective`."""
         if self._plain:
@@ -725,7 +714,7 @@ class CollectiveRetry:
         while self.calls not in self.received:
             began = time.monotonic()
             try:
-                with self.waiting(), self.plain(), deadline(what):
+                with self.plain(), deadline(what):
                     result = operation()
             except RuntimeError as error:
                 if not is_communication_error(error):
@@ -738,21 +727,3 @@ class CollectiveRetry:
             return result
         self.calls += 1
         return self.received.pop(self.calls - 1)
-
-    def retry(self, operation: Callable[[], T], missed: Callable[[], T] | None = None) -> T:
-        """The result of an operation that is not the same on all ranks; it is called again if it breaks.
-
-        Args:
-            operation: may contain collectives of this rank's replica and averages between replicas.
-            missed: what to do instead of calling it again where the other ranks have completed it.
-        """
-        while True:
-            began = time.monotonic()
-            try:
-                with self.waiting():
-                    return operation()
-            except RuntimeError as error:
-                if not is_communication_error(error):
-                    raise
-                if self.recover(began) and missed is not None:
-                    return missed()

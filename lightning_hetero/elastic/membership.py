@@ -5,7 +5,7 @@ message               from, to                        means
 ====================  ==============================  ==========================================================
 ``state``             both ends, first of all         where I stand: leader, last view, what I have acknowledged
 ``state``             member to coordinator           my training thread has come to ``agree()``
-``beat``              both, every 2 s                 I am alive, and have done so many steps
+``beat``              both, every 1 or 2 s            I am alive, and have done so many steps
 ``news``              coordinator to all              who is lost or has left; a new view is wanted
 ``bye``, ``heard``    one that ends, and the answer   my run is over, or: I have failed
 ``propose``           coordinator to those to stay    the next view
