@@ -66,6 +66,12 @@ class NonFiniteGuard:
         self._spread: bool | Tensor = False
         self._passes = self._counted = 0  # backward passes; those in which some samples counted
 
+    def continue_from(self, former: "NonFiniteGuard") -> None:
+        """Go on in the midst of a window where another one has stopped, which was made for an earlier view."""
+        self._active, self._skipped, self._left_out = former._active, former._skipped, former._left_out
+        self._loss, self._own, self._spread = former._loss, former._own, former._spread
+        self._passes, self._counted = former._passes, former._counted
+
     # -- losses ------------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module) -> None:

@@ -286,6 +286,7 @@ class JobStrategy(DDPStrategy):
         """
         former = self.parts
         self.build(job, moved)
+        self.parts.finite.continue_from(former.finite)
         self.step.continue_from(former.step)
         self.parts.loaders.continue_from(former.loaders, moved)
 
