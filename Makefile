@@ -72,7 +72,7 @@ test-long: setup
 # taken only if it is named, OLDEST_TORCH=2.4.0: not every machine can install it.
 OLDEST := .venv-oldest
 OLDEST_CORE := tests/algorithms tests/batching tests/strategies tests/launch \
-    $(addprefix tests/distributed/test_,exactness.py resume.py node.py diloco.py gossip.py sigterm.py saving.py start_again.py)
+    $(addprefix tests/distributed/test_,exactness.py events.py resume_elsewhere.py node.py diloco.py gossip.py sigterm.py saving.py start_again.py)
 # Lightning 2.5.2's AsyncCheckpointIO cannot be sent to another process, as the first test does. The second one has dropout, and goes on at
 # the end of an epoch: with 2.5.2 its weights are others then (docs/log.md).
 OLDEST_BUT := --deselect tests/distributed/test_saving.py::test_a_write_in_the_background_leaves_the_old_checkpoint \

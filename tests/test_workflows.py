@@ -246,3 +246,11 @@ def test_the_oldest_pytorch_is_that_of_the_project() -> None:
     assert asked is not None
     assert least is not None
     assert asked.group(1) == f"{least.group(1)}.0"
+
+
+def test_what_the_oldest_versions_are_tested_with_exists() -> None:
+    core = MAKEFILE.split("OLDEST_CORE :=")[1].split("\n\n")[0]
+    [short] = re.findall(r"addprefix (tests/distributed/test_),([\w. ]+)\)", core)
+    files = [short[0] + name for name in short[1].split()] + re.findall(r"tests/\w+/test_\w+\.py", core)
+    assert len(files) >= 8
+    assert [file for file in files if not (ROOT / file).exists()] == []

@@ -355,7 +355,7 @@ def another_failed(why: Callable[[], object | None]) -> None:
 
 
 def this_one_failed(error: BaseException) -> None:
-    """This rank ends with an error; what it does on its way out may wait for others for ever."""
+    """This rank ends with an error; what it does on its way out may wait for others forever."""
     global _any_failed
     _any_failed = True
     text = "".join(traceback.format_exception(error))

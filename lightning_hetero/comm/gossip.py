@@ -426,7 +426,7 @@ class PairTransport:
                 self.peers.liveness.heard(ask.sender)
             if ask.sender < self.me and self._with != ask.sender and asked_for == own:
                 # It waits while this peer asks another. If all that ask were refused, peers that ask each other in a
-                # circle could do so for ever. Only peers with a lower number wait, so they never wait in a circle.
+                # circle could do so forever. Only peers with a lower number wait, so they never wait in a circle.
                 self._waiting += 1
                 self._changed.wait_for(lambda: not self._asking or self._agreed, _PATIENCE)
                 self._waiting -= 1

@@ -195,7 +195,7 @@ class CollectiveObserver:
             self._told = True
             rank_zero_warn(
                 f"{place} calls torch.distributed.{name} over all ranks, while replicas train apart: in each "
-                "step all wait for the slowest, and for ever if one has fewer steps; a gradient that depends on the "
+                "step all wait for the slowest, and forever if one has fewer steps; a gradient that depends on the "
                 "result mixes replicas. If it is meant for the ranks that average gradients, pass "
                 "`group=self.trainer.strategy.replica_group`."
             )

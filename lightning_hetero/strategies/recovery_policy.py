@@ -89,7 +89,7 @@ def unreachable_members(me: int, limit: float, view: int, error: Exception) -> M
         error: what came of that.
     """
     return MembershipLostError(
-        f"Rank {me} cannot go on: for {limit:g} s (the strategy's `timeout`) the ranks that remain have tried in vain "
+        f"Rank {me} cannot go on: for {limit:g} s (the strategy's `timeout`) the ranks that remain have failed "
         f"to meet, most recently in view {view}: {error}"
     )
 
