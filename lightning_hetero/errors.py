@@ -1,11 +1,13 @@
 """One family of errors: each says what was wrong, where, the values, and what to do."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from typing_extensions import Self
+
+_T = TypeVar("_T")
 
 
 class HeteroError(Exception):
@@ -99,3 +101,21 @@ class NotFiniteError(HeteroError, RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[list[int], str]]:
         return type(self), (self.replicas, str(self))
+
+
+def not_none(value: "_T | None", what: str) -> "_T":
+    """A value that is always there at this point.
+
+    Args:
+        value: it.
+        what: its name, for the message.
+
+    Raises:
+        HeteroError: it is ``None``, because of a fault in this package or a class derived from one of it.
+    """
+    if value is None:
+        raise HeteroError(
+            f"{what} is missing, where it must be there. This is a fault of lightning_hetero, or of a class derived "
+            "from one of its: please report it with this traceback."
+        )
+    return value

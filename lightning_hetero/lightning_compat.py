@@ -30,6 +30,7 @@ from lightning.pytorch.utilities.exceptions import _augment_message as augment_m
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_hetero.batching.sampler import has_own_batches, is_sharded, shuffles_by_itself
+from lightning_hetero.errors import not_none
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -173,8 +174,7 @@ def monitored_by(trainer: "pl.Trainer") -> set[str]:
 
 def unsynced(trainer: "pl.Trainer", names: Collection[str]) -> Iterator[tuple[str, Unsynced]]:
     """The values that this rank has logged for itself, and that callbacks find under some names now; by their keys."""
-    if (results := trainer._results) is None:
-        return
+    results = not_none(trainer._results, "the collection of what is logged")
     stepping = trainer._logger_connector._first_loop_iter is not None
     for key, metric in results.valid_items():
         meta = metric.meta
@@ -193,8 +193,7 @@ def unsynced(trainer: "pl.Trainer", names: Collection[str]) -> Iterator[tuple[st
 
 def logged_names(trainer: "pl.Trainer") -> set[str]:
     """Under which names callbacks find what this rank has logged in the running loop, synchronised or not."""
-    if (results := trainer._results) is None:
-        return set()
+    results = not_none(trainer._results, "the collection of what is logged")
     items = [metric for _, metric in results.valid_items()]
     return {name for metric in items for step in (True, False) for name in results._forked_name(metric, on_step=step)}
 
@@ -350,8 +349,7 @@ def watch_fetching(trainer: "pl.Trainer", begins: Callable[[], None], ends: Call
 
 def restart_loaders(trainer: "pl.Trainer") -> None:
     """Let the training loaders begin again."""
-    if (fetcher := trainer.fit_loop._data_fetcher) is not None:
-        iter(fetcher)
+    iter(not_none(trainer.fit_loop._data_fetcher, "what fetches the training batches"))
 
 
 def forget_loader_that_failed(trainer: "pl.Trainer | None") -> None:

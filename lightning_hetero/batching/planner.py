@@ -518,19 +518,19 @@ class Planner:
         if not self._pays(level, wanted, costs, [self.STAY * x for x in noise]):
             self._trial = None
             return None if present == level else even
-        part = 1.0 if present == level else self.CORRECT  # that ranks differ is sure, and a trial follows
-        if not self._pays(present, wanted, costs, [max(self._doubt, part * x) for x in noise]):
-            return None
         looks, since = list(self._looks), min(r.since for r in reports)
         while looks and sum(look.shortest for look in looks) > since:
             del looks[0]  # it began before the latest change of a rank's speed
+        part = self.CORRECT if looks and present != level else 1.0  # that ranks differ is sure, and a trial follows
+        if not self._pays(present, wanted, costs, [max(self._doubt, part * x) for x in noise]):
+            return None
         if looks:
             gain = makespan(present, costs) - makespan(wanted, costs)
             self._trial = SplitTrial(latest, step_seconds(looks) - gain / 2)
         elif self._looks:
             self._trial = None  # nobody knows how long steps would take now without the re-split
-        else:
-            self._trial, self._doubt = None, 0.0  # it is sure in spite of all the doubt that there was
+        elif self._trial is None and self._patience == self.PATIENCE:
+            self._doubt = 0.0  # it is sure in spite of all the doubt that there was, and no trial has failed
         return best
 
     def _pays(

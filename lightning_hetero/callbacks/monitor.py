@@ -181,7 +181,7 @@ class HeteroMonitor(Callback):
         """Show the latest fit in a notebook."""
         return notebook_html(self.history, self.summary)
 
-    def _stop_watching(self, strategy: HeteroStrategy, watch: "_Watch") -> RankRecord | None:
+    def _stop_watching(self, strategy: HeteroStrategy, watch: _Watch) -> RankRecord | None:
         """All that has been seen; nothing if there was no step."""
         self._watch, steps = None, watch.steps
         strategy.share.watchers.remove(steps.add)
@@ -195,7 +195,7 @@ class HeteroMonitor(Callback):
         self,
         strategy: HeteroStrategy,
         module: "pl.LightningModule",
-        watch: "_Watch",
+        watch: _Watch,
         views: list[RankRecord],
         ended: str | None = None,
     ) -> None:

@@ -12,6 +12,7 @@ from lightning_hetero.algorithms.center import CenteredAverager
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.checkpoint.snapshot import Snapshot, identity
 from lightning_hetero.comm.all_reduce import Contribution
+from lightning_hetero.errors import not_none
 
 
 class BackgroundConsensus:
@@ -72,10 +73,11 @@ class BackgroundConsensus:
             own: this replica's state.
         """
         consensus: list[Tensor] = own["algorithm"]["reference"]
-        if self._average is not None and known < len(consensus):
+        if known < len(consensus):
             pairs = zip(rooms, consensus, strict=True)
             out = [room if room.dtype == old.dtype else torch.empty_like(old) for room, old in pairs]
-            mean = self._average(Contribution(own["values"], weights, consensus), out).mean
+            average = not_none(self._average, "the average of the leaders of replicas")
+            mean = average(Contribution(own["values"], weights, consensus), out).mean
             consensus = [*consensus[:known], *mean[known:]]
         for room, vector in zip(rooms, consensus, strict=True):
             room.copy_(vector)

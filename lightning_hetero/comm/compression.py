@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.comm.threads import BufferPool
-from lightning_hetero.errors import ConfigurationError
+from lightning_hetero.errors import ConfigurationError, not_none
 
 #: Values that are worked on at a time: 1 MiB, which stays in a core's cache. With fewer, calls cost more than the work.
 CHUNK = 1 << 18
@@ -365,8 +365,7 @@ def swap_parts(group: dist.ProcessGroup | None, sent: Sequence[Tensor], received
         size = PIECE // sent[to].element_size()
         for own, other in zip(sent[to].split(size), received[source].split(size), strict=True):
             for work in (dist.isend(own, ranks[to], group), dist.irecv(other, ranks[source], group)):
-                if work is not None:  # always: both take part
-                    under_way.append(work)
+                under_way.append(not_none(work, "the handle of a message to or from a member"))
             while len(under_way) >= 2 * AHEAD:
                 under_way.popleft().wait()
     for work in under_way:

@@ -88,8 +88,8 @@ class FailureChannel:
         self._known: dict[tuple[int, Kind], Failure] = {}  # in order
         self._others: dict[socket.socket, int] = {}  # the rank at the other end
         self._closed = False
-        made = exclude_from_abort
-        self._listener = Listener(host, secrets.token_hex(16), world, made) if rank == 0 else None
+        token = secrets.token_hex(16)
+        self._listener = Listener(host, token, world, exclude_from_abort) if rank == 0 else None
         close_at_exit(self)
 
     @property

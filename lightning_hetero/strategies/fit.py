@@ -18,6 +18,7 @@ from lightning_hetero.batching.weights import samples_in
 from lightning_hetero.comm.agreement import AsyncAllGather
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.job import Job
+from lightning_hetero.errors import not_none
 from lightning_hetero.replicas.drift import ParameterDriftCheck
 from lightning_hetero.replicas.optimizer_states import hyperparameters
 from lightning_hetero.strategies.default_groups import GroupOverrides
@@ -148,5 +149,5 @@ def _same_parameters(job: Job) -> ParameterDriftCheck | None:
     ranks = job.view.replica.ranks
     if len(ranks) == 1 or job.view.topology.backend(ranks) is not None:
         return None
-    data, small = job.data_group(), job.small_group()
-    return None if data is None or small is None else ParameterDriftCheck(ranks, data, small)
+    data = not_none(job.data_group(), "the group in which a replica averages gradients")
+    return ParameterDriftCheck(ranks, data, not_none(job.small_group(), "the group of a replica for small tensors"))

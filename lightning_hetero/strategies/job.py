@@ -30,7 +30,7 @@ from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
 from lightning_hetero.comm.threads import record_sockets
 from lightning_hetero.comm.topology import Topology, interface_towards, place_of
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import UnsupportedError, not_none
 from lightning_hetero.launch.environment import RenumberedEnvironment, check_variables, hostname, local_devices
 from lightning_hetero.launch.observer import ObservedLauncher
 from lightning_hetero.replicas import optimizer_states
@@ -176,7 +176,9 @@ class JobStrategy(DDPStrategy):
     @override
     def set_world_ranks(self) -> None:
         check_variables(self.environment, self.num_nodes)
-        self.parallel_devices = local_devices(self.environment, self.parallel_devices or [])
+        self.parallel_devices = local_devices(
+            self.environment, not_none(self.parallel_devices, "the devices of this machine")
+        )
         super().set_world_ranks()
 
     def renumber(self, rank: int, world: int) -> None:
@@ -371,11 +373,11 @@ class JobStrategy(DDPStrategy):
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.parts, self.job
         ranks, group = parts.share.replica, parts.data_group()
-        if model is None or group is None:
+        if group is None:
             return  # nothing to average with: DDP would only cost time
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
         options["process_group"] = group  # a LightningCLI passes every option, the group too
-        options = parts.buckets.options(options, model, self.root_device)
+        options = parts.buckets.options(options, not_none(model, "the model"), self.root_device)
         if self.entry is not None:  # all have loaded the same values
             options["init_sync"] = False
         ddp = ReplicaDDP(self.timer, module=model, **options)

@@ -40,7 +40,7 @@ from lightning_hetero.elastic.join_requests import (
     request_to_join,
 )
 from lightning_hetero.elastic.protocol import AgreedView
-from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError
+from lightning_hetero.errors import CommunicationError, HeteroError, JoinRefusedError, UnsupportedError, not_none
 from lightning_hetero.replicas.vectors import broadcast_tensors
 from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.job import JobStrategy
@@ -229,8 +229,7 @@ class ElasticJoin(Newcomers):
         """
         strategy = self._strategy
         entry, strategy.entry = strategy.entry, None
-        if entry is not None:
-            strategy.checkpoint_io = entry.files.usual
+        strategy.checkpoint_io = not_none(entry, "what this process has joined with").files.usual
         failures.stop_watching()
         if dist.is_initialized():
             dist.destroy_process_group()

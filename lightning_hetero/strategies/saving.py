@@ -36,7 +36,7 @@ from lightning_hetero.checkpoint_sections import section
 from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.object_collectives import portable
 from lightning_hetero.comm.view import View
-from lightning_hetero.errors import CheckpointError
+from lightning_hetero.errors import CheckpointError, not_none
 from lightning_hetero.lightning_compat import WrappingCheckpointIO, environment_of, hpc_path, trainer_of
 from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.job import JobStrategy
@@ -294,7 +294,7 @@ class Source:
                 f"{shard}. Copy or rename a checkpoint together with its shards."
             )
         problem = shards.agree_on_problem(problem, error)
-        return problem or {**(state or {}), "losses": saved["losses"][view.rank]}
+        return problem or {**not_none(state, "a replica's own state"), "losses": saved["losses"][view.rank]}
 
     def nearest(self, checkpoint: Mapping[str, Any], who: CheckpointIdentity, view: View) -> dict[str, Any] | None:
         """The state of the nearest replica that is found here, if there are others than were saved (collective).

@@ -217,6 +217,21 @@ def test_a_resplit_that_does_not_make_steps_shorter_is_taken_back_and_the_next_w
     assert waits[2] > 1.5 * waits[1]
 
 
+def test_a_correction_that_failed_its_trial_does_not_come_back_without_one():
+    planner = planner_of(64, 2)
+    now = until_a_resplit(planner, 0, SLOWER, 0.048) + 1
+    for now in range(now, now + 40):  # noqa: B020
+        steps(planner, now, SLOWER, 0.039)
+    assert planner.shares(now) == [39, 25]
+    apparent = [report(0.001, error=0.4), report(0.004, error=0.4)]  # so it is measured; steps take 60 ms anyway
+    splits = []
+    for now in range(now + 1, now + 31):  # noqa: B020
+        if (plan := steps(planner, now, apparent, 0.060)) is not None:
+            splits.append(plan.split([64])[0])
+    assert len(splits) >= 4 and len(splits) % 2 == 0, "every one was on trial"
+    assert splits == [[52, 12], [39, 25]] * (len(splits) // 2)
+
+
 def seconds_apart(longest, own, exchange):
     """Seconds of a rank's steps: every eighth one waits for the slower rank, and for an exchange."""
     for step in itertools.count(1):
