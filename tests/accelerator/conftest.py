@@ -2,6 +2,7 @@ from pathlib import Path
 
 import fake_build
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -10,3 +11,9 @@ def fake(pytestconfig: pytest.Config) -> str:
     if reason := fake_build.problem():
         pytest.skip(reason)
     return str(fake_build.library(Path(pytestconfig.cache.mkdir("fake-accelerator"))))
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """What ``fake_device.load`` takes: ``"cuda"`` on a machine with such a device, otherwise the fake accelerator."""
+    return "cuda" if torch.cuda.device_count() else request.getfixturevalue("fake")

@@ -7,6 +7,8 @@ forked for it, and there only in the ranks that are to have the device::
         accelerator = fake_device.load_if_given()  # "fake", or "cpu"
 
     ranks.run(fit, 2, env_of=lambda rank: {"FAKE_LIBRARY": fake} if rank == 0 else {})
+
+Where ``library`` is ``"cuda"``, the device is a real one, and there is nothing to load.
 """
 
 import os
@@ -18,14 +20,16 @@ import torch
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 
 
-def load(library: str) -> None:
-    """Let this process have the device; once.
+def load(library: str) -> str:
+    """Let this process have the device; once. Returns the name of its accelerator.
 
     Args:
-        library: path of the compiled device; see ``fake_build.py``.
+        library: path of the compiled device, see ``fake_build.py``; or ``"cuda"``.
     """
+    if library == "cuda":
+        return "cuda"
     if hasattr(torch, "fake"):
-        return
+        return "fake"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels of torch's that FAKE_GLOO=stage replaces
         torch.ops.load_library(library)
@@ -35,6 +39,7 @@ def load(library: str) -> None:
     # Autograd gives each device a thread when a process first uses it. A forked process cannot make up for that.
     torch.autograd.set_multithreading_enabled(False)
     AcceleratorRegistry.register("fake", FakeAccelerator, description="in host memory, for tests")
+    return "fake"
 
 
 def _module() -> types.ModuleType:
@@ -130,5 +135,4 @@ def load_if_given() -> str:
     """Load the device in the ranks that have it; returns the name of this rank's accelerator."""
     if "FAKE_LIBRARY" not in os.environ:
         return "cpu"
-    load(os.environ["FAKE_LIBRARY"])
-    return "fake"
+    return load(os.environ["FAKE_LIBRARY"])

@@ -1,4 +1,4 @@
-"""What tests of mixed jobs run on ranks: the life of a model, on the fake device of one rank and the CPU of another."""
+"""What tests of mixed jobs run on ranks: the life of a model, on the device of one rank and the CPU of another."""
 
 import os
 import warnings
@@ -120,12 +120,10 @@ def life(row: Row, folder: str, library: str) -> dict[str, Any]:
     rank, there, back = int(os.environ["RANK"]), str(Path(folder, "there.ckpt")), str(Path(folder, "back.ckpt"))
     kinds = "cpu", "cpu"
     if rank == 0:
-        fake_device.load(library)
-        kinds = "fake", "cpu"
+        kinds = fake_device.load(library), "cpu"
     results = {"first": fit(row, kinds[0], save=(there, STOPS[0]))}
     if rank == 1:  # until now this process could not have made a tensor of the device
-        fake_device.load(library)
-        kinds = "cpu", "fake"
+        kinds = "cpu", fake_device.load(library)
     results["crossed"] = fit(row, kinds[1], save=(back, STOPS[1]), resume=there)
     results["returned"] = fit(row, kinds[0], resume=back)
     return results

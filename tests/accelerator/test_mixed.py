@@ -80,16 +80,16 @@ def nowhere(folder: Path) -> None:
 
 @pytest.mark.long(after=4)
 @pytest.mark.parametrize("row", ROWS, ids=name)
-def test_every_strategy_with_a_device_on_one_rank(fake: str, tmp_path: Path, row: Row) -> None:
-    results = run(life, 2, row, str(tmp_path), fake, nodes=list(row.nodes))
+def test_every_strategy_with_a_device_on_one_rank(device: str, tmp_path: Path, row: Row) -> None:
+    results = run(life, 2, row, str(tmp_path), device, nodes=list(row.nodes))
     check(results, tmp_path, row)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", FURTHER, ids=name)
-def test_further_options_with_a_device_on_one_rank(fake: str, tmp_path: Path, row: Row) -> None:
-    env = {"FAKE_GLOO": row.gloo} if row.gloo else {}
-    results = run(life, sum(row.nodes), row, str(tmp_path), fake, nodes=list(row.nodes), env=env)
+def test_further_options_with_a_device_on_one_rank(device: str, tmp_path: Path, row: Row) -> None:
+    env = {"FAKE_GLOO": row.gloo} if row.gloo else {}  # CUDA's tensors gloo stages anyway
+    results = run(life, sum(row.nodes), row, str(tmp_path), device, nodes=list(row.nodes), env=env)
     check(results, tmp_path, row)
 
 
