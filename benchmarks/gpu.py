@@ -4,7 +4,7 @@ A transformer of 100 M parameters, AdamW, 8192 tokens per rank and step. Ranks s
 so that one GPU is enough: what is compared are runs of as many ranks on the same GPU. Strategies exchange every 4
 steps.
 
-* *step*: seconds per step as a ratio to the runs before and after it in which nothing is exchanged.
+* *step*: seconds per step as a ratio to runs in which nothing is exchanged, before and after all others.
 * *waits*: synchronising CUDA operations of the training thread, per step without an exchange and per exchange, as
   ``torch.cuda.set_sync_debug_mode`` sees them; the places in this package that make most of them are listed below.
 * *memory*: bytes per parameter on the device, beyond parameters, gradients and optimizer state (16): what stays after
@@ -16,6 +16,7 @@ steps.
 
 import os
 import statistics
+import sys
 import threading
 import time
 import traceback
@@ -35,7 +36,7 @@ from lightning_hetero.strategies.table import ENTRIES
 
 GPU = torch.cuda.is_available()
 WIDTH, LAYERS, TOKENS, BATCH = (1024, 8, 512, 16) if GPU else (32, 2, 16, 2)
-WARMUP, STEPS, EVERY, NEVER = 8, 32, 4, 10**6
+WARMUP, STEPS, EVERY, NEVER = 4, 20, 4, 10**6
 PULL = {"moving_rate": "auto", "tau": EVERY}
 OPTIONS: dict[str, dict[str, Any]] = {
     "hetero_ddp": {},
@@ -176,19 +177,15 @@ def worker(repeats: int) -> dict[str, Any]:
     )
     results: dict[str, list[Any]] = {}
     for _ in range(repeats):
-        before = fit(base(), Transformer())
-        for name, make in contenders(ranks).items():
+        runs = {}
+        for name, make in {"before": base, **contenders(ranks), "after": base}.items():
             module = {"hetero_eamsgd": Nesterov, "hetero_measgd_async": Momentum}.get(name, Transformer)
-            try:
-                run = fit(make(), module())
-            except Exception as error:
-                traceback.print_exc()
-                results.setdefault(name, []).append({"error": f"{type(error).__name__}: {error}"[:300]})
-                continue
-            after = fit(base(), Transformer())
-            run["ratio"] = 2 * run["step"] / (before["step"] + after["step"])
-            results.setdefault(name, []).append(run)
-            before = after
+            runs[name] = fit(make(), module())
+            if os.environ["RANK"] == "0":
+                print(name, runs[name], file=sys.stderr, flush=True)
+        idle = (runs.pop("before")["step"] + runs.pop("after")["step"]) / 2
+        for name, run in runs.items():
+            results.setdefault(name, []).append({**run, "ratio": run["step"] / idle})
     return results
 
 
@@ -199,16 +196,13 @@ def main() -> None:
     print(f"\n{options.repeats} runs of {STEPS} steps on {options.ranks} ranks of one {where}; {jobs.machine()}")
     print(f"{'':24} ms    step: ratio                waits   at exchanges  memory kept   peak (bytes/parameter)")
     for name, runs in results.items():
-        if errors := [run["error"] for run in runs if "error" in run]:
-            print(f"{name:24} {errors[0]}")
-            continue
         kept, peak = (max(run[what] for run in runs) for what in ("kept", "peak"))
         few, most = (max(run["waits"][i] for run in runs) for i in (0, 1))
         milliseconds = 1e3 * statistics.median(run["step"] for run in runs)
         ratio = jobs.spread([run["ratio"] for run in runs])
         print(f"{name:24} {milliseconds:5.1f} {ratio:25} {few:6} {most:12} {kept:12.2f} {peak:8.2f}")
     for name, runs in results.items():
-        if places := runs[0].get("places"):
+        if places := runs[0]["places"]:
             print(f"  {name}: " + "; ".join(f"{place} ({count})" for place, count in places))
 
 

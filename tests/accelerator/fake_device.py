@@ -27,6 +27,7 @@ def load(library: str) -> str:
         library: path of the compiled device, see ``fake_build.py``; or ``"cuda"``.
     """
     if library == "cuda":
+        warnings.filterwarnings("ignore", r"Ranks \[.*\] share cuda")
         return "cuda"
     if hasattr(torch, "fake"):
         return "fake"

@@ -3,23 +3,29 @@
 from dataclasses import replace
 from typing import Any
 
+import fake_device
 import lightning.pytorch as pl
 import pytest
 import torch
-from mixed_tasks import EPOCHS, MixedNet, Row, fit, loaders, values
+from mixed_tasks import BATCH, EPOCHS, MixedNet, Row, fit, loaders, values
 from ranks import run
 from tasks import FAST
 from test_mixed import ROWS, name
+from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA device")
 
 
-def finals(row: Row, kind: str) -> torch.Tensor:
-    return torch.stack([result["final"] for result in run(fit, len(row.nodes), row, kind, nodes=list(row.nodes))])
+def fitted(row: Row, kind: str) -> torch.Tensor:
+    if kind == "cuda":
+        fake_device.load(kind)
+    return fit(row, kind)["final"]
 
 
 def agree(row: Row) -> None:
-    on_cuda, on_cpus = finals(row, "cuda"), finals(row, "cpu")
+    on_cuda, on_cpus = (
+        torch.stack(run(fitted, len(row.nodes), row, kind, nodes=list(row.nodes))) for kind in ("cuda", "cpu")
+    )
     assert on_cuda.isfinite().all()
     if row.limit is not None:
         assert (on_cuda - on_cpus).abs().max() <= row.limit
@@ -35,21 +41,14 @@ def test_ranks_that_share_a_device(row: Row) -> None:
     agree(row)
 
 
-def plain() -> torch.Tensor:
+def alone(strategy: str) -> torch.Tensor:
     module = MixedNet("")
     options: Any = {**FAST, "accelerator": "cuda", "devices": 1, "max_epochs": EPOCHS}
     torch.manual_seed(0)
-    pl.Trainer(strategy="auto", num_sanity_val_steps=0, **options).fit(module, loaders()[0])
-    return values(module)
-
-
-def ours() -> torch.Tensor:
-    module = MixedNet("")
-    options: Any = {**FAST, "accelerator": "cuda", "devices": 1, "max_epochs": EPOCHS}
-    torch.manual_seed(0)
-    pl.Trainer(strategy="hetero_ddp", num_sanity_val_steps=0, **options).fit(module, loaders()[0])
+    training, evaluation = loaders()
+    pl.Trainer(strategy=strategy, **options).fit(module, DataLoader(training.dataset, batch_size=BATCH), evaluation)
     return values(module)
 
 
 def test_one_rank_is_lightning_to_the_last_bit() -> None:
-    assert torch.equal(run(plain, 1)[0], run(ours, 1)[0])
+    assert torch.equal(run(alone, 1, "auto")[0], run(alone, 1, "hetero_ddp")[0])

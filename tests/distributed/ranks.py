@@ -207,6 +207,7 @@ def quiet() -> None:
         "The number of training batches",
         "You are using the `dataloader_iter` step flavor",
         "This process .* is multi-threaded, use of fork",
+        "GPU available but not used",
     ):
         warnings.filterwarnings("ignore", message)
 
