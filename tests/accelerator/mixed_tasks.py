@@ -85,6 +85,11 @@ def values(module: nn.Module) -> torch.Tensor:
     return torch.cat([v.detach().double().cpu().reshape(-1) for v in module.state_dict().values()])
 
 
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether ranks agree: to the last bit, but for CUDA, whose kernels round in other ways than a CPU's."""
+    return torch.allclose(one, other, rtol=0, atol=1e-9 if torch.cuda.device_count() else 0)
+
+
 def fit(row: Row, accelerator: str, save: tuple[str, int] | None = None, resume: str | None = None) -> dict[str, Any]:
     """Fits with validation, saves on the way, then validates and tests."""
     module, (training, evaluation) = MixedNet(row.momentum), loaders()

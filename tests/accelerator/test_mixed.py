@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mixed_tasks import Row, devices_in, life
+from mixed_tasks import Row, devices_in, life, same
 from ranks import run
 
 from lightning_hetero.strategies.table import ENTRIES
@@ -70,7 +70,7 @@ def check(results: list[dict[str, Any]], folder: Path, row: Row) -> None:
 
 def alike(results: list[dict[str, Any]]) -> None:
     for one in results:
-        assert one["final"].equal(results[0]["final"]), "the ranks differ"
+        assert same(one["final"], results[0]["final"]), "the ranks differ"
 
 
 def nowhere(folder: Path) -> None:

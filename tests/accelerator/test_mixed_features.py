@@ -16,7 +16,7 @@ import torch
 import torchmetrics
 from growing import LATE, WaitsForOthers, grow
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from mixed_tasks import AtHome, Row, devices_in, values
+from mixed_tasks import AtHome, Row, devices_in, same, values
 from ranks import attempt, run
 from tasks import FAST, EvaluatedNet, Killed, Net, Save, dataset
 from torch.utils.data import DataLoader
@@ -73,7 +73,7 @@ def measured(row: Row) -> dict[str, Any]:
 @pytest.mark.parametrize("row", [DDP, NODE], ids=lambda row: row.name)
 def test_metrics_and_gathered_tensors(device: str, row: Row) -> None:
     one, other = run(measured, 2, row, nodes=[1, 1], env_of=given(device, 0), timeout=120)
-    assert torch.equal(one["final"], other["final"])
+    assert same(one["final"], other["final"])
     assert one["metrics"] == other["metrics"]
     assert one["metrics"]["error"] == pytest.approx(one["metrics"]["val"])
     assert sorted(one["predicted"] + other["predicted"]) == list(range(13))
@@ -95,11 +95,11 @@ def kept(folder: str, steps: int) -> torch.Tensor:
 def test_saves_in_the_background_and_averages_of_weights(device: str, tmp_path: Path) -> None:
     folder, copy = tmp_path / "there", tmp_path / "here"
     first = run(kept, 2, str(folder), 7, nodes=[1, 1], env_of=given(device, 0), timeout=120)
-    assert torch.equal(*first)
+    assert same(*first)
     shutil.copytree(folder, copy)
     there = run(kept, 2, str(folder), 12, nodes=[1, 1], env_of=given(device, 1), timeout=120)
     here = run(kept, 2, str(copy), 12, nodes=[1, 1], env_of=given(device, 0), timeout=120)
-    assert torch.equal(*there)
+    assert same(*there)
     assert (there[0] - first[0]).abs().max() > 0
     assert (there[0] - here[0]).abs().max() <= 1e-9
     files = [*tmp_path.rglob("*.ckpt"), *tmp_path.rglob("*.pt")]
@@ -143,8 +143,8 @@ def test_an_averager_gets_its_tensors_where_it_keeps_them(device: str, tmp_path:
     path = str(tmp_path / "saved.ckpt")
     whole = run(remembered, 2, path, False, nodes=[1, 1], env_of=given(device, 0), timeout=120)
     resumed = run(remembered, 2, path, True, nodes=[1, 1], env_of=given(device, 1), timeout=120)
-    assert torch.equal(*whole)
-    assert torch.equal(*resumed)
+    assert same(*whole)
+    assert same(*resumed)
     assert (whole[0] - resumed[0]).abs().max() <= 1e-12
 
 
@@ -182,7 +182,7 @@ def test_ranks_go_on_when_one_is_lost(device: str, row: Row, lost: int) -> None:
     assert all(rest), "\n".join(outcome.trace for outcome in outcomes)
     assert [kind != "cpu" for _, kind, _ in rest] == [lost == 2, True]
     assert [world for *_, world in rest] == [2, 2]
-    assert torch.equal(rest[0][0], rest[1][0])
+    assert same(rest[0][0], rest[1][0])
 
 
 # -- ranks that join -----------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_rank_joins_with_another_device(
     (one, world, kind), (other, *there) = (outcome.value for outcome in outcomes)
     assert [world, there[0]] == [2, 2]
     assert [kind != "cpu", there[1] != "cpu"] == [not late_has_device, late_has_device]
-    assert torch.equal(one, other)
+    assert same(one, other)
 
 
 def test_the_device_is_where_it_was_given(device: str) -> None:

@@ -30,9 +30,9 @@ import pytest
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["lightning_hetero.callbacks", "lightning_hetero.strategies", "torchmetrics", "sklearn.datasets", "pytest", "warm"]
-)
+_preloaded = ["lightning_hetero.callbacks", "lightning_hetero.strategies", "torchmetrics", "sklearn.datasets", "pytest"]
+# A fit begins threads where there is CUDA, which forked processes would lack.
+_context.set_forkserver_preload(_preloaded if torch.cuda.device_count() else [*_preloaded, "warm"])
 
 #: Seconds in which a job ends unless it hangs. Most take a few; one of many fits takes minutes on a very busy machine.
 LIMIT = 400.0
