@@ -1,13 +1,14 @@
 """One family of errors: each says what was wrong, where, the values, and what to do."""
 
-from typing import TYPE_CHECKING, TypeVar
+import typing
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from typing_extensions import Self
 
-_T = TypeVar("_T")
+_T = typing.TypeVar("_T")  # the module has no other classes than errors
 
 
 class HeteroError(Exception):

@@ -29,7 +29,8 @@ from lightning_hetero.algorithms.state import (
     select,
     write,
 )
-from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
+from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.loss import LossTracker
 from lightning_hetero.comm.agreement import check_equal, value_of_rank
 from lightning_hetero.comm.all_reduce import ReplicaLinks, Traffic
 from lightning_hetero.comm.view import View

@@ -1,22 +1,22 @@
 """Sample accounting: the samples, weight and time of this rank's batches, and the reports that ranks exchange."""
 
-import hashlib
 import json
 import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import Store
 
 from lightning_hetero.batching.cost import CostModel, SpeedEstimator
+from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.plan_agreement import (
     PlanDecision,
     PlanLeader,
@@ -30,16 +30,10 @@ from lightning_hetero.batching.plan_agreement import (
 from lightning_hetero.batching.planner import Plan, Planner, Repartition, Report
 from lightning_hetero.batching.sampler import Drawn
 from lightning_hetero.batching.shares import Cost, Curve
-from lightning_hetero.batching.streams import StepTally
 from lightning_hetero.batching.timer import StepTimer, StepTiming
-from lightning_hetero.batching.weights import tensors_in
-from lightning_hetero.checkpoint_sections import KEY, add_section, section
-from lightning_hetero.comm.agreement import AsyncAllGather, gather, value_of_rank
-from lightning_hetero.comm.failures import collective, deadline
-from lightning_hetero.comm.job import Job
-from lightning_hetero.comm.progress import DataProgress, DataProgressTracker
+from lightning_hetero.comm.agreement import AsyncAllGather, value_of_rank
+from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.threads import THREADS, close_at_exit
-from lightning_hetero.comm.topology import widest_float
 from lightning_hetero.errors import CommunicationError, DataError, UnsupportedError
 from lightning_hetero.replicas.optimizer_states import check_settings, settings_number
 
@@ -60,7 +54,7 @@ class BatchSources(Protocol):
         """Whether this rank's replica has come to the end of its own data, so that padding batches follow."""
 
     own_sizes: list[int]  # of each rank's batches, where its own loader sizes them; 0: not known
-    sizes: "GlobalBatchSizes"  # samples in a step of all ranks
+    sizes: GlobalBatchSizes  # samples in a step of all ranks
 
 
 class BatchAccounting:
@@ -569,218 +563,3 @@ class PlanAgreement:
 
 def _box(rank: int) -> str:
     return f"rank{rank}"
-
-
-class StreamPeers:
-    """The other ranks, for a stream; see :class:`~lightning_hetero.batching.streams.StreamCollectives`.
-
-    Args:
-        job: with the view.
-        timer: this rank's stopwatch.
-        length: batches of the longest stream of a rank; ``None``: nobody knows.
-        number: of the stream, the same on every rank.
-    """
-
-    def __init__(self, job: Job, timer: StepTimer, length: int | None, number: int) -> None:
-        self._job, self._timer, self._length = job, timer, length
-        self._compared = False
-        self._ended = False  # this replica, in this pass
-        self._progress: DataProgressTracker | None = None
-        if job.view.count > 1 and length is None and job.view.is_leader:
-            ids = [replica.id for replica in job.view.replicas]
-            self._progress = DataProgressTracker(
-                job.store(f"stream {number}"), ids, job.view.replica.id, job.timeout.total_seconds()
-            )
-
-    def begin(self) -> None:
-        """A pass over the data is about to begin, on all ranks."""
-        self._ended = False
-        if self._progress is not None:
-            self._progress.begin()
-
-    def compare(self, batch: Any) -> None:
-        """Warn if ranks were given the same first batch (collective, the first time)."""
-        if self._compared:
-            return
-        self._compared = True
-        with self._timer.waiting():
-            seen = gather(_fingerprint(batch), "whether ranks have the same samples")
-        same = [rank for rank, own in enumerate(seen) if own is not None and seen.count(own) > 1]
-        if same:
-            rank_zero_warn(
-                f"The first batch is the same on ranks {same}. If every rank reads the same samples, each counts "
-                f"{len(same)} times. Let the iterable dataset yield another part of the data on each rank, or wrap it "
-                "in lightning_hetero.SharedStream."
-            )
-
-    def warn_of_unknown_size(self, problem: str) -> None:
-        """Say once that a batch counts as many samples as that of every other rank, whatever it holds."""
-        rank_zero_warn(
-            f"The number of samples in a training batch is unknown: {problem}. Batches of all ranks count the same, as "
-            "under ddp. Where they hold unequal numbers, say how much each weighs: define `batch_weight(batch)` on the "
-            "LightningModule, or let all tensors have the batch as their first dimension."
-        )
-
-    def sum(self, tally: StepTally) -> StepTally:
-        """The tallies of the ranks of this replica together (collective over them)."""
-        row = torch.tensor(tally, dtype=torch.float64)
-        with self._timer.waiting(), deadline("exchange batch sizes"):
-            if (group := self._job.small_group()) is not None:
-                dist.all_reduce(row, group=group)
-        return StepTally(*row.tolist())
-
-    def sum_all(self, tally: StepTally) -> StepTally:
-        """The tallies of all ranks together (collective)."""
-        row = torch.tensor(tally, dtype=torch.float64)
-        with self._timer.waiting(), deadline("learn which ranks have data"):
-            dist.all_reduce(row)
-        return StepTally(*row.tolist())
-
-    def another_batch(self, drawn: int, alive: bool) -> bool:
-        """Whether all ranks run another batch in this pass (collective over the replica).
-
-        A replica that has no more data runs padding batches, but never more than the replica that has most. So an
-        epoch has as many steps as the longest stream of a replica, and who has data never waits.
-        """
-        if self._job.view.count == 1:
-            return alive
-        if self._length is not None:
-            return drawn < self._length
-        if alive or not self._ended:
-            self._ended = not alive
-            if self._progress is not None:
-                self._progress.write(DataProgress(drawn + alive, self._ended))
-        if alive:
-            return True
-        with self._timer.waiting():
-            more = self._progress is not None and self._progress.beyond(drawn)
-        return self.sum(StepTally(float(more), 0.0, 0.0)).samples > 0
-
-
-def _fingerprint(batch: Any) -> str | None:
-    """Tells batches apart; ``None`` where there is nothing to tell them by."""
-    leaves = [leaf for leaf in tensors_in(batch) if not (leaf.is_nested or leaf.is_quantized)]
-    dense = [leaf for leaf in leaves if leaf.layout == torch.strided]  # others have no bytes
-    tensors = [leaf.detach().cpu().resolve_conj().contiguous() for leaf in dense if leaf.numel() > 1]
-    if not any((tensor != tensor.flatten()[0]).any() for tensor in tensors):
-        return None  # none at all, or constant ones
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-_GROUPS = 0
-
-
-class GlobalBatchSizes:
-    """Global batch size of each loader: ``batch_size`` times the ranks, unless a checkpoint or the user says another.
-
-    A run that goes on with other ranks keeps its global batches: learning rates were chosen for them, and an epoch of
-    which a part is done has no others to go on with. A loader that has another ``batch_size`` than before has been
-    changed by the user, so that counts.
-
-    Args:
-        world: number of ranks.
-        given: the user's ``global_batch_size``, if given.
-    """
-
-    def __init__(self, world: int, given: int | None) -> None:
-        self._world, self._given = world, given
-        self._loaded: dict[int, int] = {}  # of the checkpoint, by a loader's `batch_size`; 0: batch samplers in a group
-        self._kept: dict[int, int] = {}  # what of it this fit goes on with
-        self._taken: dict[int, int] = {}  # in this fit
-
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take over the sizes of a checkpoint, before the data are set up."""
-        if KEY in checkpoint:  # a shard has none
-            self._loaded = dict(section(checkpoint, "global_batches") or ())
-
-    def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Add the sizes to a checkpoint; builtins only."""
-        if self._taken:
-            add_section(checkpoint, "global_batches", [list(pair) for pair in self._taken.items()])
-
-    def begin(self, resumed: bool) -> None:
-        """Training data are set up.
-
-        Args:
-            resumed: whether the fit goes on from a checkpoint.
-        """
-        self._kept = self._loaded if resumed else {}
-
-    def evaluated(self, size: int) -> int:
-        """The global batch in evaluation of a loader with this ``batch_size``."""
-        return size * self._world if self._given is None else self._given
-
-    def trained(self, size: int) -> int:
-        """The global batch in training of a loader with this ``batch_size``."""
-        return self._take(size, size * self._world, "samples") if self._given is None else self._given
-
-    def of_groups(self) -> int:
-        """Number of batches of the user's batch sampler that make a global one."""
-        return self._take(_GROUPS, self._world, "batches of the batch sampler")
-
-    def _take(self, key: int, usual: int, what: str) -> int:
-        size = self._kept.get(key, usual)
-        if size != usual and self._taken.get(key) != size:
-            rank_zero_info(
-                f"A step of all ranks takes {size} {what}, as where the checkpoint was saved; with {self._world} ranks "
-                f"it would be {usual}. To choose it yourself, give the strategy global_batch_size."
-            )
-        self._taken[key] = size
-        return size
-
-
-class LossTracker:
-    """Training loss since it was last read, and the first step at which it was not finite.
-
-    Nothing here waits for the device until somebody asks; a number that was copied to it would.
-    """
-
-    def __init__(self) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64)  # of loss times samples, and of samples
-        self._broken = torch.tensor(-1)
-
-    def take(self, loss: Tensor, samples: float, step: int) -> None:
-        """Take in the loss of a batch.
-
-        Args:
-            loss: mean over the batch.
-            samples: of the batch; a padding batch, which has none, does not count.
-            step: optimizer steps taken before.
-        """
-        if not samples:
-            return
-        value = loss.detach().to(widest_float(loss.device))
-        finite = value.isfinite()
-        row = torch.stack([value * samples, value.new_full((), samples)])
-        self._sums = self._sums.to(value.device, value.dtype) + torch.where(finite, row, 0.0)
-        broken = self._broken.to(value.device)
-        self._broken = torch.where((broken < 0) & ~finite, step + 1, broken)
-
-    @property
-    def nonfinite_step(self) -> int | None:
-        """The optimizer step of the first loss that was not finite."""
-        step = int(self._broken)
-        return None if step < 0 else step
-
-    def mean_over_ranks(self) -> float:
-        """The mean over the samples of all ranks since the last look (collective); NaN if there were none."""
-        sums, self._sums = self._sums.cpu().double(), torch.zeros(2, dtype=torch.float64)
-
-        def total() -> list[float]:
-            everyone = sums.clone()
-            dist.all_reduce(everyone)
-            return everyone.tolist()
-
-        weighted, samples = collective("average the loss", total)
-        return weighted / samples if samples else math.nan
-
-    def state_dict(self) -> list[float]:
-        """Builtins only."""
-        return self._sums.tolist()
-
-    def load_state_dict(self, state: Sequence[float]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._sums = torch.tensor(state, dtype=torch.float64)

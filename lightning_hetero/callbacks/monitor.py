@@ -119,13 +119,13 @@ class HeteroMonitor(Callback):
         assert isinstance(strategy, HeteroStrategy)
         folder = trainer.log_dir or trainer.default_root_dir  # collective
         wanted = self.report if not trainer.fast_dev_run else None  # type: ignore[attr-defined]
-        losses, entry, told = strategy.survival.losses, strategy.entry, None
-        if entry is not None and entry.replica is not None and self._attendance is not None:
+        losses, ticket, told = strategy.recovery.losses, strategy.ticket, None
+        if ticket is not None and ticket.replica is not None and self._attendance is not None:
             told = self._attendance.until(time.perf_counter(), losses)  # others have just joined
         everyone = gather((wanted, told), "the ranks to set their clocks for HeteroMonitor")
         self.summary, start = None, time.perf_counter()  # it is of an earlier fit
         self._attendance = MembershipHistory(strategy.job.view, start, [told for _, told in everyone])
-        self.losses = [] if entry is None else list(losses)
+        self.losses = [] if ticket is None else list(losses)
         if (report := everyone[0][0]) is not None:
             self._watch = _Watch(
                 report_folder(report, folder), StepHistory(start, strategy.share.step), self._attendance
@@ -187,7 +187,7 @@ class HeteroMonitor(Callback):
         strategy.share.watchers.remove(steps.add)
         if not steps.beginning:
             return None
-        members, losses = strategy.job.view, watch.attendance.since(strategy.survival.losses)
+        members, losses = strategy.job.view, watch.attendance.since(strategy.recovery.losses)
         found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
         return RankRecord(members.ids[members.rank], *found, strategy.share.fitted, tuple(losses))
 
@@ -208,7 +208,7 @@ class HeteroMonitor(Callback):
             rank_zero_info(f"HeteroMonitor: who was slowest and why, who waited, what it cost: {self.summary.path}")
 
     def _see_losses(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
-        for loss in strategy.survival.losses[len(self.losses) :]:
+        for loss in strategy.recovery.losses[len(self.losses) :]:
             self.losses.append(loss)
             numbers = {"view": loss.view, "ranks": loss.ranks, "replicas": loss.replicas}
             self._log(trainer, {**numbers, "stall_s": loss.seconds, "lost_samples": loss.samples})

@@ -312,15 +312,15 @@ class CheckpointSession:
         self._seconds, self.since = seconds, time.monotonic() if since is None else since
         self._agreed: AgreedBatch | None = None
         if seconds is not None:
-            survival, batch = strategy.survival, strategy.trainer.fit_loop.epoch_loop.total_batch_idx
+            recovery, batch = strategy.recovery, strategy.trainer.fit_loop.epoch_loop.total_batch_idx
             self._agreed = AgreedBatch(
                 dist.PrefixStore("batch", store),
                 self._asks,
                 limit,
                 batch,
                 # Ranks in lockstep wait for a lost one anyway.
-                patience=(lambda: 0.0) if strategy.engine.lockstep else (lambda: survival.patience),
-                changing=None if survival.growth is None else (lambda: survival.changing),
+                patience=(lambda: 0.0) if strategy.engine.lockstep else (lambda: recovery.patience),
+                changing=None if recovery.newcomers is None else (lambda: recovery.changing),
             )
 
     def _asks(self) -> ActionRequest | None:

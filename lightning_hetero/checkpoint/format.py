@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_hetero.batching.accounting import BatchAccounting, LossTracker
+from lightning_hetero.batching.accounting import BatchAccounting
+from lightning_hetero.batching.loss import LossTracker
 from lightning_hetero.batching.shares import cost_of, row_of
 from lightning_hetero.checkpoint_sections import add_section, section, unreadable
 from lightning_hetero.comm.agreement import gather

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hetero.comm import object_collectives
-from lightning_hetero.comm.failures import collective, deadline
+from lightning_hetero.comm.failures import deadline
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.errors import DataError, DisagreementError, HeteroError
 
 _MISSING = "(missing)"

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_hetero.comm.agreement import gather, gather_samples, value_of_rank
-from lightning_hetero.comm.failures import collective
 from lightning_hetero.comm.object_collectives import CPU, check_sum, collective_number
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import widest_float
 from lightning_hetero.errors import UnsupportedError
 

@@ -1,28 +1,20 @@
-"""Failure reports between ranks: which rank failed first, also when other ranks have already ended.
-
-NCCL does not notice that a rank has died: what waits for it on a GPU waits until the group's timeout, and PyTorch then
-aborts the process without a traceback. Nor can such a group be destroyed: that waits for what is pending in it. So a
-process that holds one, and hears of a failure in a fit, says what has failed, and leaves.
-"""
+"""Failure reports between ranks: which rank failed first, also when other ranks have already ended."""
 
 import json
 import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import object_collectives, waits
+from lightning_hetero.comm import device_exit, object_collectives, waits
 from lightning_hetero.comm.threads import abort_sockets, close_at_exit, exclude_from_abort
 from lightning_hetero.comm.transport import HURRY, HostPort, Listener, connect
 from lightning_hetero.comm.waits import WaitWatchdog
@@ -294,124 +286,6 @@ def _messages(connection: socket.socket) -> Iterator[dict]:
             yield json.loads(line)
 
 
-#: Seconds from the news of another rank's failure until this process leaves. Within them it may get an error by itself.
-GRACE = 10.0
-#: Seconds that a process with an error of its own has for what callbacks save then.
-MESSAGE_SECONDS = 60.0
-
-_state_lock = threading.Lock()
-_holds = False  # whether there has been a group of devices in this process
-_fits = 0  # counts beginnings and ends of fits: odd in a fit
-_exit_deadline: float | None = None  # by the monotonic clock
-_exit_message: Callable[[], str | None] | None = None  # why, when it leaves; nothing: it need not
-_any_failed = False  # whether there was a failure, here or elsewhere: groups are not destroyed any more
-_status: int | None = None  # of this process, once an error has come to its top
-
-
-def holds_devices() -> None:
-    """There is a process group of devices in this process now."""
-    global _holds
-    if not _holds:
-        _holds, before = True, sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-            global _any_failed, _status
-            _any_failed, _status = True, 130 if issubclass(kind, KeyboardInterrupt) else 1
-            return before(kind, error, trace)
-
-        sys.excepthook = hook
-
-
-def begin_fit() -> None:
-    """A fit begins, in which this process may have to leave."""
-    global _fits, _exit_deadline
-    with _state_lock:
-        _fits, _exit_deadline = _fits + 1 + _fits % 2, None
-
-
-def end_fit() -> None:
-    """A fit has ended, or has been left. Idempotent."""
-    global _fits, _exit_deadline
-    with _state_lock:
-        _fits, _exit_deadline = _fits + _fits % 2, None
-
-
-def another_failed(why: Callable[[], object | None]) -> None:
-    """Another rank has failed, or its process has ended.
-
-    Args:
-        why: says in words what has failed, when it is asked; ``None``: nothing that concerns the fit.
-    """
-
-    def says() -> str | None:
-        if (failure := why()) is None:
-            return None
-        return (
-            f"CommunicationError: {failure}. This process holds process groups of devices (NCCL), which cannot be "
-            "left while they wait for a lost rank, so it ends here. Start again from the last checkpoint."
-        )
-
-    _leave(GRACE, says)
-
-
-def this_one_failed(error: BaseException) -> None:
-    """This rank ends with an error; what it does on its way out may wait for others forever."""
-    global _any_failed
-    _any_failed = True
-    text = "".join(traceback.format_exception(error))
-    _leave(
-        MESSAGE_SECONDS,
-        lambda: f"{text}This process holds process groups of devices (NCCL), and could not end by itself.",
-    )
-
-
-def may_destroy_groups() -> bool:
-    """Whether process groups of devices can be destroyed: not after a failure."""
-    return not _any_failed
-
-
-def leave_at_exit() -> None:
-    """At the end of a process: leave without the destructors of groups, if an error ends it."""
-    if _holds and _status is not None:
-        _exit(_status)
-
-
-def _leave(seconds: float, says: Callable[[], str | None]) -> None:
-    global _exit_deadline, _exit_message, _any_failed
-    if not _holds:
-        return
-    with _state_lock:
-        if not _fits % 2:
-            return
-        _any_failed = True
-        runs, fit = _exit_deadline is not None, _fits
-        if not runs or seconds > GRACE:  # an error of this rank's own is the better one
-            _exit_deadline, _exit_message = time.monotonic() + seconds, says
-    if not runs:
-        threading.Thread(target=_wait_and_leave, args=(fit,), name="leave-devices", daemon=True).start()
-
-
-def _wait_and_leave(fit: int) -> None:
-    while True:
-        with _state_lock:
-            at, says = _exit_deadline, _exit_message
-            if fit != _fits or at is None or says is None:
-                return
-        if time.monotonic() >= at and (text := says()) is not None:  # not under the lock: it asks who tells of failures
-            print(text, file=sys.stderr)
-            _exit(1)
-        time.sleep(0.1)
-
-
-def _exit(status: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
-    os._exit(status)
-
-
 _failures: FailureChannel | None = None
 _waits: WaitWatchdog | None = None
 _world: object = None  # the process group of all ranks for which it was made
@@ -551,7 +425,7 @@ def interrupt_waits(on: bool) -> None:
 
 def _failed(failure: Failure) -> None:
     """A rank has failed. Its process may live on, so that connections to it do not break."""
-    another_failed(lambda: first_failure(0.0))
+    device_exit.another_failed(lambda: first_failure(0.0))
     if failure.kind != "failed":
         return
     heard = time.monotonic()
@@ -632,98 +506,3 @@ def _broken(error: BaseException) -> bool:
     return isinstance(error, CommunicationError | dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     )
-
-
-T = TypeVar("T")
-
-_current_repeater: "CollectiveRepeater | None" = None  # of the fit in which lost ranks are survived
-
-
-class CollectiveRepeater(Protocol):
-    """Repeater of a collective until it has succeeded."""
-
-    def run(self, what: str, operation: Callable[[], T]) -> T:
-        """The result of an operation; see :func:`collective`."""
-
-
-def collective(what: str, operation: Callable[[], T]) -> T:
-    """Run a collective over all ranks of the job.
-
-    Args:
-        what: completes "rank 1 of 4 could not ...".
-        operation: takes no arguments, has the same result on every rank, and may be called again: after a rank was
-            lost there are fewer ranks, with other numbers.
-
-    Raises:
-        CommunicationError: another rank did not take part in time, or has ended, and that ends the fit.
-    """
-    if _current_repeater is not None:
-        return _current_repeater.run(what, operation)
-    with deadline(what):
-        return operation()
-
-
-def set_repeater(repeater: CollectiveRepeater | None) -> None:
-    """From now on let an object repeat what breaks; ``None``: nothing is repeated."""
-    global _current_repeater
-    _current_repeater = repeater
-    wait_for_news(repeater is None)
-
-
-class CollectiveRetry:
-    """Retry of collectives among the ranks that remain.
-
-    All ranks run the same collectives in the same order, so a collective is known by its number. A rank can be one
-    ahead: an all-reduce may succeed on one rank and fail on another. What the latest ones have returned is kept, so
-    that those who missed it get it from those who have it.
-
-    Args:
-        recover: joins the ranks that remain (collective over them), given when what has broken began; raises an error
-            if this rank must end.
-
-    Attributes:
-        calls: collectives completed.
-        results: of the latest collectives, by their numbers, for ranks that have missed them.
-        received: results that others have completed, by their numbers.
-    """
-
-    #: Results that are kept. A rank cannot be further ahead than broadcasts run ahead of who receives them.
-    KEPT = 32
-
-    def __init__(self, recover: Callable[[float], Any]) -> None:
-        self.recover = recover
-        self.calls = 0
-        self.results: dict[int, Any] = {}
-        self.received: dict[int, Any] = {}
-        self._plain = 0  # depth of blocks in which nothing is repeated
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        """In this block collectives are not repeated one by one: what is around them is."""
-        self._plain += 1
-        try:
-            yield
-        finally:
-            self._plain -= 1
-
-    def run(self, what: str, operation: Callable[[], T]) -> T:
-        """The result of a collective over all ranks, or over those that remain; see :func:`collective`."""
-        if self._plain:
-            with deadline(what):
-                return operation()
-        while self.calls not in self.received:
-            began = time.monotonic()
-            try:
-                with self.plain(), deadline(what):
-                    result = operation()
-            except RuntimeError as error:
-                if not is_communication_error(error):
-                    raise
-                self.recover(began)
-                continue
-            self.results[self.calls] = result
-            self.results.pop(self.calls - self.KEPT, None)
-            self.calls += 1
-            return result
-        self.calls += 1
-        return self.received.pop(self.calls - 1)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp, distributed_c10d
 from torch.futures import Future
 
-from lightning_hetero.comm import failures
+from lightning_hetero.comm import device_exit, failures
 from lightning_hetero.comm.agreement import gather, hash_of
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedBuffers, share_memory, slice_of
@@ -468,7 +468,7 @@ def _new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
     distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     if backend != "gloo":
         _on_devices.append(group)
-        failures.holds_devices()
+        device_exit.holds_devices()
     return group
 
 
@@ -521,8 +521,8 @@ def end_on_devices() -> None:
 
     Not after a failure: that would wait for what is pending in them.
     """
-    failures.leave_at_exit()
-    while _on_devices and failures.may_destroy_groups():
+    device_exit.leave_at_exit()
+    while _on_devices and device_exit.may_destroy_groups():
         with suppress(ValueError, RuntimeError):  # it has ended since, or its other ranks have
             dist.destroy_process_group(_on_devices.pop())
 
@@ -540,7 +540,7 @@ def end_unused() -> None:
     for name, group in sorted(devices.items()):
         if (
             all(name in everyone[rank] for rank in dist.get_process_group_ranks(group))
-            and failures.may_destroy_groups()
+            and device_exit.may_destroy_groups()
         ):
             _on_devices.remove(group)
             _ended.remove(group)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_hetero.comm import failures
+from lightning_hetero.comm import device_exit, failures
 from lightning_hetero.comm.agreement import check_equal, gather
 from lightning_hetero.comm.failures import deadline, is_communication_error
 from lightning_hetero.comm.groups import (
@@ -214,7 +214,7 @@ def open_store(interface: str, timeout: timedelta) -> tuple[dist.Store, tuple[st
 
 def announce_failure(exception: BaseException) -> None:
     """Let all ranks know why this one ends; if it ends because of another, let the error say because of which."""
-    failures.this_one_failed(exception)
+    device_exit.this_one_failed(exception)
     if not is_communication_error(exception):
         what = str(exception).strip().split("\n")[0]
         how = f"failed with {type(exception).__name__}{what and f': {what}'}"

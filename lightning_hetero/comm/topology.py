@@ -79,13 +79,13 @@ class Topology:
                 kinds.setdefault(self.places[rank].library, []).append(rank)
         return tuple(tuple(island) for island in kinds.values() if len(island) > 1)
 
-    def shared_cards(self) -> dict[str, list[int]]:
+    def shared_devices(self) -> dict[str, list[int]]:
         """The accelerators that several ranks share, with these."""
-        cards: dict[str, list[int]] = {}
+        devices: dict[str, list[int]] = {}
         for rank, place in enumerate(self.places):
             if place.device != "cpu":
-                cards.setdefault(place.device, []).append(rank)
-        return {card: ranks for card, ranks in cards.items() if len(ranks) > 1}
+                devices.setdefault(place.device, []).append(rank)
+        return {device: ranks for device, ranks in devices.items() if len(ranks) > 1}
 
     def route(self, ranks: Sequence[int]) -> str:
         """The way of tensors of ``ranks`` between their devices, with the reason, in words."""
@@ -94,7 +94,7 @@ class Topology:
             return "over gloo: all are CPUs"
         if backend == "nccl":
             return f"over NCCL: {len(ranks)} GPUs of one kind ({libraries[0]})"
-        shared = [card for card, sharing in self.shared_cards().items() if len({*sharing} & {*ranks}) > 1]
+        shared = [device for device, sharing in self.shared_devices().items() if len({*sharing} & {*ranks}) > 1]
         cpus = sum(self.places[rank].device == "cpu" for rank in ranks)
         reasons = [f"{cpus} of the ranks are CPUs"] * (cpus > 0)
         reasons += [f"ranks share {', '.join(shared)}"] * bool(shared)

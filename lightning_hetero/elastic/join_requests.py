@@ -7,10 +7,10 @@ key                   written by      means
 ====================  ==============  ===================================================================
 ``beat``              the job         counts up while the job runs
 ``requests``          processes       how many have asked; gives each one its number *k*
-``k/card``            the process     what must fit the job: version, options, model
+``k/compatibility``   the process     what must fit the job: version, options, model
 ``k/alive``           the process     counts up while it waits
 ``k/answer``          the job         ``refused`` and why; ``come``: the job is about to admit those that are
-                                      still there; ``place``: this one is admitted; ``again``: ask anew
+                                      still there; ``place``: this one is admitted; ``again``: ask again
 ``k/ready``           the process     it is still there
 ====================  ==============  ===================================================================
 
@@ -76,7 +76,7 @@ class JoinRequests:
     Args:
         interface: address of this machine on the network of the job.
         limit: longest wait for an answer of the store.
-        incompatibility: says why a process with some card cannot take part; ``None`` if it can.
+        incompatibility: says why a process with other terms cannot take part; ``None`` if it can.
 
     Attributes:
         address: where to ask: host, port and secret.
@@ -85,7 +85,7 @@ class JoinRequests:
     def __init__(
         self, interface: str, limit: timedelta, incompatibility: Callable[[Mapping[str, Any]], str | None]
     ) -> None:
-        self._misfit, secret = incompatibility, secrets.token_hex(16)
+        self._incompatibility, secret = incompatibility, secrets.token_hex(16)
         # Not of a view: it stays when ranks are lost, and the connections of their view are broken.
         self._server = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self.address = [interface, self._server.port, secret]
@@ -112,9 +112,9 @@ class JoinRequests:
     def _look(self) -> None:
         now = time.monotonic()
         self._store.add("beat", 1)
-        while self._store.check([f"{self._seen + 1}/card"]):
+        while self._store.check([f"{self._seen + 1}/compatibility"]):
             self._seen += 1
-            why = self._misfit(json.loads(self._store.get(f"{self._seen}/card")))
+            why = self._incompatibility(json.loads(self._store.get(f"{self._seen}/compatibility")))
             if why is None:
                 self._alive[self._seen] = b"", now
             else:
@@ -201,7 +201,7 @@ def request_to_join(
         store = _reached(address)
         k = store.add("requests", 1)
         store.add(f"{k}/alive", 1)
-        store.set(f"{k}/card", json.dumps(compatibility))
+        store.set(f"{k}/compatibility", json.dumps(compatibility))
         waits()
         return _wait(store, k, limit.total_seconds())
     except dist.DistError as error:

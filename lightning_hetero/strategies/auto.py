@@ -143,7 +143,7 @@ class AutoStrategy(ReplicaStrategy):
             self._next = 0
             self._take(self.choice.prediction.name, self.choice.prediction.options)
             rank_zero_info(f"hetero_auto goes on as {self.choice.prediction.strategy}. {self.choice.why}")
-            self._divide()
+            self._begin_replicas()
 
     def _stay(self, why: str) -> None:
         self._next, self.stays = 0, True
@@ -181,7 +181,7 @@ class AutoStrategy(ReplicaStrategy):
         """Of an optimizer step."""
         return self.trainer.accumulate_grad_batches
 
-    def _divided(self) -> View:
+    def _view_of_replicas(self) -> View:
         """The view of the same ranks, with the replicas that the chosen strategy asks for now."""
         view = self.job.view
         members = tuple(ReplicaMember(id, ranks) for id, ranks in enumerate(self.replicas(view.topology)))
@@ -196,7 +196,7 @@ class AutoStrategy(ReplicaStrategy):
             "torch."
         ):
             return "ddp_comm_hook may average over all ranks"
-        if (problem := beyond(module, self.optimizers, self._divided().replica.ranks)) is not None:
+        if (problem := beyond(module, self.optimizers, self._view_of_replicas().replica.ranks)) is not None:
             return str(problem).partition(",")[0]
         if names := [type(callback).__name__ for callback in callbacks if averages_weights(callback)]:
             return f"{names[0]} has begun to average the weights of one replica"
@@ -206,7 +206,7 @@ class AutoStrategy(ReplicaStrategy):
             return "the training data is no map-style dataset that this package splits"
         return None
 
-    def _divide(self) -> None:
+    def _begin_replicas(self) -> None:
         """Let the replicas that the chosen strategy asks for now go on from the weights that all hold (collective).
 
         Between two windows, in which all ranks hold equal weights.
@@ -214,9 +214,9 @@ class AutoStrategy(ReplicaStrategy):
         share, former = self.share, self.job
         share.apply_reports()  # leave nothing in flight
         start = max(gather(share.loaders.next_step(), "the next batch to draw"))
-        job = Job(self._divided(), former.timeout, former.within)
+        job = Job(self._view_of_replicas(), former.timeout, former.within)
         kept = tuple(range(former.view.world))
-        self.rebuild(job, Repartition(kept, start, share.reports_applied))
+        self.build(job, Repartition(kept, start, share.reports_applied))
         broadcast_values(
             self.trainer.lightning_module
         )  # unlike devices round differently, and buffers are each rank's own
@@ -271,7 +271,7 @@ class AutoStrategy(ReplicaStrategy):
             fits = trainer.state.fn == TrainerFn.FITTING
         if choice is not None and fits and self.chosen is None and self.joined:
             self._recall(choice)
-            self.build(Job(self._divided(), self.job.timeout, self.job.within))
+            self.build(Job(self._view_of_replicas(), self.job.timeout, self.job.within))
             self._rank_state.read(checkpoint)  # the loaders are new ones
             rank_zero_info(f"hetero_auto goes on as {choice['strategy']}, as chosen before the checkpoint was saved.")
         return checkpoint

@@ -21,11 +21,11 @@ from typing_extensions import override
 from lightning_hetero import lightning_compat
 from lightning_hetero.checkpoint.format import explain_unreadable, warn_of_replicas
 from lightning_hetero.checkpoint.shards import Shards
-from lightning_hetero.comm import failures, threads, waits
+from lightning_hetero.comm import device_exit, failures, threads, waits
 from lightning_hetero.comm.agreement import raise_on_all
-from lightning_hetero.comm.failures import collective
 from lightning_hetero.comm.job import announce_failure
 from lightning_hetero.comm.object_collectives import portable
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import DisagreementError, UnsupportedError
 from lightning_hetero.launch.environment import RaggedEnvironment, check_process_group
@@ -73,7 +73,7 @@ class HeteroStrategy(JobStrategy):
         self._evaluation = EvaluationStep(self.collectives)
         self._rank_state, self._shards = saving.RankState(self), Shards()
         if self.survives:
-            self.survival = PeerRecovery(self)
+            self.recovery = PeerRecovery(self)
 
     # -- the job -----------------------------------------------------------------------------------
 
@@ -97,13 +97,13 @@ class HeteroStrategy(JobStrategy):
         if self.options.start_method != "popen":
             self._launcher = ReturningLauncher(self, self.options.start_method)
             return
-        growth = self.survival.growth
+        newcomers = self.recovery.newcomers
         self._launcher = ObservedLauncher(
             cluster_environment=RaggedEnvironment(self.environment),
             num_processes=self.num_processes,
             num_nodes=self.num_nodes,
             survive=self.survives,
-            around=None if growth is None else growth.until_done,
+            around=None if newcomers is None else newcomers.until_done,
         )
 
     @override
@@ -111,17 +111,17 @@ class HeteroStrategy(JobStrategy):
         reset_seed()
         self.set_world_ranks()
         began = time.monotonic()
-        if self.entry is None:
+        if self.ticket is None:
             check_process_group(failures.watched(), self.survives)
-            if not self.joined and (growth := self.survival.growth) is not None:
-                growth.enter_running_job()
+            if not self.joined and (newcomers := self.recovery.newcomers) is not None:
+                newcomers.enter_running_job()
             trainer = lightning_compat.trainer_of(self.lightning_module)
             if self.survives and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 threads.freeze_gc()  # before others wait for this rank
         self.join_world(began)
         if not self.joined:
-            if (growth := self.survival.growth) is not None:
-                growth.resume()
+            if (newcomers := self.recovery.newcomers) is not None:
+                newcomers.resume()
             self.build(self.join_job())
 
     # -- model -------------------------------------------------------------------------------------
@@ -132,17 +132,19 @@ class HeteroStrategy(JobStrategy):
         tell_while_waiting(trainer)
         self._check_setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            failures.begin_fit()
-            self._layer_sync = self.parts.ready_for_batch_norm(trainer.lightning_module, self._layer_sync, self.lent)
+            device_exit.begin_fit()
+            self._layer_sync = self.collaborators.ready_for_batch_norm(
+                trainer.lightning_module, self._layer_sync, self.lent
+            )
         self.stop_request = self._handle_sigterm(trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
             super().setup(trainer)
-        if (growth := self.survival.growth) is not None:
-            growth.share_rest()
+        if (newcomers := self.recovery.newcomers) is not None:
+            newcomers.share_rest()
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_groups()
         self.monitored = MonitoredMetrics(trainer, self.collectives, self.monitored)
-        self.parts.loaders.begin(trainer)
+        self.collaborators.loaders.begin(trainer)
 
     def _check_setup(self, trainer: pl.Trainer) -> None:
         """Refuse a Trainer and a model that would hang or be wrong (collective).
@@ -173,13 +175,13 @@ class HeteroStrategy(JobStrategy):
             end_at_once(trainer)
             return None
         store = self.job.store(f"stop/{self.broadcast(next(StopRequest.fits))}")
-        return StopRequest(trainer, store, self.options.limit.total_seconds(), self._save_and_stop, self.survival)
+        return StopRequest(trainer, store, self.options.limit.total_seconds(), self._save_and_stop, self.recovery)
 
     def _save_and_stop(self) -> None:
         """All ranks have been asked to stop: save, and let no rank count as lost that ends now (collective)."""
         saving.save_to_resume(self.trainer)
         self.share.apply_reports()  # leave nothing in flight
-        self.survival.end()
+        self.recovery.end()
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -197,20 +199,20 @@ class HeteroStrategy(JobStrategy):
                 "a dataloader was to be set up while no fit, validation, test or prediction is running. Its parts "
                 "follow from where a run stands, and all ranks set it up together: pass it to one of these."
             )
-        return self.parts.loaders.process(dataloader, trainer, stage)
+        return self.collaborators.loaders.process(dataloader, trainer, stage)
 
     # -- a step ------------------------------------------------------------------------------------
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None:
-            self.survival.retry(lambda: self.step.begin(self.trainer))
+            self.recovery.retry(lambda: self.step.begin(self.trainer))
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``. With manual optimization that is all of a step."""
-        self.survival.retry(lambda: self.engine.before_window())
+        self.recovery.retry(lambda: self.engine.before_window())
         if isinstance(self.model, ReplicaDDP) and self.model.outgrown():
             self.wrap_anew()
         run, batch = partial(super().training_step, *args, **kwargs), args[0] if args else None
@@ -219,10 +221,10 @@ class HeteroStrategy(JobStrategy):
             with self.step.forward(self.trainer, batch):
                 return run()
 
-        output = self.survival.step(step, left_out=lambda: None)
+        output = self.recovery.step(step, left_out=lambda: None)
         if not self.trainer.lightning_module.automatic_optimization:
             if self.step.passes == 0:
-                self.survival.retry(self._none_ran_backward)
+                self.recovery.retry(self._none_ran_backward)
             self._window_ended()
         return output
 
@@ -268,7 +270,7 @@ class HeteroStrategy(JobStrategy):
             with self.step.hooks():
                 return self.step.optimize(self.trainer, optimizer, closure, stepping)
 
-        output = self.survival.step(step, left_out=lambda: lightning_compat.mark_executed(closure))
+        output = self.recovery.step(step, left_out=lambda: lightning_compat.mark_executed(closure))
         if self.trainer.lightning_module.automatic_optimization:
             self._window_ended()  # before schedulers and callbacks
         return output
@@ -276,15 +278,15 @@ class HeteroStrategy(JobStrategy):
     def _window_ended(self) -> None:
         """An optimizer has stepped, or with manual optimization any number of them: replicas may meet."""
         self.engine.step_taken()
-        self.survival.retry(lambda: self.step.batch_ended(self.trainer, window=True))
+        self.recovery.retry(lambda: self.step.batch_ended(self.trainer, window=True))
         self.step.window_ended()
         self._compare_parameters()
-        apply(self.survival.exchange(lambda: self.engine.exchange()), type(self).__name__)
-        self.survival.retry(lambda: self.engine.exchange_completed())
+        apply(self.recovery.exchange(lambda: self.engine.exchange()), type(self).__name__)
+        self.recovery.retry(lambda: self.engine.exchange_completed())
 
     def _compare_parameters(self) -> None:
         """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
-        if (same := self.parts.same) is None:
+        if (same := self.collaborators.same) is None:
             return
         begun = False
 
@@ -295,7 +297,7 @@ class HeteroStrategy(JobStrategy):
                 with self.timer.waiting():
                     same.stepped(self.trainer.lightning_module, lambda: describe(self.trainer))
 
-        self.survival.retry(once)
+        self.recovery.retry(once)
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -333,20 +335,20 @@ class HeteroStrategy(JobStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.parts.finite.begin(searching=lightning_compat.searches_lr(self.trainer))
+        self.collaborators.finite.begin(searching=lightning_compat.searches_lr(self.trainer))
         self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off")
         self._rank_state.begin()
-        self.survival.begin()
+        self.recovery.begin()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.survival.retry(lambda: self.step.batch_ended(self.trainer))
-        self.survival.retry(lambda: self.share.apply_reports())  # leave nothing in flight
+        self.recovery.retry(lambda: self.step.batch_ended(self.trainer))
+        self.recovery.retry(lambda: self.share.apply_reports())  # leave nothing in flight
         if self.stop_request is not None:
             self.stop_request.finish()
-        self.survival.end()
-        failures.end_fit()
+        self.recovery.end()
+        device_exit.end_fit()
 
     @override
     def teardown(self) -> None:
@@ -359,11 +361,11 @@ class HeteroStrategy(JobStrategy):
             self.step.close()
         super().teardown()
         self.lent.take_back()
-        failures.end_fit()
+        device_exit.end_fit()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.survival.end() if self.stopped else self.survival.failed(exception)
+        self.recovery.end() if self.stopped else self.recovery.failed(exception)
         announce_failure(exception)
         lightning_compat.forget_loader_that_failed(lightning_compat.trainer_of(self.lightning_module))
         explain_unused(exception, type(self).__name__)

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.algorithms.engine import Engine
-from lightning_hetero.batching.accounting import BatchAccounting, StreamPeers
+from lightning_hetero.batching.accounting import BatchAccounting
 from lightning_hetero.batching.nonfinite import NonFiniteGuard
 from lightning_hetero.batching.planner import Repartition, plan_for_survivors
 from lightning_hetero.batching.sampler import Position
+from lightning_hetero.batching.stream_peers import StreamPeers
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.batching.weights import samples_in
 from lightning_hetero.comm.agreement import AsyncAllGather
@@ -85,7 +86,7 @@ class Fit:
         trainer: "Callable[[], pl.Trainer]",
         make_engine: Callable[[Job, BatchAccounting], Engine],
         former: "Fit | None" = None,
-        regrouped: Repartition | None = None,
+        repartition: Repartition | None = None,
     ) -> "Fit":
         """Make the collaborators for the view of a job (collective).
 
@@ -97,15 +98,15 @@ class Fit:
             trainer: gives the Trainer once there is one.
             make_engine: makes what happens between replicas.
             former: what was made from an earlier view, which goes on in the new parts.
-            regrouped: in the midst of a fit: which of the former ranks remain, and from which step on they share
+            repartition: in the midst of a fit: which of the former ranks remain, and from which step on they share
                 batches.
         """
         view = job.view
         # Replicas that differ look when they meet, so that all learn of it at once.
         mode = options.on_nan if view.count == 1 else "ignore"
         planner = options.planner(view.world, view.ids if view.number else None)
-        if former is not None and regrouped is not None:
-            planner = plan_for_survivors(former.share.planner, regrouped.kept, planner)
+        if former is not None and repartition is not None:
+            planner = plan_for_survivors(former.share.planner, repartition.kept, planner)
 
         def begin_pass() -> Position:
             share.begin_pass()
@@ -136,11 +137,15 @@ class Fit:
         share.settings = lambda: hyperparameters(trainer().optimizers)
         finite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()))
         if former is not None:
-            share.continue_from(former.share, regrouped)
+            share.continue_from(former.share, repartition)
         engine = make_engine(job, share)
         if former is not None:
             engine.continue_from(former.engine)
         step = TrainingStep(share, engine, finite, collectives, several=view.count > 1)
+        if former is not None and repartition is not None:
+            finite.continue_from(former.finite)
+            step.continue_from(former.step)
+            loaders.continue_from(former.loaders, repartition)
         return cls(share, engine, step, loaders, finite, BucketSize(), job.data_group, _same_parameters(job))
 
 

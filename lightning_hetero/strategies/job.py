@@ -40,7 +40,7 @@ from lightning_hetero.strategies.metrics import MonitoredMetrics
 from lightning_hetero.strategies.numbering import continue_logs, launched, show_progress
 from lightning_hetero.strategies.options import Options
 from lightning_hetero.strategies.position import length_of
-from lightning_hetero.strategies.recovery_policy import Entry, RecoveryPolicy
+from lightning_hetero.strategies.recovery_policy import JoinTicket, RecoveryPolicy
 from lightning_hetero.strategies.replica_ddp import ReplicaDDP, use_shared_memory_allreduce
 from lightning_hetero.strategies.signals import StopRequest
 from lightning_hetero.strategies.training_step import TrainingStep
@@ -69,19 +69,27 @@ class JobStrategy(DDPStrategy):
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer.waiting, self._is_alone, self._loss_counts)
         self.lent = GroupOverrides()
-        self.survival = RecoveryPolicy()
+        self.recovery = RecoveryPolicy()
 
     _job: Job | None = None  # once this process has joined
-    entry: Entry | None = None  # if it joins a job that runs, until training starts
+    ticket: JoinTicket | None = None  # if it joins a job that runs, until training starts
     share: BatchAccounting
     engine: Engine
     step: TrainingStep
-    parts: Fit
+    collaborators: Fit
     stop_request: StopRequest | None = None  # of the latest fit
     monitored: MonitoredMetrics | None = None  # of the latest run
 
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
-    of_the_job: ClassVar[tuple[str, ...]] = ("_job", "share", "engine", "step", "parts", "stop_request", "monitored")
+    of_the_job: ClassVar[tuple[str, ...]] = (
+        "_job",
+        "share",
+        "engine",
+        "step",
+        "collaborators",
+        "stop_request",
+        "monitored",
+    )
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: options, and what the Trainer has set, but no connections."""
@@ -204,7 +212,7 @@ class JobStrategy(DDPStrategy):
             began: when this rank began to look for others, by ``time.monotonic()``; ``timeout`` counts from then.
         """
         limit = self.options.limit
-        if self.entry is not None:
+        if self.ticket is not None:
             failures.watch_ranks(self.interface, limit.total_seconds())
             return
         environment = self.environment
@@ -229,17 +237,19 @@ class JobStrategy(DDPStrategy):
     def join_job(self) -> Job:
         """Learn who takes part in the job (collective)."""
         self.timer.move_to(self.root_device)
-        options, entry = self.options, self.entry
+        options, ticket = self.options, self.ticket
         place = place_of(self.root_device, hostname(), self.node_rank, self.local_rank)
         follows = None
-        if entry is not None:
+        if ticket is not None:
             cluster = launched(self.environment)  # each launcher counts its nodes from 0
-            follows = ViewSuccession(entry.admission.view, f"{cluster.main_address}:{cluster.main_port}", entry.replica)
+            follows = ViewSuccession(
+                ticket.admission.view, f"{cluster.main_address}:{cluster.main_port}", ticket.replica
+            )
         agreed = {"strategy": type(self).__name__, **options.agreed(), **self.algorithm_options()}
         job = Job.join(place, options.ranks_per_node, self.replicas, agreed, options.limit, follows)
-        for card, ranks in job.view.topology.shared_cards().items():
+        for device, ranks in job.view.topology.shared_devices().items():
             rank_zero_warn(
-                f"Ranks {ranks} share {card}: each takes its own memory of it, they slow each other down, and NCCL "
+                f"Ranks {ranks} share {device}: each takes its own memory of it, they slow each other down, and NCCL "
                 "does not connect them, so that gradients between them go through the host's memory. Start one rank "
                 "per GPU."
             )
@@ -266,7 +276,7 @@ class JobStrategy(DDPStrategy):
 
         In the midst of a fit ``repartition`` says which of the former ranks remain.
         """
-        former = self.parts if self.joined else None
+        former = self.collaborators if self.joined else None
         parts = Fit.build(
             job,
             self.options,
@@ -277,27 +287,15 @@ class JobStrategy(DDPStrategy):
             former,
             repartition,
         )
-        self._job, self.parts, self.share, self.engine, self.step = job, parts, parts.share, parts.engine, parts.step
+        self._job, self.collaborators = job, parts
+        self.share, self.engine, self.step = parts.share, parts.engine, parts.step
 
-    def rebuild(self, job: Job, moved: Repartition) -> None:
-        """Make what depends on who takes part, which goes on where the former parts have stopped (collective).
-
-        Args:
-            job: with the new view.
-            moved: which ranks are in it, by their former numbers, and from which step on they share batches.
-        """
-        former = self.parts
-        self.build(job, moved)
-        self.parts.finite.continue_from(former.finite)
-        self.step.continue_from(former.step)
-        self.parts.loaders.continue_from(former.loaders, moved)
-
-    def continue_with(self, job: Job, moved: Repartition, missed: bool, source: int, past: ShareHistory) -> None:
+    def continue_with(self, job: Job, repartition: Repartition, missed: bool, source: int, past: ShareHistory) -> None:
         """Go on with the ranks that remain (collective).
 
         Args:
             job: of these ranks.
-            moved: which ones, by their former numbers, and from which step on they share batches.
+            repartition: which ones, by their former numbers, and from which step on they share batches.
             missed: whether the others have completed an exchange between replicas that this rank has not.
             source: a rank that has acted on the latest reports.
             past: learns by which plans the ranks have shared batches until now.
@@ -308,8 +306,8 @@ class JobStrategy(DDPStrategy):
         self._settle_plan()
         known = PlanningState.of(self.share.planner)
         value_of_rank(known, source).apply_to(self.share.planner)
-        past.end(before.view.ids, self.share.planner, moved.start)
-        self.rebuild(job, moved)
+        past.end(before.view.ids, self.share.planner, repartition.start)
+        self.build(job, repartition)
         kept = [before.view.index_of(member.id) for member in job.view.replicas]
         self.engine.continue_after_loss(engine, kept, missed, self.fit_info())
         self.continue_in_view()
@@ -371,14 +369,14 @@ class JobStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
-        model, parts, job = self.model, self.parts, self.job
+        model, parts, job = self.model, self.collaborators, self.job
         ranks, group = parts.share.replica, parts.data_group()
         if group is None:
             return  # nothing to average with: DDP would only cost time
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
         options["process_group"] = group  # a LightningCLI passes every option, the group too
         options = parts.buckets.options(options, not_none(model, "the model"), self.root_device)
-        if self.entry is not None:  # all have loaded the same values
+        if self.ticket is not None:  # all have loaded the same values
             options["init_sync"] = False
         ddp = ReplicaDDP(self.timer, module=model, **options)
         if (hook := lightning_compat.comm_hook(self)) is not None:
@@ -420,7 +418,7 @@ class JobStrategy(DDPStrategy):
 
         def lost() -> str | None:
             failure = failures.first_failure(0.0)
-            return str(failure) if failure else "a rank was lost" if self.survival.changing else None
+            return str(failure) if failure else "a rank was lost" if self.recovery.changing else None
 
         def before_draw(step: int) -> None:
             agreement = self.share.agreement  # another one, once ranks were lost
@@ -428,7 +426,7 @@ class JobStrategy(DDPStrategy):
                 agreement.before_draw(step)
 
         PlanAgreement(share, store, job.view.rank, self.options.limit.total_seconds(), lost)
-        planner.before_draw = lambda step: self.survival.retry(lambda: before_draw(step))
+        planner.before_draw = lambda step: self.recovery.retry(lambda: before_draw(step))
 
     def _settle_plan(self) -> None:
         """End with the same plan on all ranks that remain (collective over them)."""
@@ -438,8 +436,8 @@ class JobStrategy(DDPStrategy):
     def end_background_plans(self) -> None:
         """All ranks have trained on all that they draw, or are about to have (collective)."""
         if (agreement := self.share.agreement) is not None:
-            self.survival.retry(lambda: gather(None, "the end of training"))  # until then some may wait for others
-            self.survival.retry(self._settle_plan)
+            self.recovery.retry(lambda: gather(None, "the end of training"))  # until then some may wait for others
+            self.recovery.retry(self._settle_plan)
             agreement.close()
 
     def close_background_plans(self) -> None:

@@ -46,7 +46,7 @@ from lightning_hetero.strategies import saving
 from lightning_hetero.strategies.job import JobStrategy
 from lightning_hetero.strategies.numbering import launched
 from lightning_hetero.strategies.options import Options
-from lightning_hetero.strategies.recovery_policy import Entry, MembershipChange, Newcomers
+from lightning_hetero.strategies.recovery_policy import JoinTicket, MembershipChange, Newcomers
 from lightning_hetero.strategies.signals import TERMINATED, sigterm_noted
 from lightning_hetero.strategies.trainer_checks import settings
 from lightning_hetero.version import __version__
@@ -107,19 +107,19 @@ def _living(place: JobAddress, limit: timedelta) -> Any:
     return address
 
 
-def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> int:
+def _wait_for_newcomers(store: dist.Store, ticket: JoinTicket, limit: timedelta) -> int:
     """The number of ranks in the new view: all, or those before if a newcomer has ended in the meantime."""
-    _, rank, world, *_ = entry.admission
-    if rank >= entry.admission.before:
+    _, rank, world, *_ = ticket.admission
+    if rank >= ticket.admission.before:
         store.set(f"here/{rank}", "1")
     if rank == 0:
         come = True
         try:
-            for other in range(entry.admission.before, world):
+            for other in range(ticket.admission.before, world):
                 store.wait([f"here/{other}"], _HERE)
         except dist.DistError:
             come = False
-        store.set("world", str(world if come else entry.admission.before))
+        store.set("world", str(world if come else ticket.admission.before))
     store.wait(["world"], limit)
     return int(store.get("world"))
 
@@ -127,16 +127,16 @@ def _wait_for_newcomers(store: dist.Store, entry: Entry, limit: timedelta) -> in
 MOST = 5  # times that a process asks again; others may be started again and again, and be wrong each time
 
 
-def wrong_are_others(entry: Entry, error: Exception) -> bool:
+def wrong_are_others(ticket: JoinTicket, error: Exception) -> bool:
     """Whether a process could not join because of others that came with it; they end.
 
     Args:
-        entry: of this process, which is new.
+        ticket: of this process, which is new.
         error: with which the fit could not begin.
     """
     if not isinstance(error, HeteroError) or not error.of_ranks:
         return is_communication_error(error)  # some rank has ended, with an error of its own or without a word
-    _, rank, _, before, _ = entry.admission
+    _, rank, _, before, _ = ticket.admission
     return rank not in error.of_ranks and max(error.of_ranks) >= before
 
 
@@ -144,13 +144,13 @@ class BeginAgainError(Exception):
     """The fit begins again, with more ranks. No error: it leaves Lightning's loops.
 
     Args:
-        entry: of this rank.
+        ticket: of this rank.
         store: with which the ranks meet, if this rank hosts it.
     """
 
-    def __init__(self, entry: Entry, store: dist.Store | None) -> None:
+    def __init__(self, ticket: JoinTicket, store: dist.Store | None) -> None:
         super().__init__("the fit begins again, with more ranks")
-        self.entry, self.store = entry, store
+        self.ticket, self.store = ticket, store
 
 
 class ElasticJoin(Newcomers):
@@ -167,7 +167,7 @@ class ElasticJoin(Newcomers):
         self._ended: JoinRequests | None = None
         self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
         self._written: list[JobAddress] = []
-        self._leaving: Entry | None = None  # how this rank is about to begin again
+        self._leaving: JoinTicket | None = None  # how this rank is about to begin again
         self._came_later = False  # whether this process has joined a job that ran
 
     # -- a process that is started later -----------------------------------------------------------
@@ -177,7 +177,7 @@ class ElasticJoin(Newcomers):
         if (found := self.find()) is not None:
             self.enter(found, None)
 
-    def find(self) -> Entry | None:
+    def find(self) -> JoinTicket | None:
         """Join a job that runs, and wait until it lets this process in; ``None``: there is none.
 
         Raises:
@@ -197,7 +197,7 @@ class ElasticJoin(Newcomers):
                     "first. Start a process that trains, or give this one no join_file."
                 )
             admission = self._admitted(place, address)
-            return Entry(admission, MemoryCheckpointIO(PATH, strategy.checkpoint_io), None, time.monotonic())
+            return JoinTicket(admission, MemoryCheckpointIO(PATH, strategy.checkpoint_io), None, time.monotonic())
         return None
 
     def _admitted(self, place: JobAddress, address: Any) -> Admission:
@@ -208,7 +208,7 @@ class ElasticJoin(Newcomers):
             print(f"lightning_hetero: a job runs at {address[0]}:{address[1]}, as {place} says; this process joins it.")
             threads.freeze_gc()  # while the ranks of the job agree on a step
 
-        own = self.card()
+        own = self.compatibility()
         while True:
             try:
                 return request_to_join(address, own, limit, waits)
@@ -217,7 +217,7 @@ class ElasticJoin(Newcomers):
                     what = f"this process could not join the job that {place} names: {error}"
                     raise CommunicationError(what) from error
 
-    def _ask_again(self, error: Exception) -> Entry:
+    def _ask_again(self, error: Exception) -> JoinTicket:
         """Ask the job once more to let this process in, as if it had just been started.
 
         Args:
@@ -228,8 +228,8 @@ class ElasticJoin(Newcomers):
             CommunicationError: the job is gone.
         """
         strategy = self._strategy
-        entry, strategy.entry = strategy.entry, None
-        strategy.checkpoint_io = not_none(entry, "what this process has joined with").files.usual
+        ticket, strategy.ticket = strategy.ticket, None
+        strategy.checkpoint_io = not_none(ticket, "what this process has joined with").files.usual
         failures.stop_watching()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -257,7 +257,7 @@ class ElasticJoin(Newcomers):
             found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))
         return found
 
-    def card(self) -> dict[str, Any]:
+    def compatibility(self) -> dict[str, Any]:
         """What must be the same in a job and in a process that joins it; for JSON."""
         strategy = self._strategy
         module = strategy.module
@@ -277,58 +277,58 @@ class ElasticJoin(Newcomers):
 
     # -- all ranks ---------------------------------------------------------------------------------
 
-    def enter(self, entry: Entry, store: dist.Store | None) -> None:
+    def enter(self, ticket: JoinTicket, store: dist.Store | None) -> None:
         """Meet all ranks of the new view, and get the checkpoint (collective over them).
 
         Args:
-            entry: how this rank enters it.
+            ticket: how this rank enters it.
             store: with which the ranks meet, if this rank has it already.
 
         Raises:
             CommunicationError: not all have come.
         """
         strategy = self._strategy
-        view, rank, *_ = entry.admission
+        view, rank, *_ = ticket.admission
         limit = strategy.options.limit
         with deadline("join the job"):
             if dist.is_initialized():
                 dist.destroy_process_group()
-            store = store or store_at(entry.admission.store, limit)
-            here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), entry, limit)
+            store = store or store_at(ticket.admission.store, limit)
+            here = _wait_for_newcomers(dist.PrefixStore(f"view-{view}", store), ticket, limit)
             if rank >= here:
                 raise CommunicationError("this process was too late: the job has gone on without it.")
             begin_world(store, view, rank, here, limit)
-        entry = entry._replace(admission=entry.admission._replace(world=here))
+        ticket = ticket._replace(admission=ticket.admission._replace(world=here))
         strategy.renumber(rank, here)
-        entry.files.share(rank, entry.admission.before, here)
-        strategy.entry = entry
+        ticket.files.share(rank, ticket.admission.before, here)
+        strategy.ticket = ticket
 
     def resume(self) -> None:
         """Let the Trainer go on from the checkpoint with which this rank has entered, if it has."""
         strategy = self._strategy
-        if strategy.entry is not None:
-            strategy.checkpoint_io = strategy.entry.files
+        if strategy.ticket is not None:
+            strategy.checkpoint_io = strategy.ticket.files
             lightning_compat.resume_by(strategy.trainer, lambda *_: PATH)
 
     def share_rest(self) -> None:
         """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
         strategy = self._strategy
-        if strategy.entry is None:
+        if strategy.ticket is None:
             return
-        loaded, module = strategy.entry.files.loaded, strategy.module
+        loaded, module = strategy.ticket.files.loaded, strategy.module
         values = (*module.named_parameters(), *module.named_buffers())
         broadcast_tensors(value.data for name, value in values if name not in loaded)
 
     def entered(self) -> MembershipChange | None:
         """Training begins: from now on files are files again; returns the change, if this rank has entered."""
         strategy = self._strategy
-        entry = strategy.entry
-        if entry is None:
+        ticket = strategy.ticket
+        if ticket is None:
             return None
-        strategy.checkpoint_io, strategy.entry = entry.files.usual, None
-        entry.files.clear()
-        view, seconds = strategy.job.view, time.monotonic() - entry.since
-        joined, lost = tuple(range(entry.admission.before, view.world)), dict(entry.lost)
+        strategy.checkpoint_io, strategy.ticket = ticket.files.usual, None
+        ticket.files.clear()
+        view, seconds = strategy.job.view, time.monotonic() - ticket.since
+        joined, lost = tuple(range(ticket.admission.before, view.world)), dict(ticket.lost)
         if not joined and not lost:
             return None
         return MembershipChange(
@@ -344,8 +344,8 @@ class ElasticJoin(Newcomers):
             HeteroError: on every rank, if the address cannot be written.
         """
         self._between = False
-        problem, entry = None, self._strategy.entry
-        self._came_later |= entry is not None and entry.replica is None
+        problem, ticket = None, self._strategy.ticket
+        self._came_later |= ticket is not None and ticket.replica is None
         try:
             self.open()
         except HeteroError as error:
@@ -373,7 +373,7 @@ class ElasticJoin(Newcomers):
             return
         if self._requests is None:
             interface, limit = strategy.interface, strategy.options.limit
-            self._requests = JoinRequests(interface, limit, lambda other: incompatibility(self.card(), other))
+            self._requests = JoinRequests(interface, limit, lambda other: incompatibility(self.compatibility(), other))
             self._claim()
         self._written = self._written or self.addresses()
         for place in self._written:
@@ -382,7 +382,7 @@ class ElasticJoin(Newcomers):
     def _claim(self) -> None:
         """See that no other job has begun under the same file at the same time."""
         file = self._strategy.options.join_file
-        follows = self._strategy.survival.view or self._strategy.entry is not None  # what stands there is this job's
+        follows = self._strategy.recovery.view or self._strategy.ticket is not None  # what stands there is this job's
         there = None if file is None or follows else AddressFile(file).read()
         if there is not None and job_answers(there):
             raise JoinRefusedError(
@@ -437,12 +437,12 @@ class ElasticJoin(Newcomers):
         files = MemoryCheckpointIO(PATH, strategy.checkpoint_io, saving.kept_by_each(strategy.precision_plugin))
         strategy.checkpoint_io = files
         admission = Admission(view.number + 1, view.rank, world, view.world, address)
-        self._leaving = Entry(admission, files, view.replica.id, began)
+        self._leaving = JoinTicket(admission, files, view.replica.id, began)
         try:
             trainer.save_checkpoint(PATH)
         finally:
             strategy.checkpoint_io = files.usual
-        strategy.survival.retry(strategy.share.apply_reports)  # leave nothing in flight
+        strategy.recovery.retry(strategy.share.apply_reports)  # leave nothing in flight
         if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
             if requests is not None:
                 requests.put_off(newcomers)
@@ -488,8 +488,8 @@ class ElasticJoin(Newcomers):
             while True:
                 try:
                     if again is not None:
-                        strategy.entry = again.entry
-                        self.enter(again.entry, again.store)
+                        strategy.ticket = again.ticket
+                        self.enter(again.ticket, again.store)
                     return function(*args, **kwargs)
                 except BeginAgainError as grows:
                     again = grows
@@ -510,37 +510,37 @@ class ElasticJoin(Newcomers):
             ``None`` if there is another reason.
         """
         strategy = self._strategy
-        entry = strategy.entry
+        ticket = strategy.ticket
         if (
-            entry is None
-            or entry.replica is None
+            ticket is None
+            or ticket.replica is None
             or not (isinstance(error, HeteroError) or is_communication_error(error))
         ):
             return None  # training has begun, or this is a newcomer
-        view, rank, world, before, address = entry.admission
-        if (remaining := strategy.survival.remaining()) is None:  # one rank, with newcomers
+        view, rank, world, before, address = ticket.admission
+        if (remaining := strategy.recovery.remaining()) is None:  # one rank, with newcomers
             alone = Admission(view + 1, rank, before, before, address)
-            again = BeginAgainError(entry._replace(admission=alone), former.store)
+            again = BeginAgainError(ticket._replace(admission=alone), former.store)
         else:
             if world == before and not remaining[0].lost:
                 return None
-            again = among(entry, *remaining)
-        if again.entry.admission.rank == 0 and world > before:
+            again = among(ticket, *remaining)
+        if again.ticket.admission.rank == 0 and world > before:
             left_out = f"{world - before} rank(s) could not join, and the fit goes on without: {error}"
             warnings.warn(left_out, stacklevel=2)
         return again
 
     def _may_ask_again(self, error: Exception) -> bool:
         """Whether this process is new, and others are why it could not join."""
-        entry = self._strategy.entry
-        return entry is not None and entry.replica is None and wrong_are_others(entry, error)
+        ticket = self._strategy.ticket
+        return ticket is not None and ticket.replica is None and wrong_are_others(ticket, error)
 
     def _leave_fit(self) -> None:
         """End what belongs to the fit so far, on this rank."""
         strategy = self._strategy
         trainer, request = strategy.trainer, strategy.stop_request
         self.leaves()
-        strategy.survival.pause()
+        strategy.recovery.pause()
         module, stage = trainer.lightning_module, TrainerFn.FITTING
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             callback.teardown(trainer, module, stage)
@@ -553,15 +553,15 @@ class ElasticJoin(Newcomers):
             vars(strategy).pop(name, None)
 
 
-def among(entry: Entry, agreed: AgreedView, me: int, store: dist.Store | None) -> BeginAgainError:
+def among(ticket: JoinTicket, agreed: AgreedView, me: int, store: dist.Store | None) -> BeginAgainError:
     """How a rank begins again with those that remain, without newcomers.
 
     Args:
-        entry: how it was to begin with others.
+        ticket: how it was to begin with others.
         agreed: who remain.
         me: id of this rank.
         store: with which they meet, if this rank hosts it.
     """
-    rank, world, view = agreed.members.index(me), len(agreed.members), max(agreed.number, entry.admission.view + 1)
+    rank, world, view = agreed.members.index(me), len(agreed.members), max(agreed.number, ticket.admission.view + 1)
     admission = Admission(view, rank, world, world, agreed.offer)
-    return BeginAgainError(entry._replace(admission=admission, lost={**entry.lost, **agreed.lost}), store)
+    return BeginAgainError(ticket._replace(admission=admission, lost={**ticket.lost, **agreed.lost}), store)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.batching.accounting import GlobalBatchSizes
+from lightning_hetero.batching.global_batch import GlobalBatchSizes
 from lightning_hetero.batching.planner import Plan, Planner, Repartition
 from lightning_hetero.batching.sampler import (
     AgreedOrder,

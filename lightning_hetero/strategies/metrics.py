@@ -17,8 +17,8 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hetero.comm.collectives import Collectives
-from lightning_hetero.comm.failures import collective
 from lightning_hetero.comm.object_collectives import on_device_of
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import widest_float
 from lightning_hetero.errors import ConfigurationError
 from lightning_hetero.lightning_compat import (

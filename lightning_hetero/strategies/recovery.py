@@ -11,14 +11,9 @@ import torch.distributed as dist
 from lightning_hetero.batching.planner import Repartition, ShareHistory
 from lightning_hetero.comm import threads
 from lightning_hetero.comm.agreement import gather, raise_on_all
-from lightning_hetero.comm.failures import (
-    CollectiveRetry,
-    deadline,
-    is_communication_error,
-    set_repeater,
-    wait_for_news,
-)
+from lightning_hetero.comm.failures import deadline, is_communication_error, wait_for_news
 from lightning_hetero.comm.job import Job, open_store
+from lightning_hetero.comm.retry import CollectiveRetry, set_repeater
 from lightning_hetero.comm.stores import store_at
 from lightning_hetero.comm.view import View
 from lightning_hetero.elastic.membership import Membership
@@ -62,12 +57,12 @@ class PeerRecovery(RecoveryPolicy):
         self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
         self._in_step = False
         self._over = False  # training has ended
-        self._growth, self._past = ElasticJoin(strategy), ShareHistory()
+        self._newcomers, self._past = ElasticJoin(strategy), ShareHistory()
 
     @property
-    def growth(self) -> ElasticJoin:
+    def newcomers(self) -> ElasticJoin:
         """See :class:`~lightning_hetero.strategies.recovery_policy.RecoveryPolicy`."""
-        return self._growth
+        return self._newcomers
 
     @property
     def view(self) -> int | None:
@@ -92,14 +87,14 @@ class PeerRecovery(RecoveryPolicy):
         """
         view = self._strategy.job.view
         self._survivor, self._over, self._past = CollectiveRetry(self._recover), False, ShareHistory()
-        if self._strategy.entry is None:  # else the fit began earlier
+        if self._strategy.ticket is None:  # else the fit began earlier
             self.losses = []
         raise_on_all(self._unsurvivable(view), "a fit that goes on without lost ranks")
         say_what_launchers_do(type(self._strategy).__name__)
-        self._growth.begin()
+        self._newcomers.begin()
         if view.world > 1:
             self._watch_each_other(self._strategy.job)
-        if (change := self._growth.entered()) is not None:
+        if (change := self._newcomers.entered()) is not None:
             self.losses.append(change)
             change.warn(view)
         self._end_former()
@@ -137,7 +132,7 @@ class PeerRecovery(RecoveryPolicy):
         self._over = True
         self.pause()
         self._end_former()
-        self._growth.end()
+        self._newcomers.end()
 
     def pause(self) -> None:
         """Leave the fit, to begin it again with other ranks (collective). Until it has begun, losses are noticed."""
@@ -175,7 +170,7 @@ class PeerRecovery(RecoveryPolicy):
         set_repeater(None)
         leave_metrics(self._strategy.lightning_module)
         alike = getattr(exception, "on_every_rank", False)
-        self._growth.end(over=alike or self._membership is None)
+        self._newcomers.end(over=alike or self._membership is None)
         if self._membership is not None and alike:
             # Who hears of a loss before it has raised the same error would go on instead.
             self._strategy.job.await_all(f"error {self._strategy.engine.windows}", lambda: self.changing)
@@ -267,7 +262,7 @@ class PeerRecovery(RecoveryPolicy):
             agreed = membership.agree(own)
             lost, known = lost | agreed.lost, known | agreed.steps
             if LEFT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
-                raise self._growth.again(agreed, self._store if agreed.host == me else None)
+                raise self._newcomers.again(agreed, self._store if agreed.host == me else None)
             try:
                 behind, counted = self._join(agreed, own, lost, known)
                 break
@@ -277,7 +272,7 @@ class PeerRecovery(RecoveryPolicy):
                 if time.monotonic() - began > limit:
                     raise unreachable_members(me, limit, agreed.number, error) from error
                 _log.info("rank %d could not join view %d: %s", me, agreed.number, error)
-        self._growth.continue_after_loss()
+        self._newcomers.continue_after_loss()
         self._tell(lost, counted, time.monotonic() - stopped)
         return behind
 
@@ -317,13 +312,13 @@ class PeerRecovery(RecoveryPolicy):
             catch_up(survivor, all_progress, own)
             kept = tuple(before.ids.index(id) for id in job.view.ids)
             reports = [progress.reports for progress in all_progress]
-            moved = Repartition(kept, max(progress.next_step for progress in all_progress), max(reports))
+            repartition = Repartition(kept, max(progress.draw for progress in all_progress), max(reports))
             replica = [all_progress[rank] for rank in job.view.replica.ranks]
-            step = own.windows < max(progress.windows for progress in replica)
-            exchange = strategy.engine.lockstep and own.meetings < max(progress.meetings for progress in all_progress)
-            strategy.continue_with(job, moved, exchange, reports.index(max(reports)), self._past)
+            step = own.step < max(progress.step for progress in replica)
+            exchange = strategy.engine.lockstep and own.commit < max(progress.commit for progress in all_progress)
+            strategy.continue_with(job, repartition, exchange, reports.index(max(reports)), self._past)
             self._share = strategy.share
-            strategy.copy_states([progress.windows for progress in all_progress])
+            strategy.copy_states([progress.step for progress in all_progress])
             return MissedWork(step, exchange), count(lost, known, all_progress, self._past, job.view.ranks_leave)
 
     def _tell(self, lost: dict[int, str], counted: LostSamples, seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lightning_hetero.batching.planner import ShareHistory
 from lightning_hetero.checkpoint.snapshot import MemoryCheckpointIO
 from lightning_hetero.comm.agreement import gather, value_of_rank
-from lightning_hetero.comm.failures import CollectiveRetry
+from lightning_hetero.comm.retry import CollectiveRetry
 from lightning_hetero.elastic.join_requests import Admission
 from lightning_hetero.errors import MembershipLostError
 
@@ -27,21 +27,22 @@ class Progress(NamedTuple):
     """Progress of a rank in the fit.
 
     Attributes:
-        windows: optimizer steps.
-        meetings: exchanges between replicas.
-        calls: collectives over all ranks.
-        next_step: the first step that it has not drawn yet.
+        step: optimizer steps that it has taken.
+        commit: exchanges between replicas that it has completed.
+        call: collectives over all ranks that it has completed.
+        draw: the first batch that it has not drawn yet.
         reports: how many times it has acted on the reports of all ranks.
-        step: batches that it has done.
-        met: so many had all ranks done when they last met, as far as it knows; 0 where they do not keep step.
+        batch: batches that it has trained on.
+        met: batches that all ranks had trained on when they last met, as far as it knows; 0 where they do not keep
+            step.
     """
 
-    windows: int
-    meetings: int
-    calls: int
-    next_step: int
-    reports: int
     step: int
+    commit: int
+    call: int
+    draw: int
+    reports: int
+    batch: int
     met: int
 
 
@@ -69,13 +70,13 @@ def catch_up(survivor: CollectiveRetry, all_progress: Sequence[Progress], own: P
         all_progress: of all ranks.
         own: of this rank.
     """
-    calls = [progress.calls for progress in all_progress]
+    calls = [progress.call for progress in all_progress]
     if len(set(calls)) == 1:
         return
     ahead = calls.index(max(calls))
     results = {number: survivor.results.get(number) for number in range(min(calls), max(calls))}
     results = value_of_rank(results, ahead)
-    missed = {number: result for number, result in results.items() if number >= own.calls}
+    missed = {number: result for number, result in results.items() if number >= own.call}
     survivor.received.update(missed)
 
 
@@ -141,7 +142,7 @@ def count(
     Returns:
         The same on all ranks, which need not remember plans equally far back.
     """
-    least = min(progress.step for progress in all_progress)
+    least = min(progress.batch for progress in all_progress)
     met = max(progress.met for progress in all_progress)
     first = {id: max(known.get(id, 0), met) for id in lost if id in known or met > 0}
     if alike:
@@ -203,7 +204,7 @@ class MembershipChange:
             )
 
 
-class Entry(NamedTuple):
+class JoinTicket(NamedTuple):
     """This rank's ticket to a fit that begins again with more ranks.
 
     Attributes:
@@ -267,7 +268,7 @@ class RecoveryPolicy:
         self.losses: list[MembershipChange] = []
 
     @property
-    def growth(self) -> Newcomers | None:
+    def newcomers(self) -> Newcomers | None:
         """Lets other processes join, where that is possible."""
         return None
 

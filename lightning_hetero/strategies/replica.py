@@ -33,7 +33,7 @@ from lightning_hetero.checkpoint.writer import BackgroundWriter
 from lightning_hetero.checkpoint_sections import FORMAT
 from lightning_hetero.comm.agreement import check_equal, raise_on_all
 from lightning_hetero.comm.all_reduce import Traffic
-from lightning_hetero.comm.failures import collective
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.topology import ReplicaKind, Topology
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import WrappingCheckpointIO
@@ -177,7 +177,7 @@ class ReplicaStrategy(HeteroStrategy):
         super().setup(trainer)
         if fits:
             raise_on_all(complex_parameters(self.module), "the model")
-            if self.entry is None:  # else all have loaded the same values
+            if self.ticket is None:  # else all have loaded the same values
                 broadcast_values(self.module)
             self._metrics = LoggedMetrics(trainer)
             self.begin_apart()
@@ -270,7 +270,7 @@ class ReplicaStrategy(HeteroStrategy):
             return
         precision = self.precision_plugin.state_dict()
         if saving.others_join(self.checkpoint_io):
-            checkpoint[COMMON] = self.survival.retry(lambda: self.engine.shared_state())
+            checkpoint[COMMON] = self.recovery.retry(lambda: self.engine.shared_state())
             view = self.engine.view
             add_replicas(checkpoint, self._identity(), view, "", self.engine.losses)
             self.weight_averages.save(checkpoint)
@@ -278,7 +278,7 @@ class ReplicaStrategy(HeteroStrategy):
             return
         io = self.checkpoint_io
         flat = io.snapshot.vector if isinstance(io, BackgroundWriter) else None
-        own = self.survival.retry(lambda: self.engine.state_dict(self.optimizers, precision, flat))
+        own = self.recovery.retry(lambda: self.engine.state_dict(self.optimizers, precision, flat))
         view = self.engine.view
         with self._shards.saving(io, filepath, view.is_leader, isinstance(io, WrappingCheckpointIO)) as save:
             self.weight_averages.save(checkpoint)
@@ -301,7 +301,7 @@ class ReplicaStrategy(HeteroStrategy):
     def _restore_replicas(self, checkpoint: Mapping[str, Any]) -> None:
         self.change_layout()  # to what was trainable
         self.weight_averages.load(checkpoint)
-        if self.entry is not None:
+        if self.ticket is not None:
             why = replica_mismatch(checkpoint, self._identity(), self.engine.view) or "Nobody has joined after all."
             self._start_from_consensus(_common_of(checkpoint), why)
             return
@@ -333,7 +333,7 @@ class ReplicaStrategy(HeteroStrategy):
             why: replicas cannot go on where they have stopped.
         """
         start, trainer = f"{why} All replicas start from the checkpoint's weights,", self.trainer
-        tell = rank_zero_warn if self.entry is None else rank_zero_info  # that others have joined is no surprise
+        tell = rank_zero_warn if self.ticket is None else rank_zero_info  # that others have joined is no surprise
         if near is None:
             tell(f"{start} with its optimizers' state.")
         else:

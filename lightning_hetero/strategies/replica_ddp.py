@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.checkpoint_sections import add_section, section
 from lightning_hetero.comm import all_reduce, object_collectives
-from lightning_hetero.comm.failures import collective, deadline
+from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.gradients import GradientWire, check_gradient_wire
 from lightning_hetero.comm.job import Job
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.shared_memory import ALIGNED, PART, SHARED, SharedMean, share_memory
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError

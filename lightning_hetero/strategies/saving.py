@@ -137,13 +137,13 @@ def retry_on_peer_loss(save: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(save)
     def saved(self: JobStrategy, *args: Any, **kwargs: Any) -> None:
-        before = self.survival.view
+        before = self.recovery.view
         save(self, *args, **kwargs)
         if before is None:
             return
         # All go by what they have gathered. A loss within that has come to some before they know its outcome, and to
         # others after.
-        views = gather((before, self.survival.view), "what was saved")
+        views = gather((before, self.recovery.view), "what was saved")
         if any(since != then for then, since in views):
             save(self, *args, **kwargs)
 
@@ -231,7 +231,7 @@ class RankState:
         warn_if_unreadable(checkpoint)
         if restore_trainable(strategy.module, trainable_in(checkpoint)):
             strategy.wrap_anew()
-        restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.entry is not None)
+        restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.ticket is not None)
         self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
 

@@ -15,7 +15,7 @@ from torch.distributed import Store
 
 from lightning_hetero import lightning_compat
 from lightning_hetero.batching.plan_agreement import ActionRequest, AgreedBatch
-from lightning_hetero.comm.failures import collective
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.strategies.recovery_policy import RecoveryPolicy
 
 if TYPE_CHECKING:
@@ -38,17 +38,17 @@ class StopRequest:
         store: with keys of its own for this fit.
         limit: longest wait for the other ranks' answers, seconds.
         save: writes the checkpoint to resume from (collective).
-        survival: lets other processes join, and knows when ranks are lost.
+        recovery: lets other processes join, and knows when ranks are lost.
     """
 
     fits = itertools.count()  # of this process
 
     def __init__(
-        self, trainer: "pl.Trainer", store: Store, limit: float, save: Callable[[], None], survival: RecoveryPolicy
+        self, trainer: "pl.Trainer", store: Store, limit: float, save: Callable[[], None], recovery: RecoveryPolicy
     ) -> None:
         self._requested = False  # of this rank, in this fit
         self.all_stop = False  # whether all ranks have saved, and end here
-        self._trainer, self._limit, self._save, self._survival = trainer, limit, save, survival
+        self._trainer, self._limit, self._save, self._recovery = trainer, limit, save, recovery
         self._done = 0  # batches of this fit
         self._hooks = lightning_compat.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
         self._watch(store)
@@ -56,19 +56,19 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether this rank has received SIGTERM, in this fit or while it was about to begin."""
-        growth = self._survival.growth
-        return self._requested or (growth is not None and growth.terminated)
+        newcomers = self._recovery.newcomers
+        return self._requested or (newcomers is not None and newcomers.terminated)
 
     def _watch(self, store: Store) -> None:
-        survival = self._survival
-        changing = None if survival.growth is None else (lambda: survival.changing)
+        recovery = self._recovery
+        changing = None if recovery.newcomers is None else (lambda: recovery.changing)
         self.agreed = AgreedBatch(store, self._asks, self._limit, self._done, changing=changing)
 
     def _asks(self) -> ActionRequest | None:
         if self.requested:
             return ActionRequest("to save and stop at, as SIGTERM asks", 0.0)
-        growth = self._survival.growth
-        return ActionRequest("at which others join", _NOTICE) if growth is not None and growth.wanted else None
+        newcomers = self._recovery.newcomers
+        return ActionRequest("at which others join", _NOTICE) if newcomers is not None and newcomers.wanted else None
 
     def move(self, store: Store) -> None:
         """Go on among other ranks: some were lost. What was not agreed on yet is agreed on anew.
@@ -138,11 +138,11 @@ class StopRequest:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
             progress.total.completed -= 1
             progress.current.completed -= 1
-        growth, agreed = self._survival.growth, self.agreed
-        if growth is None or self._any_requested("stop"):
+        newcomers, agreed = self._recovery.newcomers, self.agreed
+        if newcomers is None or self._any_requested("stop"):
             self._stop()
         else:
-            growth.admit()  # raises, unless those that wanted to join are gone
+            newcomers.admit()  # raises, unless those that wanted to join are gone
         if early:
             progress.total.completed += 1
             progress.current.completed += 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hetero.batching.accounting import _fingerprint
+from lightning_hetero.batching.stream_peers import _fingerprint
 
 KINDS = {
     "floats": torch.arange(6.0).reshape(2, 3),

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ranks import run
 
 from lightning_hetero.batching import accounting
-from lightning_hetero.batching.accounting import LossTracker
+from lightning_hetero.batching.loss import LossTracker
 from lightning_hetero.batching.timer import StepTimer
 from lightning_hetero.comm import collectives
 from lightning_hetero.comm.collectives import Collectives

@@ -49,10 +49,10 @@ def _fit(root: Path, rank: int, name: str) -> dict[str, Any]:
         warnings.filterwarnings("ignore", ".*Training goes on")
         warnings.filterwarnings("ignore", ".*does not have many workers")
         trainer.fit(Net(), DataLoader(dataset(144), batch_size=4))
-    assert monitor.losses == strategy.survival.losses
+    assert monitor.losses == strategy.recovery.losses
     return {
         "now": trainer.global_rank,
-        "losses": [asdict(loss) for loss in strategy.survival.losses],
+        "losses": [asdict(loss) for loss in strategy.recovery.losses],
         "logged": {name for _, row in logger.rows for name in row},
         "ranks": [record.ranks for record in monitor.history],
         "widths": [{len(row) for row in record[1:5]} for record in monitor.history],
@@ -134,7 +134,7 @@ class Notes(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        self.losses = [asdict(loss) for loss in strategy.survival.losses]
+        self.losses = [asdict(loss) for loss in strategy.recovery.losses]
 
 
 def _others_join(folder: str) -> Any:

@@ -316,5 +316,5 @@ def fit(
             seen.test = trainer.test(model, DataLoader(dataset(50), batch_size=4), verbose=False)[0]["test"]
     logging.getLogger("lightning_hetero").removeHandler(handler)
     seen.steps, seen.number = trainer.global_step, (trainer.global_rank, trainer.world_size)
-    seen.losses, seen.said = strategy.survival.losses, [str(one.message) for one in said] + logged
+    seen.losses, seen.said = strategy.recovery.losses, [str(one.message) for one in said] + logged
     return seen

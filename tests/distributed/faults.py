@@ -100,7 +100,7 @@ class Struck(EvaluatedNet):
                 if strike.how == "nan":
                     return super().training_step(batch, batch_idx) * float("nan")
                 self.strike(strike.how)
-            if strike.how == "thawed" and strike.rank != self.mine and self.trainer.strategy.survival.losses:
+            if strike.how == "thawed" and strike.rank != self.mine and self.trainer.strategy.recovery.losses:
                 wake(self.folder, strike.rank, signal.SIGCONT)
         return super().training_step(batch, batch_idx)
 
@@ -157,7 +157,7 @@ def fit(
             _release(folder, strikes, model.mine)
     told = [(when, text) for when, text in told if "Training goes on" in text]
     number = trainer.global_rank, trainer.world_size
-    return Seen(parameters(model), trainer.global_step, strategy.survival.losses, told, number)
+    return Seen(parameters(model), trainer.global_step, strategy.recovery.losses, told, number)
 
 
 def _release(folder: str, strikes: list[Strike], me: int) -> None:

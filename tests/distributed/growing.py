@@ -28,21 +28,21 @@ class WaitsForOthers(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.world = min(self.world or trainer.world_size, trainer.world_size)
-        growth: Any = trainer.strategy.survival.growth  # type: ignore[attr-defined]
+        newcomers: Any = trainer.strategy.recovery.newcomers  # type: ignore[attr-defined]
         if trainer.global_step < JOINS_AT:
-            growth._most = lambda waiting: 0
+            newcomers._most = lambda waiting: 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        growth: Any = trainer.strategy.survival.growth  # type: ignore[attr-defined]
+        newcomers: Any = trainer.strategy.recovery.newcomers  # type: ignore[attr-defined]
         if trainer.global_step >= JOINS_AT:
-            vars(growth).pop("_most", None)
+            vars(newcomers).pop("_most", None)
         if trainer.world_size > self.world:
             return
         time.sleep(0.1)  # what follows in half a second is then some steps later
         if trainer.global_step != JOINS_AT or not trainer.is_global_zero:
             return
         until = time.monotonic() + self.timeout
-        while growth._requests.waiting < self.how_many and time.monotonic() < until:
+        while newcomers._requests.waiting < self.how_many and time.monotonic() < until:
             time.sleep(0.02)
         request: Any = trainer.strategy.stop_request  # type: ignore[attr-defined]
         while self.how_many and not request.agreed.asked and time.monotonic() < until:

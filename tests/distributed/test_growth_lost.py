@@ -144,7 +144,7 @@ class FirstFails(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         first = os.environ["RANK"] == "0" and not os.environ.get(LATE)
-        if first and trainer.global_step >= JOINS_AT and strategy.survival.growth.wanted:
+        if first and trainer.global_step >= JOINS_AT and strategy.recovery.newcomers.wanted:
             raise ValueError("no more")
 
 
@@ -190,7 +190,7 @@ def _one_is_behind(file: str) -> Any:
             _struck("killed")
         if what == "who was lost" and os.environ["RANK"] == "1" and not join.again:
             join.again = True
-            strategy.survival._recover(time.monotonic())
+            strategy.recovery._recover(time.monotonic())
             raise AssertionError("it has not left the fit")
         return everyone
 
@@ -215,7 +215,7 @@ class Hosts(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        elastic, late = strategy.survival.growth, bool(os.environ.get(LATE))
+        elastic, late = strategy.recovery.newcomers, bool(os.environ.get(LATE))
         places = [place for place in elastic.addresses() if isinstance(place, LauncherStore)]
         first = os.environ["RANK"] == "0" and not late
         assert [place._hosted for place in places] == [first]

@@ -194,9 +194,9 @@ def test_an_error_of_all_ranks_knows_on_which_of_them_the_fault_is() -> None:
 )
 def test_who_asks_again_is_new_and_not_wrong_and_one_that_is_wrong_ends(ranks: tuple[int, ...], others: bool) -> None:
     """Ranks 2 and 3 are new. If the fault is on those that were there, it would come back for ever."""
-    entry = join.Entry(Admission(1, 2, 4, 2, ()), None, None, 0.0)
-    assert join.wrong_are_others(entry, DisagreementError("they differ").of_all(ranks)) is others
-    assert join.wrong_are_others(entry, CommunicationError("rank 3 has ended"))
+    ticket = join.JoinTicket(Admission(1, 2, 4, 2, ()), None, None, 0.0)
+    assert join.wrong_are_others(ticket, DisagreementError("they differ").of_all(ranks)) is others
+    assert join.wrong_are_others(ticket, CommunicationError("rank 3 has ended"))
 
 
 def _both_are_wrong(folder: str) -> Any:

@@ -61,7 +61,7 @@ def _fit(rank: int, step: int, workers: int) -> tuple[torch.Tensor, dict[int, li
         trainer.fit(module, loader)
     loss = [str(warning.message) for warning in told if "Training goes on" in str(warning.message)]
     weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-    return weights, module.taken, (trainer.global_rank, trainer.world_size, strategy.survival.losses, loss)
+    return weights, module.taken, (trainer.global_rank, trainer.world_size, strategy.recovery.losses, loss)
 
 
 @pytest.mark.parametrize(("rank", "workers"), [(2, 2)])

@@ -70,7 +70,7 @@ def _fit(kind: Any, dies: str) -> Any:
         warnings.filterwarnings("ignore", ".*Training goes on")
         trainer.fit(module, DataLoader(dataset(96), batch_size=4), DataLoader(dataset(VALIDATED), batch_size=4))
     left = [name for name in ("error", "collection") for m in getattr(module, name).modules() if "sync" in vars(m)]
-    return module.own, module.values, list(strategy.survival.losses[0].lost), left
+    return module.own, module.values, list(strategy.recovery.losses[0].lost), left
 
 
 @pytest.mark.parametrize("dies", ["between batches", "between states"])

@@ -25,7 +25,7 @@ LIMIT = timedelta(seconds=20)
 
 @pytest.fixture
 def requests() -> Iterator[JoinRequests]:
-    made = JoinRequests("127.0.0.1", LIMIT, lambda card: card.get("problem"))
+    made = JoinRequests("127.0.0.1", LIMIT, lambda compatibility: compatibility.get("problem"))
     yield made
     made.close()
 
@@ -33,14 +33,14 @@ def requests() -> Iterator[JoinRequests]:
 class Asks(threading.Thread):
     """A process that asks, on a thread."""
 
-    def __init__(self, address: Any, card: dict[str, Any] | None = None) -> None:
+    def __init__(self, address: Any, compatibility: dict[str, Any] | None = None) -> None:
         super().__init__(daemon=True)
-        self.address, self.card = address, card or {}
+        self.address, self.compatibility = address, compatibility or {}
         self.outcome: Any = None
 
     def run(self) -> None:
         try:
-            self.outcome = request_to_join(self.address, self.card, LIMIT, lambda: None)
+            self.outcome = request_to_join(self.address, self.compatibility, LIMIT, lambda: None)
         except Exception as error:
             self.outcome = error
 
@@ -99,7 +99,7 @@ def test_who_has_gone_is_not_waited_for_twice(requests: JoinRequests, monkeypatc
     """One asks and dies: it is left out when the others come, and forgotten."""
     monkeypatch.setattr(join_requests, "_READY", 0.5)
     store = join_requests._reached(requests.address)
-    store.set("1/card", "{}")
+    store.set("1/compatibility", "{}")
     store.add("1/alive", 1)
     assert store.add("requests", 1) == 1
     alive = Asks(requests.address)
@@ -117,7 +117,7 @@ def test_who_is_silent_does_not_wait_any_more(requests: JoinRequests, monkeypatc
     monkeypatch.setattr(join_requests, "_GONE", 0.5)
     store = join_requests._reached(requests.address)
     store.add("1/alive", 1)
-    store.set("1/card", "{}")
+    store.set("1/compatibility", "{}")
     _until(lambda: requests.waiting == 1)
     _until(lambda: requests.waiting == 0)
 

@@ -15,8 +15,9 @@ from lightning_hetero.comm.centers.base import Center, CenterLayout, CenterRule,
 from lightning_hetero.comm.centers.mpi import MPICenter, mpi_missing
 from lightning_hetero.comm.centers.shared import SharedCenter
 from lightning_hetero.comm.centers.thread import ThreadCenter
-from lightning_hetero.comm.failures import collective, deadline
+from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.groups import Groups
+from lightning_hetero.comm.retry import collective
 from lightning_hetero.comm.threads import Background
 from lightning_hetero.comm.topology import Topology, group_of
 from lightning_hetero.errors import UnsupportedError

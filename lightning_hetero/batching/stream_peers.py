@@ -1,0 +1,115 @@
+"""The other ranks, for a stream: what they have left, and whether they read the same samples."""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hetero.batching.streams import StepTally
+from lightning_hetero.batching.timer import StepTimer
+from lightning_hetero.batching.weights import tensors_in
+from lightning_hetero.comm.agreement import gather
+from lightning_hetero.comm.failures import deadline
+from lightning_hetero.comm.job import Job
+from lightning_hetero.comm.progress import DataProgress, DataProgressTracker
+
+
+class StreamPeers:
+    """The other ranks, for a stream; see :class:`~lightning_hetero.batching.streams.StreamCollectives`.
+
+    Args:
+        job: with the view.
+        timer: this rank's stopwatch.
+        length: batches of the longest stream of a rank; ``None``: nobody knows.
+        number: of the stream, the same on every rank.
+    """
+
+    def __init__(self, job: Job, timer: StepTimer, length: int | None, number: int) -> None:
+        self._job, self._timer, self._length = job, timer, length
+        self._compared = False
+        self._ended = False  # this replica, in this pass
+        self._progress: DataProgressTracker | None = None
+        if job.view.count > 1 and length is None and job.view.is_leader:
+            ids = [replica.id for replica in job.view.replicas]
+            self._progress = DataProgressTracker(
+                job.store(f"stream {number}"), ids, job.view.replica.id, job.timeout.total_seconds()
+            )
+
+    def begin(self) -> None:
+        """A pass over the data is about to begin, on all ranks."""
+        self._ended = False
+        if self._progress is not None:
+            self._progress.begin()
+
+    def compare(self, batch: Any) -> None:
+        """Warn if ranks were given the same first batch (collective, the first time)."""
+        if self._compared:
+            return
+        self._compared = True
+        with self._timer.waiting():
+            seen = gather(_fingerprint(batch), "whether ranks have the same samples")
+        same = [rank for rank, own in enumerate(seen) if own is not None and seen.count(own) > 1]
+        if same:
+            rank_zero_warn(
+                f"The first batch is the same on ranks {same}. If every rank reads the same samples, each counts "
+                f"{len(same)} times. Let the iterable dataset yield another part of the data on each rank, or wrap it "
+                "in lightning_hetero.SharedStream."
+            )
+
+    def warn_of_unknown_size(self, problem: str) -> None:
+        """Say once that a batch counts as many samples as that of every other rank, whatever it holds."""
+        rank_zero_warn(
+            f"The number of samples in a training batch is unknown: {problem}. Batches of all ranks count the same, as "
+            "under ddp. Where they hold unequal numbers, say how much each weighs: define `batch_weight(batch)` on the "
+            "LightningModule, or let all tensors have the batch as their first dimension."
+        )
+
+    def sum(self, tally: StepTally) -> StepTally:
+        """The tallies of the ranks of this replica together (collective over them)."""
+        row = torch.tensor(tally, dtype=torch.float64)
+        with self._timer.waiting(), deadline("exchange batch sizes"):
+            if (group := self._job.small_group()) is not None:
+                dist.all_reduce(row, group=group)
+        return StepTally(*row.tolist())
+
+    def sum_all(self, tally: StepTally) -> StepTally:
+        """The tallies of all ranks together (collective)."""
+        row = torch.tensor(tally, dtype=torch.float64)
+        with self._timer.waiting(), deadline("learn which ranks have data"):
+            dist.all_reduce(row)
+        return StepTally(*row.tolist())
+
+    def another_batch(self, drawn: int, alive: bool) -> bool:
+        """Whether all ranks run another batch in this pass (collective over the replica).
+
+        A replica that has no more data runs padding batches, but never more than the replica that has most. So an
+        epoch has as many steps as the longest stream of a replica, and who has data never waits.
+        """
+        if self._job.view.count == 1:
+            return alive
+        if self._length is not None:
+            return drawn < self._length
+        if alive or not self._ended:
+            self._ended = not alive
+            if self._progress is not None:
+                self._progress.write(DataProgress(drawn + alive, self._ended))
+        if alive:
+            return True
+        with self._timer.waiting():
+            more = self._progress is not None and self._progress.beyond(drawn)
+        return self.sum(StepTally(float(more), 0.0, 0.0)).samples > 0
+
+
+def _fingerprint(batch: Any) -> str | None:
+    """Tells batches apart; ``None`` where there is nothing to tell them by."""
+    leaves = [leaf for leaf in tensors_in(batch) if not (leaf.is_nested or leaf.is_quantized)]
+    dense = [leaf for leaf in leaves if leaf.layout == torch.strided]  # others have no bytes
+    tensors = [leaf.detach().cpu().resolve_conj().contiguous() for leaf in dense if leaf.numel() > 1]
+    if not any((tensor != tensor.flatten()[0]).any() for tensor in tensors):
+        return None  # none at all, or constant ones
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,102 @@
+"""Retry of collectives after a rank was lost: among the ranks that remain, or with the results of those ahead."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from lightning_hetero.comm.failures import deadline, is_communication_error, wait_for_news
+
+T = TypeVar("T")
+
+_current_repeater: "CollectiveRepeater | None" = None  # of the fit in which lost ranks are survived
+
+
+class CollectiveRepeater(Protocol):
+    """Repeater of a collective until it has succeeded."""
+
+    def run(self, what: str, operation: Callable[[], T]) -> T:
+        """The result of an operation; see :func:`collective`."""
+
+
+def collective(what: str, operation: Callable[[], T]) -> T:
+    """Run a collective over all ranks of the job.
+
+    Args:
+        what: completes "rank 1 of 4 could not ...".
+        operation: takes no arguments, has the same result on every rank, and may be called again: after a rank was
+            lost there are fewer ranks, with other numbers.
+
+    Raises:
+        CommunicationError: another rank did not take part in time, or has ended, and that ends the fit.
+    """
+    if _current_repeater is not None:
+        return _current_repeater.run(what, operation)
+    with deadline(what):
+        return operation()
+
+
+def set_repeater(repeater: CollectiveRepeater | None) -> None:
+    """From now on let an object repeat what breaks; ``None``: nothing is repeated."""
+    global _current_repeater
+    _current_repeater = repeater
+    wait_for_news(repeater is None)
+
+
+class CollectiveRetry:
+    """Retry of collectives among the ranks that remain.
+
+    All ranks run the same collectives in the same order, so a collective is known by its number. A rank can be one
+    ahead: an all-reduce may succeed on one rank and fail on another. What the latest ones have returned is kept, so
+    that those who missed it get it from those who have it.
+
+    Args:
+        recover: joins the ranks that remain (collective over them), given when what has broken began; raises an error
+            if this rank must end.
+
+    Attributes:
+        calls: collectives completed.
+        results: of the latest collectives, by their numbers, for ranks that have missed them.
+        received: results that others have completed, by their numbers.
+    """
+
+    #: Results that are kept. A rank cannot be further ahead than broadcasts run ahead of who receives them.
+    KEPT = 32
+
+    def __init__(self, recover: Callable[[float], Any]) -> None:
+        self.recover = recover
+        self.calls = 0
+        self.results: dict[int, Any] = {}
+        self.received: dict[int, Any] = {}
+        self._plain = 0  # depth of blocks in which nothing is repeated
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """In this block collectives are not repeated one by one: what is around them is."""
+        self._plain += 1
+        try:
+            yield
+        finally:
+            self._plain -= 1
+
+    def run(self, what: str, operation: Callable[[], T]) -> T:
+        """The result of a collective over all ranks, or over those that remain; see :func:`collective`."""
+        if self._plain:
+            with deadline(what):
+                return operation()
+        while self.calls not in self.received:
+            began = time.monotonic()
+            try:
+                with self.plain(), deadline(what):
+                    result = operation()
+            except RuntimeError as error:
+                if not is_communication_error(error):
+                    raise
+                self.recover(began)
+                continue
+            self.results[self.calls] = result
+            self.results.pop(self.calls - self.KEPT, None)
+            self.calls += 1
+            return result
+        self.calls += 1
+        return self.received.pop(self.calls - 1)
