@@ -101,9 +101,16 @@ def test_a_class_name_exists_once() -> None:
     assert [name for name, times in names.items() if times > 1] == []
 
 
-def test_modules_say_what_they_are() -> None:
-    first = {file: (ast.get_docstring(tree) or "").split(" ")[0].rstrip(",:.") for file, tree in TREES.items()}
-    assert [file for file, word in first.items() if word in ("", "What", "Who", "Where", "How", "Which")] == []
+RIDDLES = {"What", "Who", "Whom", "Whose", "Where", "When", "How", "Which", "Why"}
+
+
+def test_docstrings_say_what_a_thing_is() -> None:
+    """The first sentence names it; none is a question without its mark."""
+    assert [file for file, tree in TREES.items() if not ast.get_docstring(tree)] == []
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [(file, n) for file, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, kinds)]
+    first = [(file, getattr(n, "name", ""), (ast.get_docstring(n) or ".").split()[0].rstrip(",:.")) for file, n in nodes]
+    assert [(file, name, word) for file, name, word in first if word in RIDDLES] == []
 
 
 def private(name: str) -> bool:

@@ -450,7 +450,7 @@ class Averager(Stateful, ABC):
         """
 
     def on_missed(self, step: int) -> Literal["adopt", "keep"]:
-        """What becomes of this replica's values if the others have completed an exchange in which it lost connections.
+        """The policy for this replica's values if the others have completed an exchange in which it lost connections.
 
         Args:
             step: optimizer steps done.

@@ -165,7 +165,7 @@ def _problem(looks: Sequence[FoundCheckpoint], path: str) -> str | None:
 
 
 def _written(path: str) -> tuple[float, int]:
-    """When a checkpoint was written; steps decide where the clock is too coarse."""
+    """The time at which a checkpoint was written; steps decide where the clock is too coarse."""
     file_system, local = url_to_fs(path)
     steps = re.findall(r"\d+", os.path.basename(path))
     return file_system.modified(local).timestamp(), int(steps[0]) if steps else 0

@@ -224,7 +224,7 @@ class RankRecord(NamedTuple):
 
     @property
     def ended(self) -> float:
-        """When its last step ended, in seconds since the start."""
+        """The end of its last step, in seconds since the start."""
         return max(last.began + last.seconds for last in (*self.stretches[-1:], *self.end[-1:]))
 
 

@@ -82,7 +82,7 @@ def waiting(what: str, busy: Callable[[], bool] = _never) -> Iterator[None]:
 
 
 def since() -> list[float]:
-    """When the threads that wait began to, by ``time.monotonic()``."""
+    """The times at which the threads that wait began to, by ``time.monotonic()``."""
     return [mine[0].since for mine in list(_waits.values()) if mine]
 
 

@@ -136,7 +136,7 @@ def demo(out: Path, epochs: int) -> None:
 
 
 def introduction(epochs: int) -> str:
-    """What is about to happen, what of it is emulated, and what is real."""
+    """The introduction: what is about to happen, what of it is emulated, and what is real."""
     devices = "\n".join(
         f"    rank {rank}   {1e3 * cost.fixed:.0f} ms per step + {1e3 * cost.per_sample:.0f} ms per image"
         for rank, cost in enumerate(DEVICES)
@@ -193,7 +193,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def notes(results: Sequence[Result]) -> str:
-    """How the numbers in the table were measured."""
+    """Notes on how the numbers in the table were measured."""
     return f"""
 [bold]time per epoch[/bold]: {results[0].steps_per_epoch} times the mean time from the start of a step to the start \
 of the next one. The first {WARM_UP} steps of the training and the test are left out; the steps that are still split \

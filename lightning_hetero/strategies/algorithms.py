@@ -65,7 +65,7 @@ class HeteroDDPStrategy(HeteroStrategy):
 
     @property
     def wire(self) -> str:
-        """How gradients travel."""
+        """The wire format of gradients."""
         return self._gradients.wire
 
     @override

@@ -188,7 +188,7 @@ class AutoStrategy(ReplicaStrategy):
         return replace(view, number=view.number + 1, replicas=members, ranks_leave=len(members) == 1)
 
     def _unchangeable(self) -> str | None:
-        """Why the replicas of this fit cannot be divided, in words; ``None`` if they can."""
+        """The reason why this fit cannot go on in several replicas; ``None`` if it can."""
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
             return "SyncBatchNorm takes its statistics over all ranks"
@@ -226,7 +226,7 @@ class AutoStrategy(ReplicaStrategy):
     # -- what is kept ------------------------------------------------------------------------------
 
     def _decision(self) -> dict[str, Any] | None:
-        """What has been decided, in plain values; ``None``: nothing yet."""
+        """The decision, in plain values; ``None``: there is none yet."""
         if self.chosen is not None:
             options = self.chosen.algorithm.options()  # type: ignore[union-attr]
             return {"strategy": self._chosen_name(), "options": options, "replica": self.chosen.replica}

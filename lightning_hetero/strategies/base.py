@@ -79,7 +79,7 @@ class HeteroStrategy(JobStrategy):
 
     @property
     def cluster(self) -> Topology | None:
-        """Which ranks live on which node, once this process has joined."""
+        """The ranks of each node, once this process has joined."""
         return self.job.view.topology if self.joined else None
 
     @property
@@ -170,7 +170,7 @@ class HeteroStrategy(JobStrategy):
             raise_on_all(problem, "the model and its optimizers")
 
     def _handle_sigterm(self, trainer: pl.Trainer) -> StopRequest | None:
-        """What SIGTERM does in the run that is set up: in a fit it is a request to stop (collective)."""
+        """The handler of SIGTERM for the run that is set up: in a fit it is a request to stop (collective)."""
         if trainer.state.fn != TrainerFn.FITTING:
             end_at_once(trainer)
             return None

@@ -139,7 +139,7 @@ class Capacity:
 
 
 def problem(options: Options, trainer: "pl.Trainer") -> HeteroError | None:
-    """Why this rank cannot search for its largest batch, if it cannot."""
+    """The reason why this rank cannot search for its largest batch; ``None`` if it can."""
     device = trainer.strategy.root_device
     try:
         memory = memory_of(options, trainer.world_size, trainer.global_rank)
@@ -323,7 +323,7 @@ def _draw_anew(trainer: "pl.Trainer", share: BatchAccounting, combined: Combined
 
 @contextmanager
 def preserve_state(*things: Any, device: torch.device = CPU) -> Iterator[None]:
-    """What happens in this block leaves modules, optimizers and random states as they are.
+    """Restore modules, optimizers and random states at the end of the block.
 
     See :class:`~lightning_hetero.batching.state_backup.StateBackup` for what that covers.
 

@@ -123,7 +123,7 @@ def register_hook(
 def beyond(
     module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], replica: Sequence[int]
 ) -> HeteroError | None:
-    """Why a part of a model, or an optimizer, cannot be used where replicas train apart, if one goes beyond them.
+    """The reason why a part of a model, or an optimizer, cannot be used where replicas differ, if one goes beyond them.
 
     Args:
         module: the model.

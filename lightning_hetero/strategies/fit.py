@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Fit:
-    """What one view of the ranks needs in a fit.
+    """The collaborators of a fit in one view of the ranks.
 
     Attributes:
         share: this rank's part of the work.

@@ -162,7 +162,7 @@ class JobStrategy(DDPStrategy):
 
     @property
     def environment(self) -> ClusterEnvironment:
-        """What the launcher said about this process, or what has changed since.
+        """The environment of this process: of the launcher, or as it has changed since.
 
         Raises:
             UnsupportedError: there is no Trainer yet.

@@ -53,7 +53,7 @@ from lightning_hetero.version import __version__
 
 
 def incompatibility(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Why a process that differs from the job in these values cannot take part; ``None`` if it can."""
+    """The reason why a process that differs from the job in these values cannot take part; ``None`` if it can."""
     if other.get("version") != ours["version"]:
         return f"it runs lightning_hetero {other.get('version')}, the job {ours['version']}. Install the same version."
     for part, words in (("options", "options"), ("settings", "Trainer's settings")):
@@ -244,7 +244,7 @@ class ElasticJoin(Newcomers):
         return found
 
     def addresses(self) -> list[JobAddress]:
-        """Where a running job says how it is reached.
+        """The files and addresses at which a running job says how it is reached.
 
         A process that has joined hosts no store, even if its launcher has given it rank 0.
         """
@@ -258,7 +258,7 @@ class ElasticJoin(Newcomers):
         return found
 
     def compatibility(self) -> dict[str, Any]:
-        """What must be the same in a job and in a process that joins it; for JSON."""
+        """The values that must be the same in a job and in a process that joins it; for JSON."""
         strategy = self._strategy
         module = strategy.module
         options = {"strategy": type(strategy).__name__, **strategy.options.agreed(), **strategy.algorithm_options()}
@@ -311,7 +311,7 @@ class ElasticJoin(Newcomers):
             lightning_compat.resume_by(strategy.trainer, lambda *_: PATH)
 
     def share_rest(self) -> None:
-        """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
+        """Give all ranks rank 0's values of what the checkpoint lacks, where this rank has entered (collective)."""
         strategy = self._strategy
         if strategy.ticket is None:
             return
@@ -415,7 +415,7 @@ class ElasticJoin(Newcomers):
         return self._requests is not None and self._most(self._requests.waiting) > 0
 
     def _most(self, waiting: int) -> int:
-        """How many of those that wait the job can take in: the user's options may allow some numbers of ranks only."""
+        """The number of waiting processes that fit in the job: options may allow some numbers of ranks only."""
         world = self._strategy.job.view.world
         return max((more for more in range(waiting + 1) if fits(self._strategy.options, world + more)), default=0)
 
@@ -452,7 +452,7 @@ class ElasticJoin(Newcomers):
         raise BeginAgainError(self._leaving, store)
 
     def again(self, agreed: AgreedView, store: dist.Store | None) -> BeginAgainError:
-        """How this rank begins again with those that remain, since some of them have left the fit already.
+        """The error with which this rank begins again: some of those that remain have left the fit already.
 
         Args:
             agreed: who they are.
@@ -504,7 +504,7 @@ class ElasticJoin(Newcomers):
                 self._leave_fit()
 
     def _without_newcomers(self, former: BeginAgainError, error: Exception) -> BeginAgainError | None:
-        """How those that remain go on if the fit cannot begin with the newcomers, or without one of them.
+        """The error with which those that remain begin again without the newcomers, or without one of them.
 
         Returns:
             ``None`` if there is another reason.
@@ -554,7 +554,7 @@ class ElasticJoin(Newcomers):
 
 
 def among(ticket: JoinTicket, agreed: AgreedView, me: int, store: dist.Store | None) -> BeginAgainError:
-    """How a rank begins again with those that remain, without newcomers.
+    """The error with which a rank begins again with those that remain, without newcomers.
 
     Args:
         ticket: how it was to begin with others.

@@ -66,7 +66,7 @@ Kind = Literal["map", "shared stream", "resizable stream", "stream"]
 
 
 def kind_of(loader: object, sharded_by_user: bool, sized_by_user: bool, balance_iterable: bool) -> Kind:
-    """What kind of training loader this is.
+    """The kind of a training loader.
 
     Args:
         loader: of the user's.
@@ -113,7 +113,7 @@ def kind_of(loader: object, sharded_by_user: bool, sized_by_user: bool, balance_
 
 
 def no_batches(loader: DataLoader, name: str) -> HeteroError | None:
-    """Why a loader of a map-style dataset has no batches that can be split, if so."""
+    """The reason why a loader of a map-style dataset has no batches that can be split, if so."""
     otherwise = "or shard the data yourself and set Trainer(use_distributed_sampler=False)."
     if loader.batch_sampler is None:
         return UnsupportedError(
@@ -130,7 +130,7 @@ def no_batches(loader: DataLoader, name: str) -> HeteroError | None:
 
 
 def described(loader: Any, kind: Kind, agreed: bool) -> dict[str, Any]:
-    """What must be the same on every rank, by what a message calls it.
+    """The settings that must be the same on every rank, by their names in messages.
 
     Args:
         loader: a training or evaluation loader.
@@ -159,7 +159,7 @@ LoaderSource = ShareSampler | Stream | SharedStreamLoader
 
 
 def source_of(loader: Any) -> LoaderSource | None:
-    """Where a loader of :class:`~lightning_hetero.strategies.loaders.Loaders` has its parts of batches from."""
+    """The source of a loader's parts of batches; see :class:`~lightning_hetero.strategies.loaders.Loaders`."""
     if isinstance(loader, Stream | SharedStreamLoader):
         return loader
     sampler = getattr(loader, "batch_sampler", None)
@@ -317,7 +317,7 @@ class Loaders:
     # -- what was drawn ----------------------------------------------------------------------------
 
     def sources(self) -> list[LoaderSource]:
-        """Where the parts of a training batch come from, one per loader."""
+        """The sources of the parts of a training batch, one per loader."""
         combined = self.combined()
         found = [] if combined is None else [source_of(loader) for loader in combined.flattened]
         return [source for source in found if source is not None]
@@ -329,7 +329,7 @@ class Loaders:
         return max(ahead, default=0)  # streams of the user's own sizes follow no plan
 
     def take(self) -> Drawn:
-        """What was drawn for the batch that is about to be trained on: samples of all loaders together."""
+        """The draw for the batch that is about to be trained on: samples of all loaders together."""
         parts = [source.take() for source in self.sources() if source.drawn]
         each = {rank: sum(part.parts.get(rank, 0) for part in parts) for part in parts for rank in part.parts}
         return Drawn(sum(part.samples for part in parts), sum(part.total for part in parts), each)

@@ -100,7 +100,7 @@ def restore_counting(results: Any | None) -> None:
 
 
 def nothing(reduction: str) -> float:
-    """What adds nothing to a mean, sum, maximum or minimum."""
+    """The value that adds nothing to a mean, sum, maximum or minimum."""
     return {"max": float("-inf"), "min": float("inf")}.get(reduction, 0.0)
 
 
@@ -228,7 +228,7 @@ class MonitoredMetrics:
 
 
 def _numbers(one: Unsynced) -> tuple[float, float]:
-    """What a rank adds to a value of all ranks: the value, and its weight; of a mean, their product comes first."""
+    """The part of a rank in a value of all ranks: the value, and its weight; of a mean, their product comes first."""
     value, none = one.value.item(), one.of_step and not samples_of_step(one.metric)
     if none:
         return nothing(one.reduction), 0.0

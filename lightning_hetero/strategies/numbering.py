@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def launched(environment: ClusterEnvironment) -> ClusterEnvironment:
-    """What the launcher said about this process, before it got another number."""
+    """The launcher's environment of this process, before it got another number."""
     while isinstance(environment, RenumberedEnvironment):
         environment = environment.inner
     return environment

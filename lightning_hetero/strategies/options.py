@@ -41,7 +41,7 @@ def documented(text: str | None, options: Iterable[str], explained_by: Sequence[
 
 
 def section(text: str | None, title: str) -> dict[str, str]:
-    """What a Google-style section of a docstring explains, by name."""
+    """The entries of a Google-style section of a docstring, by name."""
     found = re.search(rf"^{title}:\n((?:(?: .*)?\n?)*)", inspect.cleandoc(text or ""), re.MULTILINE)
     parts = re.split(r"^ {4}(\*{0,2}\w+): ?", found.group(1), flags=re.MULTILINE) if found else []
     return {name: what.rstrip() for name, what in zip(parts[1::2], parts[2::2], strict=True)}
@@ -262,7 +262,7 @@ class Options:
             ) from None
 
     def agreed(self) -> dict[str, Any]:
-        """What must be the same on every rank, by name."""
+        """The options that must be the same on every rank, by name."""
         values = asdict(self) | {"timeout": self.limit}
         del values["start_method"], values["join_file"]  # each machine may start its ranks, and see files, in its way
         return values
@@ -323,7 +323,7 @@ def _bytes_of(value: Any) -> int | None:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """What may have been meant by an option that a strategy does not have."""
+    """A guess at what was meant by an option that a strategy does not have."""
     if name in _ELSEWHERE:
         return f" {_ELSEWHERE[name]}"
     strategies = [entry["strategy"] for entry in StrategyRegistry.values() if isinstance(entry["strategy"], type)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def position(trainer: "pl.Trainer", step: int) -> Position:
-    """Where training stands after so many batches since the start of the fit."""
+    """The position of training after so many batches since the start of the fit."""
     fit = trainer.fit_loop
     epochs: Any = fit.epoch_progress.current
     # After a checkpoint of an epoch's last batch the Trainer counts this epoch as done, but may keep its batch count.
@@ -26,7 +26,7 @@ def position(trainer: "pl.Trainer", step: int) -> Position:
 
 
 def describe(trainer: "pl.Trainer") -> str:
-    """Which step runs, for messages."""
+    """The step that runs, for messages."""
     batch = trainer.fit_loop.epoch_loop.batch_idx
     return f"step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch {batch})"
 

@@ -100,7 +100,7 @@ class PeerRecovery(RecoveryPolicy):
         self._end_former()
 
     def _unsurvivable(self, view: View) -> HeteroError | None:
-        """Why this fit could not go on without a rank; ``None`` if it can."""
+        """The reason why this fit could not go on without a rank; ``None`` if it can."""
         strategy = self._strategy
         center = getattr(getattr(strategy, "algorithm", None), "center", None)
         sources, name = strategy.share.loaders.sources(), type(strategy).__name__

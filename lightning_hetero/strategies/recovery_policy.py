@@ -250,7 +250,7 @@ class Newcomers(ABC):
 
     @abstractmethod
     def share_rest(self) -> None:
-        """Where this rank has entered, give all ranks rank 0's values of what the checkpoint lacks (collective)."""
+        """Give all ranks rank 0's values of what the checkpoint lacks, where this rank has entered (collective)."""
 
     @abstractmethod
     def until_done(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +297,7 @@ class RecoveryPolicy:
         """Leave the fit, to begin it again with other ranks (collective)."""
 
     def remaining(self) -> "tuple[AgreedView, int, dist.Store | None] | None":
-        """Who is there still of those that have left the fit (collective over them).
+        """The ranks that remain of those that have left the fit (collective over them).
 
         Returns:
             What they have agreed, the id of this rank, and the store with which they meet, if this rank hosts it;

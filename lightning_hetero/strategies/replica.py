@@ -143,7 +143,7 @@ class ReplicaStrategy(HeteroStrategy):
 
     @property
     def traffic(self) -> Traffic:
-        """What exchanges between replicas have cost since the ranks have met.
+        """The cost of exchanges between replicas since the ranks have met.
 
         Raises:
             UnsupportedError: they have not met yet.
@@ -259,7 +259,7 @@ class ReplicaStrategy(HeteroStrategy):
             return dict(state) if isinstance(io, BackgroundWriter) else deepcopy(dict(state))
 
     def _identity(self) -> CheckpointIdentity:
-        """What this strategy goes by in checkpoints."""
+        """The name of this strategy in checkpoints."""
         return CheckpointIdentity(type(self).__name__, self.saved_as or type(self.averager).__name__)
 
     @override
@@ -573,7 +573,7 @@ def register_name(name: str, strategy: type[HeteroStrategy], what: str) -> None:
 
 
 def _file_of(kind: type) -> str:
-    """Where the algorithm of a strategy class is written; under another name if the file was run as a script."""
+    """The file and name of a strategy class's algorithm; under another name if the file was run as a script."""
     try:
         return getsourcefile(getattr(kind, "averager_class", kind)) or kind.__module__
     except (OSError, TypeError):  # in a notebook, say

@@ -182,7 +182,7 @@ def use_shared_memory_allreduce(
 
 
 def _unsuitable(topology: Topology, ranks: Sequence[int]) -> str | None:
-    """Why these ranks cannot average through shared memory, if so; the same on all of them."""
+    """The reason why these ranks cannot average through shared memory, if so; the same on all of them."""
     places = [topology.places[rank] for rank in ranks]
     if devices := sorted({place.device for place in places} - {"cpu"}):
         return f"gradients are on {', '.join(devices)}, not on CPUs"
@@ -229,7 +229,7 @@ class WiredGradients:
             )
 
     def problem(self, precision: Precision) -> HeteroError | None:
-        """Why the Trainer's settings do not go with the wire, if so."""
+        """The reason why the Trainer's settings do not go with the wire, if so."""
         scaled = getattr(precision, "scaler", None) is not None
         if not scaled or self.wire in ("fp32", "bf16", "fp16"):
             return None

@@ -52,7 +52,7 @@ class Resumable(Checkpoint):
 
     @abstractmethod
     def path_to_stop_at(self, trainer: "pl.Trainer") -> str:
-        """Where a job that is asked to stop saves, so that the next start finds it."""
+        """The path at which a job that is asked to stop saves, so that the next start finds it."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -65,7 +65,7 @@ def keepers(trainer: "pl.Trainer") -> list[Resumable]:
 
 
 def path_to_save(trainer: "pl.Trainer") -> str | None:
-    """Where to save the checkpoint to resume from; rank 0's word counts.
+    """The path at which to save the checkpoint to resume from; rank 0's word counts.
 
     Under SLURM the name by which Lightning finds it at the next start. Else in the folder of a callback that goes on by
     itself, if there is one; or a name beside ``last.ckpt`` which ``ckpt_path="last"`` finds, as long as it is the
@@ -329,7 +329,7 @@ def others_join(io: CheckpointIO) -> bool:
 
 
 def kept_by_each(precision: Precision) -> list[str]:
-    """What each rank keeps of its own when others join, by its names in a checkpoint."""
+    """The state that each rank keeps when others join, by its names in a checkpoint."""
     return ["optimizer_states", type(precision).__qualname__, COMMON]
 
 

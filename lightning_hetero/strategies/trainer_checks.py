@@ -87,7 +87,7 @@ def _unsupported(trainer: "pl.Trainer", layer_sync: Any, device: torch.device, c
 
 
 def precision_problem(ranks: Sequence[tuple[str, str]], replicas: Sequence[Sequence[int]]) -> HeteroError | None:
-    """Why ranks of these precisions cannot train together, if so.
+    """The reason why ranks of these precisions cannot train together, if so.
 
     Args:
         ranks: device type and Lightning's precision of each; under 16-mixed Lightning gives CPUs bf16-mixed.
@@ -129,7 +129,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def unsupported(callbacks: list[Callback]) -> HeteroError | None:
-    """Why a callback cannot work where replicas differ, if one of them cannot."""
+    """The reason why a callback cannot work where replicas differ, if one of them cannot."""
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, Timer) or saves_by_time(callback):
@@ -160,7 +160,7 @@ def averages_again(options: Mapping[str, Any]) -> None:
 
 
 def complex_parameters(module: torch.nn.Module) -> HeteroError | None:
-    """Why a model's complex parameters cannot be averaged, if it trains any."""
+    """The reason why a model's complex parameters cannot be averaged, if it trains any."""
     names = [name for name, p in module.named_parameters() if p.requires_grad and p.is_complex()]
     if not names:
         return None
@@ -171,7 +171,7 @@ def complex_parameters(module: torch.nn.Module) -> HeteroError | None:
 
 
 def two_points(optimizers: Sequence[Optimizer]) -> HeteroError | None:
-    """Why an optimizer that trains at one point and is evaluated at another cannot work where replicas differ.
+    """The reason why an optimizer with two points (train and eval) cannot work where replicas differ.
 
     Args:
         optimizers: of the fit.
@@ -214,7 +214,7 @@ def restore_trainable(module: torch.nn.Module, trainable: Mapping[str, bool]) ->
 def unsurvivable(
     view: View, least: int, sources: Iterable[Any], callbacks: Iterable[Callback], center: str | None, strategy: str
 ) -> HeteroError | None:
-    """Why a fit could not go on without a rank; ``None`` if it can.
+    """The reason why a fit could not go on without a rank; ``None`` if it can.
 
     Args:
         view: who takes part.

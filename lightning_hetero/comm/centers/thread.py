@@ -173,7 +173,7 @@ class Wakeup:
 
     @property
     def address(self) -> tuple[HostPort, str]:
-        """Where clients connect, and the token."""
+        """The address for clients, and the token."""
         return self._listener.address, self._listener.token
 
     def accept_clients(self, ranks: Iterable[int], seconds: float) -> None:
