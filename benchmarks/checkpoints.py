@@ -71,7 +71,7 @@ def fit(strategy: str, kind: str, every: int, megabytes: int) -> tuple[float, li
             enable_checkpointing=bool(keeps),
             **off,
         )
-        data = TensorDataset(torch.randn(2 * BATCH * 8, WIDTH))
+        data = TensorDataset(torch.randn(2 * BATCH * 9, WIDTH))  # at an epoch's end a save waits for the next batch
         trainer.fit(Wide(megabytes), DataLoader(data, batch_size=BATCH))
         wall, _ = clock.steps(SKIP)
         torch.distributed.barrier()  # nobody needs the folder any more

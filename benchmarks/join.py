@@ -77,7 +77,7 @@ class Watch(pl.Callback):
         if joins:
             self.peak = memory("VmHWM")
         self.training = max(self.training, memory("VmRSS"))
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
         trainer.should_stop = (len(self.ends) if self.late else self._since_join()) >= 8
 
     def _since_join(self) -> int:

@@ -342,7 +342,7 @@ def fetched_batch(fetcher: Any) -> Any:
 def watch_fetching(trainer: "pl.Trainer", begins: Callable[[], None], ends: Callable[[], None]) -> None:
     """Call functions when the fetching of a training batch begins and ends, beside Lightning's profiler."""
     fetcher = trainer.fit_loop._data_fetcher
-    if fetcher is not None and not isinstance(fetcher._start_profiler, _CallBoth):  # the Trainer sets its own anew
+    if fetcher is not None and not isinstance(fetcher._start_profiler, _CallBoth):  # the Trainer sets its own again
         start, stop = fetcher._start_profiler, fetcher._stop_profiler
         fetcher._start_profiler, fetcher._stop_profiler = _CallBoth(start, begins), _CallBoth(ends, stop)
 
@@ -360,7 +360,7 @@ def forget_loader_that_failed(trainer: "pl.Trainer | None") -> None:
 
 
 def keep_batch_samplers(trainer: "pl.Trainer") -> None:
-    """Let a Trainer pass the user's batch samplers on to the strategy, instead of constructing them anew."""
+    """Let a Trainer pass the user's batch samplers on to the strategy, instead of constructing them again."""
     if type(trainer._data_connector) is _DataConnector:
         trainer._data_connector.__class__ = _Connector  # a class, and no bound function: copies of it work
 

@@ -512,15 +512,15 @@ def change_layout(averager: Averager, context: StepContext, optimizers: Callable
 
 
 def warn_of_scratch(averager: Averager, dropped: Sequence[str], why: str) -> None:
-    """Say on one rank what of an averager's state starts anew.
+    """Say on one rank what of an averager's state starts over.
 
     Args:
         averager: of the running fit.
-        dropped: what starts anew, in words.
+        dropped: what starts over, in words.
         why: it does.
     """
     if dropped and averager.links.index == 0 and averager.links.is_leader:
-        log.warning(f"{type(averager).__name__}: {why}, so this starts anew: {'; '.join(dropped)}.")
+        log.warning(f"{type(averager).__name__}: {why}, so this starts over: {'; '.join(dropped)}.")
 
 
 log = logging.getLogger("lightning_hetero")

@@ -190,7 +190,7 @@ def outer_optimizer_options(make: Callable[[Iterable], Optimizer], given: object
         raise ConfigurationError(f"outer={given!r} made a {type(made).__name__}, not a torch.optim.Optimizer.")
     if signature(made.step).parameters["closure"].default is Parameter.empty:
         raise ConfigurationError(
-            f"outer={given!r}: {type(made).__name__} must evaluate the loss anew, which an outer step cannot. Use "
+            f"outer={given!r}: {type(made).__name__} must evaluate the loss again, which an outer step cannot. Use "
             "another optimizer."
         )
     return type(made).__name__, made.defaults

@@ -310,7 +310,7 @@ class RoundGossipAverager(GossipAverager):
 
     Args:
         every_n_steps: optimizer steps from one round to the next.
-        topology: for ``"pairwise"``: ``"random"`` (a matching drawn anew in each round), ``"ring"`` or ``"hypercube"``;
+        topology: for ``"pairwise"``: ``"random"`` (a new matching in each round), ``"ring"`` or ``"hypercube"``;
             for ``"push"`` and ``"pull"`` also ``"one_peer_exponential"`` and ``"exponential"``. Any number of replicas
             will do.
         exchange: ``"pairwise"``, ``"push"`` or ``"pull"``.

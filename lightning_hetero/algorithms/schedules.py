@@ -213,7 +213,7 @@ class TauSchedule:
             self._lasted[fragment] = [*self._lasted[fragment][-4:], min(known)]
 
     def settle(self, step: int) -> str | None:
-        """Choose tau anew, where a round of all fragments is over. It stays if it would change by less than a tenth.
+        """Choose tau again, where a round of all fragments is over. It stays if it would change by less than a tenth.
 
         Args:
             step: that has been taken.

@@ -4,14 +4,14 @@
 role            what it is                               checkpoint  a replica is lost         others join
 ==============  =======================================  ==========  ========================  =====================
 `Shared`        equal on all replicas                    saved       from whom is furthest     from the job
-`Own`           this replica's                           saved       kept                      starts anew
-`PerReplica`    a list or tensor, an entry per replica   saved       entries of the survivors  starts anew
+`Own`           this replica's                           saved       kept                      starts over
+`PerReplica`    a list or tensor, an entry per replica   saved       entries of the survivors  starts over
 `InFlight`      exchanges under way                      waited for  dropped                   dropped
-`Scratch`       can be made again at any time            saved       starts anew               starts anew
+`Scratch`       can be made again at any time            saved       starts over               starts over
 ==============  =======================================  ==========  ========================  =====================
 
 When parameters become trainable, or frozen, exchanges under way are completed, vectors are brought into the new layout,
-in which added values start by the field's rule, and `Scratch` starts anew.
+in which added values start by the field's rule, and `Scratch` starts over.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -151,11 +151,11 @@ class PerReplica(StateField[T]):
 
 
 class Scratch(StateField[T]):
-    """State that can start anew at any time, at the price of some quality, such as the residuals of error feedback.
+    """State that can start over at any time, at the price of some quality, such as the residuals of error feedback.
 
     Args:
         start: see :class:`StateField`.
-        about: what it is, for the warning when it starts anew.
+        about: what it is, for the warning when it starts over.
 
     Example::
 
@@ -305,7 +305,7 @@ def write(algorithm: Any, state: dict[str, Any], *roles: type[StateField], but: 
         but: names of what to leave as it is.
 
     Returns:
-        What could not be restored, and starts anew, in words: `Scratch` of other sizes.
+        What could not be restored, and starts over, in words: `Scratch` of other sizes.
 
     Raises:
         CheckpointError: the state is of another algorithm, or other options.
@@ -398,7 +398,7 @@ def _saved(value: Any) -> Any:
 
 
 def _restore(algorithm: Any, field: StateField, saved: Any) -> bool:
-    """Restore one field; false if it must start anew, which only `Scratch` may."""
+    """Restore one field; false if it must start over, which only `Scratch` may."""
     own = getattr(algorithm, field.name)
     objects = own if isinstance(own, list) else [own]
     if objects and all(hasattr(each, "load_state_dict") for each in objects):

@@ -144,7 +144,7 @@ class BatchAccounting:
 
     def begin_pass(self) -> None:
         """An epoch's first batch is about to be drawn, and those that workers prefetch with it."""
-        # Or the next plan could begin at a step that is drawn now. One of several loaders may begin anew within an
+        # Or the next plan could begin at a step that is drawn now. One of several loaders may begin again within an
         # epoch, when the others have drawn their batches of the next step.
         self.apply_reports(ahead=int(len(self.loaders.sources()) > 1))
         self._fresh_pass = True

@@ -21,8 +21,8 @@ class CostModel:
     * A device drifts as a whole (clocks, co-tenants): old knowledge fades only in the direction ``x`` itself, the
       scale, which every measurement shows. The ratio ``a : k`` shows only when ``n`` varies, and is kept until then.
     * A lasting change of speed is told from a hiccup: one far measurement is left out, the second on the same side
-      rescales the model at once and lets it learn the ratio anew. Several surprises on the same side, none of them far,
-      make the model doubt itself, so that it follows the next ones.
+      rescales the model at once and lets it learn the ratio again. Several surprises on the same side, none of them
+      far, make the model doubt itself, so that it follows the next ones.
 
     Args:
         drift: relative change of the device's speed that is expected per measurement.

@@ -211,7 +211,7 @@ class AgreedBatch:
         done: batches that this rank has done, counted alike on all ranks.
         patience: gives the seconds for which ranks go on without an answer that does not come. Where they need not
             meet otherwise, a rank that is lost is known by then, and nobody has waited for it.
-        changing: where lost ranks are survived: whether the ranks are about to agree on who remains. Those begin anew.
+        changing: where lost ranks are survived: whether the ranks are about to agree on who remains. Those begin again.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class AgreedBatch:
             self._known.set()
 
     def _wait(self) -> None:
-        """Wait for all answers, unless the ranks that remain after a loss begin anew."""
+        """Wait for all answers, unless the ranks that remain after a loss begin again."""
         until = time.monotonic() + self._limit
         while (seconds := until - time.monotonic()) > 0:
             if self._known.wait(min(seconds, _POLL)):

@@ -668,7 +668,7 @@ def plan_for_survivors(former: Planner, kept: Sequence[int], planner: Planner) -
         planner: a new one for these ranks, with the user's options for them.
 
     Returns:
-        The new planner. It splits anew at once, by the costs of the latest plan.
+        The new planner. It splits again at once, by the costs of the latest plan.
 
     Raises:
         ShareError: the ranks that remain cannot take a whole batch.

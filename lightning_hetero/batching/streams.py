@@ -414,7 +414,7 @@ class SharedStream(IterableDataset):
             worker: shuffle by a seed, and do not shard it. It may have
 
             * ``__len__``: samples of an epoch; the Trainer then knows how many steps there are;
-            * ``set_epoch(epoch)``: called before each epoch is read, for instance to shuffle anew;
+            * ``set_epoch(epoch)``: called before each epoch is read, for instance to shuffle again;
             * ``iter_from(index)``: an iterator that begins at a sample, so that those before it need not be read.
 
     Example::
@@ -523,13 +523,13 @@ class StreamReader(Dataset):
 
     def _seek(self, epoch: int, first: int) -> None:
         """Go to a sample of an epoch."""
-        anew = epoch != self._epoch or first < self._next
-        if anew and callable(set_epoch := getattr(self.stream, "set_epoch", None)):
+        again = epoch != self._epoch or first < self._next
+        if again and callable(set_epoch := getattr(self.stream, "set_epoch", None)):
             set_epoch(epoch)
         jump = getattr(self.stream, "iter_from", None)
-        if callable(jump) and (anew or first > self._next):
+        if callable(jump) and (again or first > self._next):
             self._samples, self._next = iter(jump(first)), first
-        elif anew:
+        elif again:
             self._samples, self._next = iter(self.stream), 0
         self._epoch = epoch
         self._next += sum(1 for _ in islice(self._samples, first - self._next))

@@ -236,7 +236,7 @@ class ReportedChange(MembershipChange):
     joined since then. Ranks have the numbers that they kept until others joined.
 
     Args:
-        stalls: seconds for which each rank stood still, as far as known.
+        stalls: seconds for which each rank paused, as far as known.
         writer: the rank that writes checkpoints and logs from then on.
     """
 
@@ -258,7 +258,7 @@ class ReportedChange(MembershipChange):
 
 
 class MembershipHistory:
-    """Changes of membership in a fit, as one rank knows them. Its clock and the ranks' numbers start anew at a join.
+    """Changes of membership in a fit, as one rank knows them. Its clock and the ranks' numbers start over at a join.
 
     Args:
         view: of the ranks that start together.
@@ -296,7 +296,7 @@ class MembershipHistory:
 
         Args:
             losses: of the fit, as this rank has seen them.
-            views: of all ranks, which tell how long each stood still.
+            views: of all ranks, which tell how long each paused.
         """
         stalls: dict[int, dict[int, float]] = {}
         own = self.since(losses)
@@ -316,7 +316,7 @@ class MembershipHistory:
 
 
 def _stood(change: ReportedChange, stalls: dict[int, float]) -> ReportedChange:
-    """The change, with how long each rank stood still."""
+    """The change, with how long each rank paused."""
     return replace(change, stalls=dict(sorted(stalls.items())), seconds=max(stalls.values()))
 
 

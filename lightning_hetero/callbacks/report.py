@@ -249,7 +249,7 @@ def _changes(fit: FitRecord) -> str:
         counts = c.ranks, c.replicas, f"{c.seconds:.2f}", f"{c.bound}{c.samples}", f"rank {c.writer}"
         rows.append((c.view, c.step, f"{c.at:.2f}", c.how, *counts))
     told = (
-        "<p>Ranks keep the numbers that they had at first; when others join, all are numbered anew, and pictures, sums "
+        "<p>Ranks keep the numbers that they had at first; when others join, all are renumbered, and pictures, sums "
         "and seconds begin again. A stall is the time from the beginning of the step or exchange that broke, or from "
         "when a rank stopped for others to join, until it went on; it counts as time between steps. Samples that are "
         "lost were drawn for the lost ranks, and nobody trains on them. The last column is the rank that writes "

@@ -122,7 +122,7 @@ class ResumableCheckpoint(Resumable):
                 "Use one, such as Trainer(strategy='hetero_ddp'), or Lightning's ModelCheckpoint."
             )
         self._ended = {"complete": False, "stopped": False}
-        joins = getattr(trainer.strategy, "entry", None) is not None  # a job that runs, and has its checkpoints
+        joins = trainer.strategy.ticket is not None  # a job that runs, and has its checkpoints
         if not joins:
             self._kept, self._owed, self._since = RetentionPolicy(self.keep), None, None
         if stage == TrainerFn.FITTING and not joins and not getattr(trainer, "fast_dev_run", False):
@@ -161,7 +161,7 @@ class ResumableCheckpoint(Resumable):
         if self._ended["complete"] and self._session is None:
             rank_zero_info(
                 f"The run in {self.dirpath} is complete, so nothing was left to train. To train on, raise max_epochs "
-                "or max_steps, or give one of its checkpoints as ckpt_path. To begin anew, give another folder."
+                "or max_steps, or give one of its checkpoints as ckpt_path. To begin again, give another folder."
             )
 
     # -- saving ------------------------------------------------------------------------------------

@@ -279,7 +279,7 @@ def _told(change: ReportedChange) -> str:
     when = "after its start" if change.at >= 0 else "before others joined, when the time lines begin"
     return (
         f"{change.how[0].upper()}{change.how[1:]}. Training went on with {rest} after step {change.step}, "
-        f"{abs(change.at):.1f} s {when}; ranks stood still for at most {change.seconds:.2f} s.{left} Since then rank "
+        f"{abs(change.at):.1f} s {when}; ranks paused for at most {change.seconds:.2f} s.{left} Since then rank "
         f"{change.writer} writes checkpoints and logs."
     )
 

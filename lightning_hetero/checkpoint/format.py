@@ -91,7 +91,7 @@ def restore_plan(checkpoint: Mapping[str, Any], share: BatchAccounting, rank: in
     saved = len(plan["costs"])
     if saved != share.planner.world:
         (rank_zero_info if grown else rank_zero_warn)(
-            f"The checkpoint's shares are for {saved} ranks; this job has {share.planner.world} and measures anew."
+            f"The checkpoint's shares are for {saved} ranks; this job has {share.planner.world} and measures again."
         )
         return
     share.planner.load_state_dict(plan)

@@ -51,14 +51,14 @@ def restore(checkpoint: Mapping[str, Any], sources: Sequence[Any]) -> bool:
     if len(everyone) != dist.get_world_size():
         rank_zero_warn(
             f"The checkpoint says where the dataloaders of {len(everyone)} ranks stood; this job has "
-            f"{dist.get_world_size()} ranks. All of them begin their epoch anew: samples may come twice."
+            f"{dist.get_world_size()} ranks. All of them begin their epoch again: samples may come twice."
         )
         return False
     states = everyone[dist.get_rank()]
     if len(states) != len(sources):
         rank_zero_warn(
             f"The checkpoint says where {len(states)} training dataloader(s) stood; now there are {len(sources)}. All "
-            "of them begin their epoch anew, so that samples of this epoch may come twice."
+            "of them begin their epoch again, so that samples of this epoch may come twice."
         )
         return False
     resumed = False

@@ -77,7 +77,7 @@ class LoaderSeedState:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Iterate over the loader anew in this block: it draws the same numbers. Then others go on where they were."""
+        """Iterate over the loader again in this block: it draws the same numbers. Then others go on where they were."""
         now = torch.get_rng_state()
         torch.set_rng_state(self._state)
         if self._own is not None:

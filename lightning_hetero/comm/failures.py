@@ -24,8 +24,8 @@ _LONGEST = 4096  # bytes of a message
 _TEXT = 300  # characters of an error's text that are sent
 #: Of a rank that has said nothing.
 GONE = (
-    "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
-    "your own with unequal sizes or types on the ranks"
+    "has ended without an error message: killed, out of memory, its program is over, or gloo has aborted it at a "
+    "collective of your own with unequal sizes or types on the ranks"
 )
 
 #: ``failed``: an error of its own. ``echo``: an error because of another rank. ``gone``: its process has ended.

@@ -131,7 +131,7 @@ class GradientMean(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Begin anew."""
+        """Begin again."""
 
 
 class EncodedMean(GradientMean):
@@ -406,7 +406,7 @@ class GradientWire:
         return {"wire": self.wire, "members": dist.get_world_size(self._group), "means": means}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from :meth:`state_dict`; if it does not fit, error feedback begins anew, with a warning."""
+        """Go on from :meth:`state_dict`; if it does not fit, error feedback begins again, with a warning."""
         own = self.state_dict()
         means = [] if state is None else state["means"]
         if state is None or _sizes(state) != _sizes(own):
@@ -420,7 +420,7 @@ class GradientWire:
         if dist.get_rank() == 0:
             log.warning(
                 f"wire={self.wire!r}: {why}, so what earlier messages have left out is dropped. Error feedback begins "
-                "anew, from 0."
+                "again, from 0."
             )
 
 

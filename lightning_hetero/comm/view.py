@@ -84,7 +84,7 @@ class View:
         return [[self.ids[rank] for rank in unit] for unit in ranks]
 
     def for_survivors(self, number: int, ids: Collection[int]) -> "View":
-        """The view of the ranks that remain, numbered anew in their order.
+        """The view of the ranks that remain, renumbered in their order.
 
         Args:
             number: of the new view.

@@ -259,7 +259,7 @@ class AdaptiveTimeout:
         return now - self._last.setdefault(member, now)
 
     def restart(self, now: float) -> None:
-        """Begin anew for all: this process itself did not run for a while."""
+        """Begin again for all: this process itself did not run for a while."""
         self._last = {member: max(now, last) for member, last in self._last.items()}
 
 

@@ -159,7 +159,7 @@ class JoinRequests:
             self._answer([k], place=Admission(view, rank, before + len(newcomers), before, store))
 
     def put_off(self, newcomers: Sequence[int]) -> None:
-        """Let processes of :meth:`invite` ask anew."""
+        """Let processes of :meth:`invite` ask again."""
         self._answer(newcomers, again=True)
 
     def _answer(self, requests: Sequence[int], **answer: Any) -> None:

@@ -53,7 +53,7 @@ class ViewProposal(NamedTuple):
 class ViewChange:
     """View change, on the coordinator: it gathers all, proposes a view, and commits it.
 
-    A proposal is void as soon as one of its members begins anew (on another connection, say) or is lost; then there is
+    A proposal is void as soon as one of its members begins again (on another connection, say) or is lost; then there is
     another one, with a higher number. Only when all members of a proposal have acknowledged it, it is committed.
 
     Args:

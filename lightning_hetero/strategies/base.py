@@ -214,7 +214,7 @@ class HeteroStrategy(JobStrategy):
         """Run the module's ``training_step``. With manual optimization that is all of a step."""
         self.recovery.retry(lambda: self.engine.before_window())
         if isinstance(self.model, ReplicaDDP) and self.model.outgrown():
-            self.wrap_anew()
+            self.wrap_again()
         run, batch = partial(super().training_step, *args, **kwargs), args[0] if args else None
 
         def step() -> Any:

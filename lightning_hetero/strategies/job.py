@@ -316,7 +316,7 @@ class JobStrategy(DDPStrategy):
         """Let training go on in a new view: average gradients, ask for stops, and plan there (collective)."""
         module, job = self.module, self.job
         self.lent.lend_layers(module, job.data_group())
-        self.wrap_anew()
+        self.wrap_again()
         if self.stop_request is not None:
             self.stop_request.move(job.store("stop"))
         self.begin_background_plans()
@@ -390,7 +390,7 @@ class JobStrategy(DDPStrategy):
             rank_zero_info(f"{type(self).__name__}: gradients of {who} are averaged {way}.")
         self.model = ddp
 
-    def wrap_anew(self) -> None:
+    def wrap_again(self) -> None:
         """Let DDP wait for the gradients of what is trainable now (collective over the replica)."""
         if isinstance(self.model, ReplicaDDP):
             self.model = self.lightning_module

@@ -251,7 +251,7 @@ class ElasticJoin(Newcomers):
         strategy = self._strategy
         cluster, file = launched(strategy.environment), strategy.options.join_file
         found: list[JobAddress] = [] if file is None else [AddressFile(file)]
-        # The store of a torchrun agent stays when its ranks start anew: what is in it may be of a job that has ended.
+        # The store of a torchrun agent stays when its ranks start over: what is in it may be of a job that has ended.
         if cluster.world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             hosted = cluster.global_rank() == 0 and not self._came_later
             found.append(LauncherStore(cluster.main_address, cluster.main_port, hosted))

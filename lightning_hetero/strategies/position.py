@@ -44,7 +44,7 @@ def tell_while_waiting(trainer: "pl.Trainer") -> None:
     waits.describe_batch_by(batch)
 
 
-def fetch_anew_if_moved(trainer: "pl.Trainer", share: BatchAccounting, checkpoint: Mapping[str, Any] | None) -> None:
+def refetch_if_moved(trainer: "pl.Trainer", share: BatchAccounting, checkpoint: Mapping[str, Any] | None) -> None:
     """If the loaders were set up before a checkpoint was restored, let them begin again where it stands.
 
     Args:
@@ -73,7 +73,7 @@ def begin_next_epoch(trainer: "pl.Trainer") -> None:
         trainer.fit_loop.reset_restart_stage()
 
 
-def fetch_anew_between_epochs(trainer: "pl.Trainer", share: BatchAccounting) -> None:
+def refetch_between_epochs(trainer: "pl.Trainer", share: BatchAccounting) -> None:
     """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
     samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew
     if samplers and position(trainer, share.step).batch in (0, trainer.num_training_batches):

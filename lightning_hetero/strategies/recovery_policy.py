@@ -165,7 +165,7 @@ class MembershipChange:
         lost: of each lost rank, by the number that it had at first, how it was lost.
         ranks: that remain.
         replicas: that remain.
-        seconds: for which this rank stood still: from the beginning of the step, exchange or collective that broke to
+        seconds: for which this rank paused: from the beginning of the step, exchange or collective that broke to
             when it could begin it again.
         samples: drawn for the lost ranks, and not trained on.
         bound: what that number is: ``""`` (exactly so many), ``"up to "`` or ``"at least "``.

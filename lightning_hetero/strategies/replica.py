@@ -214,7 +214,7 @@ class ReplicaStrategy(HeteroStrategy):
         if problem := complex_parameters(self.module):
             raise problem
         if self.engine.change_layout():
-            self.wrap_anew()
+            self.wrap_again()
 
     def finish(self) -> None:
         """Make all replicas equal, at the end of the fit (collective)."""
@@ -317,7 +317,7 @@ class ReplicaStrategy(HeteroStrategy):
         """Let the precision plugin go on from what a replica has saved of its own.
 
         Under ``"16-mixed"`` only GPUs scale losses. A replica that was on a CPU has saved nothing of that: a scaler
-        begins anew.
+        begins again.
 
         Args:
             state: of a plugin's ``state_dict()``.

@@ -40,7 +40,7 @@ from lightning_hetero.errors import CheckpointError, not_none
 from lightning_hetero.lightning_compat import WrappingCheckpointIO, environment_of, hpc_path, trainer_of
 from lightning_hetero.strategies.capacity import Capacity
 from lightning_hetero.strategies.job import JobStrategy
-from lightning_hetero.strategies.position import begin_next_epoch, fetch_anew_between_epochs, fetch_anew_if_moved
+from lightning_hetero.strategies.position import begin_next_epoch, refetch_between_epochs, refetch_if_moved
 from lightning_hetero.strategies.trainer_checks import restore_trainable
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class RankState:
         strategy = self._strategy
         warn_if_unreadable(checkpoint)
         if restore_trainable(strategy.module, trainable_in(checkpoint)):
-            strategy.wrap_anew()
+            strategy.wrap_again()
         restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.ticket is not None)
         self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
@@ -245,13 +245,13 @@ class RankState:
         strategy = self._strategy
         trainer, share = strategy.trainer, strategy.share
         if self._capacity.begin(trainer, share, strategy.collectives):
-            strategy.wrap_anew()  # DDP has counted the backward passes
-        fetch_anew_if_moved(trainer, share, self._checkpoint)
+            strategy.wrap_again()  # DDP has counted the backward passes
+        refetch_if_moved(trainer, share, self._checkpoint)
         self._checkpoint = None
         if self._random is not None:  # after the loaders were made, which draws random numbers
             random_states.restore(self._random, strategy.root_device)
             self._random = None
-            fetch_anew_between_epochs(trainer, share)
+            refetch_between_epochs(trainer, share)
         begin_next_epoch(trainer)
 
 

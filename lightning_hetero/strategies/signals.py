@@ -71,7 +71,7 @@ class StopRequest:
         return ActionRequest("at which others join", _NOTICE) if newcomers is not None and newcomers.wanted else None
 
     def move(self, store: Store) -> None:
-        """Go on among other ranks: some were lost. What was not agreed on yet is agreed on anew.
+        """Go on among other ranks: some were lost. What was not agreed on yet is agreed on again.
 
         Args:
             store: of the ranks that remain, with keys of its own.

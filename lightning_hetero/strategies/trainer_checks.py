@@ -235,12 +235,12 @@ def unsurvivable(
         return UnsupportedError(
             "on_peer_loss='continue' with a DistributedSampler that you have made: it gives each rank a fixed part of "
             "the samples, and those of a lost rank could not be given to others. Leave the DistributedSampler out, and "
-            "keep use_distributed_sampler=True: this package then splits the samples, and splits them anew when a "
+            "keep use_distributed_sampler=True: this package then splits the samples, and splits them again when a "
             "rank is lost."
         )
     if others:
         return UnsupportedError(
-            "on_peer_loss='continue' needs a map-style training dataset, which the ranks that remain can split anew. "
+            "on_peer_loss='continue' needs a map-style training dataset, which the ranks that remain can split again. "
             "What an iterable dataset has given to a lost rank cannot be given to others. Use a map-style dataset, or "
             "on_peer_loss='error' with checkpoints to start again from."
         )

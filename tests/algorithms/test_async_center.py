@@ -170,7 +170,7 @@ def _arrive(rule: DelayedNesterov, center: list[Tensor], change: float, buffer: 
 def test_a_variance_stays_between_those_that_arrive() -> None:
     rule, center = DelayedNesterov(4, lr=1.0, momentum=0.0, views=_views), _center(1.0)
     differences = 1.0
-    for _ in range(8):  # a fast replica, which begins anew from the center each time
+    for _ in range(8):  # a fast replica, which begins again from the center each time
         _arrive(rule, center, 0.0, 0.05)
         differences += 0.25 * (0.05 - differences)
     for _ in range(3):  # slow ones, which began from 1

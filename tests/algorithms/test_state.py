@@ -132,7 +132,7 @@ def test_it_starts_by_its_rules_and_is_saved_and_resumed_whole() -> None:
 
 
 def test_a_lost_replica() -> None:
-    """Exchanges are dropped, the survivors' entries stay, `Scratch` starts anew; Shared comes from another replica."""
+    """Exchanges are dropped, the survivors' entries stay, `Scratch` starts over; Shared comes from another replica."""
     mine, ahead = trained(model()), trained(model())
     ahead.momentum[0].add_(1.0)
     ahead.rate.every, ahead.slow[0][:], ahead.best = 1, 9.0, 0.0

@@ -155,8 +155,8 @@ def run_epoch(ranks, epoch, speeds):
         ([256], [0, 0], True),  # eight: reports are sent at the end of every epoch, and arrive in the next
         ([256], [2, 0], True),  # then a rank has drawn four more batches at once
         ([416, 96], [0, 0], True),
-        ([416, 96], [2, 0], True),  # so does one in which the shorter loader begins anew
-        ([400, 96], [2, 0], False),  # with a tail, and workers that begin anew as well
+        ([416, 96], [2, 0], True),  # so does one in which the shorter loader begins again
+        ([400, 96], [2, 0], False),  # with a tail, and workers that begin again as well
     ],
 )
 def test_every_sample_is_drawn_once_whatever_the_plan_and_however_far_ahead(cluster, sizes, workers, persistent):

@@ -30,8 +30,8 @@ from lightning_hetero.callbacks.plots import LOST, draw
 from lightning_hetero.strategies.recovery_policy import MembershipChange
 
 DIED = (
-    "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
-    "your own with unequal sizes or types on the ranks"
+    "has ended without an error message: killed, out of memory, its program is over, or gloo has aborted it at a "
+    "collective of your own with unequal sizes or types on the ranks"
 )
 
 
@@ -210,7 +210,7 @@ def test_changes_go_through_several_joins_also_to_those_who_join() -> None:
 
 
 def test_who_was_lost_while_others_joined_is_not_missed_among_those_that_began_again() -> None:
-    """All are numbered anew then, and its number is that of another rank."""
+    """All are renumbered then, and its number is that of another rank."""
     attendance = MembershipHistory(_members(5, 0, 2), 10.0)
     [change] = attendance.changes([MembershipChange(5, {0: "died"}, 2, 1, 0.5, 0, 4, at=11.0)], [])
     assert (change.writer, change.ranks) == (0, 2)

@@ -55,7 +55,7 @@ def test_a_rank_that_ends_without_a_word_is_known_to_all() -> None:
     with ranks() as everyone:
         die(everyone[2])
         assert [named(everyone[rank]) for rank in (0, 1, 3)] == [(2, "gone")] * 3
-        assert "rank 2 has ended without a word" in str(everyone[3].first(0))
+        assert "rank 2 has ended without an error message" in str(everyone[3].first(0))
 
 
 def test_what_came_first_wins_over_its_echoes() -> None:

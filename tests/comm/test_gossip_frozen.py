@@ -87,7 +87,7 @@ def test_nobody_waits_for_a_frozen_peer_that_is_known_to_be_lost(name: str, end:
             began = time.monotonic()
             if end == "cut":
                 threads.abort_sockets()
-                time.sleep(0.1)  # it may have begun to ask anew whether the exchange has counted
+                time.sleep(0.1)  # it may have begun to ask again whether the exchange has counted
             one.pairing.peers.lose(1)
             one.pairing.pause()
             assert time.monotonic() - began < 2.0

@@ -33,7 +33,7 @@ def test_a_flipped_byte_is_refused_and_counted(name: str, at: int, reason: str) 
 
 @pytest.mark.parametrize("name", ["ASK", "SWAP", "BACK"])
 def test_a_message_twice_in_a_connection(name: str) -> None:
-    # BACK again stands where DONE is expected: who asked connects anew, and finds out that it has counted.
+    # BACK again stands where DONE is expected: who asked connects again, and finds out that it has counted.
     _, off, refused = duel(Once(name, lambda message: message + message))
     assert not off.any()
     assert sum(refused.values()) == (name != "BACK")

@@ -147,7 +147,7 @@ def test_a_member_that_has_died_is_not_waited_for() -> None:
     survivor, killed = attempt(joined, 2, _killed)
     assert killed.exitcode == -signal.SIGKILL
     message, seconds = survivor.value
-    assert "'a test': rank 1 has ended without a word" in message
+    assert "'a test': rank 1 has ended without an error message" in message
     assert "rank(s) [1] did not ask for the group" in message
     assert seconds < 100
 

@@ -32,7 +32,7 @@ def test_every_rank_finds_its_place(rank: int) -> None:
 
 def test_a_replica_keeps_its_id_when_others_have_left() -> None:
     first = view([1, 1, 1], 2)
-    # Replica 0 has left: its rank is gone, and those of the others are counted anew.
+    # Replica 0 has left: its rank is gone, and those of the others are counted again.
     later = View(1, (ReplicaMember(1, (0,)), ReplicaMember(2, (1,))), first.places[1:], rank=1)
     assert first.index == first.replica.id == 2
     assert later.index == 1

@@ -24,7 +24,7 @@ import own_averager  # noqa: F401  # registers hetero_slowmo
 SHARES = [3.0, 1.0, 2.0]  # of 12 samples three ranks take 6, 2 and 4
 SAMPLES, BATCH, EPOCH = 96, 12, 8  # samples, those of all ranks in a step, steps in an epoch
 STEPS = 2 * EPOCH  # of a fit
-ROUNDING = 1e-12  # DDP sums in another order once it has laid out its buckets anew, after its first step
+ROUNDING = 1e-12  # DDP sums in another order once it has laid out its buckets again, after its first step
 
 # -- the strategies ------------------------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ GRACE = 2.0
 #: Of all fits here: 8 steps in each of two epochs.
 STEPS = 16
 DIED = (
-    "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
-    "your own with unequal sizes or types on the ranks"
+    "has ended without an error message: killed, out of memory, its program is over, or gloo has aborted it at a "
+    "collective of your own with unequal sizes or types on the ranks"
 )
 SILENT = "has not been heard of for"
 FAILED = "failed with ValueError: struck"

@@ -126,7 +126,7 @@ def attempt(
                 try:
                     outcomes[rank] = Outcome(*torch.load(io.BytesIO(end.recv_bytes()), weights_only=False))
                 except EOFError:
-                    outcomes[rank].trace = outcomes[rank].trace or "(died without a word)"
+                    outcomes[rank].trace = outcomes[rank].trace or "(died without an error message)"
                 open_ends.discard(end)
         for rank, process in enumerate(processes):
             process.join(max(0.0, min(10.0, deadline + 5 - time.monotonic())))

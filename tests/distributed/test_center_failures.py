@@ -137,7 +137,7 @@ def test_ranks_that_wait_at_the_epochs_end_learn_that_the_host_has_died(name: st
     assert outcomes[0].exitcode == -signal.SIGKILL
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, CommunicationError), outcome.trace
-        assert "rank 0 has ended without a word" in str(outcome.error)
+        assert "rank 0 has ended without an error message" in str(outcome.error)
 
 
 # -- once more -----------------------------------------------------------------------------------------------

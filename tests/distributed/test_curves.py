@@ -116,7 +116,7 @@ def test_a_checkpoint_holds_the_curve_and_one_without_it_loads(tmp_path: Path) -
         assert max(slowdowns(*FLAT, first)[-4:]) <= 1.05
         assert max(slowdowns(*FLAT, again)) <= 1.05  # from the first step on
         assert all(sum(row) == 32 for row in old)
-        assert len(old) == len(again)  # it learns the curve anew
+        assert len(old) == len(again)  # it learns the curve again
     part = torch.load(tmp_path / "last.ckpt", weights_only=True)["lightning_hetero"]
     fixed, per_sample, samples, *bends = part["fits"][0]
     assert len(bends) >= 2

@@ -198,7 +198,7 @@ def check_moved(name: str, before: list[Seen], after: list[Seen], path: Path) ->
         assert seen.steps == STEPS
         assert torch.equal(seen.begun[0], consensus(path))
         assert torch.equal(seen.momenta[0], before[min(rank, len(before) - 1)].last[-1])  # its own, or the nearest
-        told = [text for text in seen.said if "3 ranks" in text or "measures anew" in text]
+        told = [text for text in seen.said if "3 ranks" in text or "measures again" in text]
         assert len(told) == (rank == 0), seen.said
 
 
@@ -290,7 +290,7 @@ def test_a_loss_that_is_not_finite_is_left_out_if_asked_for(name: str) -> None:
 # -- a rank is lost ------------------------------------------------------------------------------------------
 
 MOMENTS = {"before": 0, "within": 1, "after": 2, "fails": 2}  # an exchange, or in a step; and who is lost
-DIED, FAILED = "has ended without a word", "failed with StruckError: struck"
+DIED, FAILED = "has ended without an error message", "failed with StruckError: struck"
 KEPT = [name for name in among("diloco/fragments", "diloco/int4", "slowmo") if name != "hetero_auto"]
 
 

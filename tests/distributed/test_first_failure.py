@@ -56,7 +56,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others(name: str) -> None:
     assert outcomes.pop(rank).exitcode == -signal.SIGKILL, "\n".join(outcome.trace for outcome in outcomes)
     for outcome in outcomes:
         assert isinstance(outcome.error, CommunicationError), outcome.trace
-        assert f"rank {rank} has ended without a word" in str(outcome.error)
+        assert f"rank {rank} has ended without an error message" in str(outcome.error)
 
 
 # -- under hetero_ddp ----------------------------------------------------------------------------------------
@@ -65,22 +65,6 @@ def test_a_rank_that_is_killed_is_named_by_all_others(name: str) -> None:
 def _under_ddp(module: Any, timeout_of_strategy: float = 1800) -> None:
     trainer = pl.Trainer(strategy=HeteroDDPStrategy(timeout=timeout_of_strategy), **{**FAST, "max_epochs": 1})
     trainer.fit(module(), DataLoader(dataset(96), batch_size=4))
-
-
-class FailsOnOne(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
-            raise RuntimeError("a fault of rank 1")
-        return super().training_step(batch, batch_idx)
-
-
-def test_nothing_hangs_when_a_rank_fails() -> None:
-    outcomes = attempt(_under_ddp, 3, FailsOnOne)
-    assert not any(outcome.late for outcome in outcomes)
-    assert "a fault of rank 1" in str(outcomes[1].error)
-    for rank in (0, 2):
-        assert isinstance(outcomes[rank].error, CommunicationError), outcomes[rank].trace
-        assert "rank 1 failed with RuntimeError: a fault of rank 1" in str(outcomes[rank].error)
 
 
 class BreaksBackward(Net):

@@ -60,7 +60,7 @@ class Said(logging.Handler):
         logging.getLogger("lightning_hetero").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "Error feedback begins anew" in record.getMessage():
+        if "Error feedback begins again" in record.getMessage():
             self.words.append(record.getMessage())
 
 

@@ -56,7 +56,7 @@ class Peak(pl.Callback):
         else:
             self.before = max(self.before, _memory("VmRSS"))
         self.world = trainer.world_size
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
 
 
 def _memory_of_a_join(strategy: str, options: dict[str, Any], file: str) -> tuple[float, float]:

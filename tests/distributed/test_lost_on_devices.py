@@ -85,7 +85,7 @@ def ends(folder: Path, how: str) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     ("how", "named", "status"),
     [
-        ("killed", "rank 1 has ended without a word", -signal.SIGKILL),
+        ("killed", "rank 1 has ended without an error message", -signal.SIGKILL),
         ("failed", "rank 1 failed with ValueError: a fault of rank 1", 1),
     ],
 )

@@ -3,18 +3,15 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from ranks import run
 from tasks import FAST, GanLike, Net, dataset, error, parameters
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_hetero import DASOStrategy, NodeAverageStrategy
+from lightning_hetero import NodeAverageStrategy
 
 NODES, SHARES = [2, 1], [3.0, 1.0, 2.0]  # of 12 samples: 6, 2 and 4; by node 8 and 4
 BASE = {"balance": SHARES, "global_batch_size": 12}
-CYCLING = {"warmup": 0, "cooldown": 0, "patience": 99}
 
 
 def _fit(module: pl.LightningModule, strategy: Any, samples: int = 96, **options: Any) -> pl.Trainer:
@@ -104,32 +101,3 @@ def test_clipping_comes_after_the_replicas_reduction() -> None:
     for weights in run(_clipped, 3, 0.3, nodes=NODES):
         assert error(weights, truth) <= 1e-10
         assert error(weights, control) > 1e-3
-
-
-# -- the model, the metrics, the end -------------------------------------------------------------------------
-
-
-class Reviewed(Net):
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test", self.loss(batch), sync_dist=True)
-
-    def on_train_start(self) -> None:
-        self.wrapped = isinstance(self.trainer.strategy.model, DistributedDataParallel)
-
-
-def _tested() -> dict[str, Any]:
-    module = Reviewed()
-    trainer = _fit(module, DASOStrategy(**BASE, **CYCLING), samples=100)
-    data = dataset(50)
-    [metrics] = trainer.test(module, DataLoader(data, batch_size=4), verbose=False)
-    with torch.no_grad():
-        truth = module.loss(data[:]).item()
-    return {"wrapped": module.wrapped, "test": metrics["test"], "truth": truth, "parameters": parameters(module)}
-
-
-def test_after_the_fit_all_test_the_same_final_weights() -> None:
-    results = run(_tested, 3, nodes=NODES)
-    assert [result["wrapped"] for result in results] == [True, True, False]  # one rank has nobody to reduce with
-    for result in results:
-        assert result["test"] == pytest.approx(result["truth"], rel=1e-12)  # weighted by samples
-        assert torch.equal(result["parameters"], results[0]["parameters"])

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from virtual_time import virtual_time
 
-from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero import DASOStrategy, HeteroDDPStrategy
 
 
 def _sharded_by_user(how: str) -> dict[str, Any]:
@@ -157,3 +157,17 @@ def test_shares_of_shards_are_even_and_epochs_as_long_as_with_ddp() -> None:
 def test_shares_over_shards_move_where_the_user_wants_it() -> None:
     fast, slow = run(_unlike, 2, 4, balance_iterable=True)
     assert max(map(len, fast["seen"])) > 4 > min(map(len, slow["seen"]))
+
+
+def _stream_alone() -> torch.Tensor:
+    module = Net()
+    strategy = DASOStrategy(balance="off")
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "limit_train_batches": 4})
+    trainer.fit(module, DataLoader(Shard(60), batch_size=4))
+    return parameters(module)
+
+
+def test_one_node_takes_streams_too() -> None:
+    first, second = run(_stream_alone, 2)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, parameters(Net()))

@@ -1,15 +1,14 @@
-"""A replica with values that are not finite is found before it spreads, or is left out; all ranks name it."""
+"""Several replicas, or all of them, with values that are not finite; of a single one see test_events.py."""
 
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
-from ranks import attempt, run
-from tasks import FAST, Net, dataset, parameters
+from ranks import attempt
+from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DASOStrategy, NodeAverageStrategy
+from lightning_hetero import NodeAverageStrategy
 from lightning_hetero.algorithms.engine import nonfinite_message
 from lightning_hetero.errors import NotFiniteError
 
@@ -22,41 +21,9 @@ def _fit(module: Net, strategy: Any) -> None:
     trainer.fit(module, DataLoader(dataset(96), batch_size=4))
 
 
-class Explodes(Net):
-    """The loss of rank 2, which is a replica of its own, is NaN once."""
-
+class AllExplode(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("nan") if self.global_rank == 2 and self.trainer.global_step == 5 else loss
-
-
-def _explode(options: dict[str, Any]) -> tuple[str, torch.Tensor]:
-    module = Explodes()
-    with pytest.raises(NotFiniteError) as raised:
-        _fit(module, DASOStrategy(**BASE, **options))
-    return str(raised.value), parameters(module)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"warmup": 0, "cooldown": 0, "patience": 99, "wire": "bf16", "wait": 4}, {"warmup": 12, "cooldown": 0}],
-)
-def test_a_replica_that_is_not_finite_is_found_before_it_spreads(options: dict[str, Any]) -> None:
-    results = run(_explode, 3, options, nodes=NODES)
-    for error, _ in results:
-        assert "replica 1 (ranks [2]) holds values that are not finite" in error
-        assert "'net.0.weight'" in error
-        assert "of rank 2 at step 6" in error
-        assert "on_nan='skip'" in error
-    (_, first), (_, second), (_, third) = results
-    assert first.isfinite().all()
-    assert torch.equal(first, second)
-    assert not third.isfinite().all()
-
-
-class AllExplode(Explodes):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return Net.training_step(self, batch, batch_idx) * float("nan")
+        return super().training_step(batch, batch_idx) * float("nan")
 
 
 def _all_explode() -> None:

@@ -172,5 +172,5 @@ def _killed_meanwhile() -> None:
 def test_a_rank_that_dies_is_not_waited_for() -> None:
     outcomes = attempt(_killed_meanwhile, 2, nodes=[1, 1], timeout=60)  # `timeout` is half an hour
     assert isinstance(outcomes[0].error, CommunicationError), outcomes[0].trace
-    assert "rank 1 has ended without a word" in str(outcomes[0].error)
+    assert "rank 1 has ended without an error message" in str(outcomes[0].error)
     assert "SIGTERM" in str(outcomes[0].error)

@@ -125,4 +125,4 @@ def test_states_of_another_number_of_ranks_are_not_used_and_it_is_said(tmp_path:
     run(_elsewhere, 2, str(tmp_path), 2)
     [said] = run(_elsewhere, 1, str(tmp_path), 1)
     assert len(said) == 1
-    assert "this job has 1 ranks. All of them begin their epoch anew" in said[0]
+    assert "this job has 1 ranks. All of them begin their epoch again" in said[0]

@@ -73,6 +73,6 @@ def test_replicas_that_remain_are_alike(options: dict[str, Any]) -> None:
     dropped = [text for text in first.said if "exchanges under way, which are dropped" in text]
     assert len(dropped) == bool(options.get("delay"))
     assert not any("exchanges under way" in text for text in second.said)
-    assert any("starts anew: " in text and "error feedback" in text for text in first.said) == ("wire" in options)
+    assert any("starts over: " in text and "error feedback" in text for text in first.said) == ("wire" in options)
     if options.get("delay"):
         assert max(ahead.at) > max(behind.at) + 1

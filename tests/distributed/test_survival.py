@@ -16,8 +16,8 @@ from lightning_hetero import HeteroDDPStrategy
 
 SAMPLES, BATCH, LR = 96, 4, 0.1
 DIED = (
-    "has ended without a word: killed, out of memory, its program is over, or gloo has aborted it at a collective of "
-    "your own with unequal sizes or types on the ranks"
+    "has ended without an error message: killed, out of memory, its program is over, or gloo has aborted it at a "
+    "collective of your own with unequal sizes or types on the ranks"
 )
 
 

@@ -180,5 +180,5 @@ def test_a_collective_with_unequal_sizes_is_named_as_a_cause_where_gloo_aborts_a
     outcomes = attempt(_reduce_unequal, 2, timeout=90)
     assert [outcome.exitcode for outcome in outcomes].count(-signal.SIGABRT) == 1, [o.trace for o in outcomes]
     [text] = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
-    assert "has ended without a word" in text
+    assert "has ended without an error message" in text
     assert "gloo has aborted it at a collective of your own with unequal sizes or types" in text

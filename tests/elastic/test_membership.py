@@ -42,7 +42,7 @@ def test_all_agree_on_those_that_remain() -> None:
         assert view.members == (0, 1, 3)
         assert view.progress == {0: (0, 0), 1: (1, 10), 3: (3, 30)}
         assert list(view.lost) == [2]
-        assert view.lost[2].startswith("has ended without a word: killed, out of memory")
+        assert view.lost[2].startswith("has ended without an error message: killed, out of memory")
         assert view.host == 0
         assert view.offer == [os.getpid(), view.number]
         steady(threads, [0, 1, 3])

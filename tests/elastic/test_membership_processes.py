@@ -42,7 +42,7 @@ def test_killed(killed: list[int]) -> None:
             when, view = agreed(processes, alive)
         assert view.members == tuple(alive)
         assert view.host == min(alive)
-        assert "has ended without a word" in view.lost[killed[-1]]
+        assert "has ended without an error message" in view.lost[killed[-1]]
 
 
 def test_frozen_member_is_left_out_and_learns_it_when_it_thaws() -> None:
