@@ -308,6 +308,8 @@ class JobStrategy(DDPStrategy):
         value_of_rank(known, source).apply_to(self.share.planner)
         past.end(before.view.ids, self.share.planner, repartition.start)
         self.build(job, repartition)
+        if self.accumulates_locally:  # each is weighted for a mean over the former ranks
+            scale_gradients(self.module, len(job.view.replica.ranks) / len(before.view.replica.ranks))
         kept = [before.view.index_of(member.id) for member in job.view.replicas]
         self.engine.continue_after_loss(engine, kept, missed, self.fit_info())
         self.continue_in_view()
@@ -327,27 +329,34 @@ class JobStrategy(DDPStrategy):
         self.share.forget()
         self.engine.abandon()
 
-    def copy_states(self, windows: Sequence[int]) -> None:
+    @property
+    def accumulates_locally(self) -> bool:
+        """Whether each rank adds up gradients of its own until a window ends, and ranks average the sum."""
+        return self.module.automatic_optimization and self.trainer.accumulate_grad_batches > 1
+
+    def copy_states(self, steps: Sequence[int]) -> None:
         """Let the ranks of each replica go on from the one that has taken most optimizer steps (collective).
 
         Args:
-            windows: optimizer steps of each rank.
+            steps: optimizer steps of each rank.
         """
         for replica in self.job.view.replicas:
-            steps = [windows[rank] for rank in replica.ranks]
-            if len(set(steps)) > 1:
-                self._copy_state(replica.ranks, replica.ranks[steps.index(max(steps))])
+            taken = [steps[rank] for rank in replica.ranks]
+            if len(set(taken)) > 1:
+                self._copy_state(replica.ranks, replica.ranks[taken.index(max(taken))])
 
     def _copy_state(self, ranks: Sequence[int], source: int) -> None:
-        """Give some ranks the weights and the optimizers' state of one of them (collective over all ranks)."""
+        """Give some ranks the weights, gradients and optimizers' state of one of them (collective over all ranks)."""
         module, own = self.module, None
         if self.global_rank == source:
-            own = module.state_dict(), [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+            states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+            own = module.state_dict(), [parameter.grad for parameter in module.parameters()], states
         theirs = value_of_rank(own, source)
         if self.global_rank not in ranks or self.global_rank == source:
             return
-        values, states = theirs
+        values, gradients, states = theirs
         module.load_state_dict(values)
+        set_gradients(module, gradients)
         for optimizer, state in zip(self.optimizers, states, strict=True):
             # The learning rate is this rank's own: its schedule has yet to follow.
             optimizer_states.restore(optimizer, {**optimizer.state_dict(), "state": state})
@@ -444,6 +453,24 @@ class JobStrategy(DDPStrategy):
         """End the thread, if there is one; idempotent."""
         if self.joined and self.share.agreement is not None:
             self.share.agreement.close()
+
+
+def gradients_of(module: torch.nn.Module) -> list[torch.Tensor | None]:
+    """A copy of the gradients of a module's parameters, in their order."""
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
+
+
+def set_gradients(module: torch.nn.Module, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Set the gradients of a module's parameters, given in their order."""
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+
+def scale_gradients(module: torch.nn.Module, factor: float) -> None:
+    """Multiply the gradients of a module's parameters."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= factor
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from lightning_hetero.comm.view import View
 from lightning_hetero.elastic.membership import Membership
 from lightning_hetero.elastic.protocol import AgreedView, MembershipTerms
 from lightning_hetero.errors import CommunicationError, HeteroError, UnsupportedError
-from lightning_hetero.strategies.job import JobStrategy
+from lightning_hetero.strategies.job import JobStrategy, gradients_of, set_gradients
 from lightning_hetero.strategies.join import ElasticJoin
 from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
 from lightning_hetero.strategies.recovery_policy import (
@@ -56,6 +57,7 @@ class PeerRecovery(RecoveryPolicy):
         self._longest: float | None = None  # silence of a rank that lives, as far as is known
         self._store: dist.Store | None = None  # of the latest view, if this rank hosts it
         self._in_step = False
+        self._manual_steps = 0  # of optimizers within training_step
         self._over = False  # training has ended
         self._newcomers, self._past = ElasticJoin(strategy), ShareHistory()
 
@@ -87,6 +89,7 @@ class PeerRecovery(RecoveryPolicy):
         """
         view = self._strategy.job.view
         self._survivor, self._over, self._past = CollectiveRetry(self._recover), False, ShareHistory()
+        self._manual_steps = 0
         if self._strategy.ticket is None:  # else the fit began earlier
             self.losses = []
         raise_on_all(self._unsurvivable(view), "a fit that goes on without lost ranks")
@@ -187,15 +190,36 @@ class PeerRecovery(RecoveryPolicy):
         return self._until_done(operation, lambda _: False, operation)
 
     def step(self, operation: Callable[[], T], left_out: Callable[[], T]) -> T:
-        """Run an optimizer step, again after a loss unless the others have taken it."""
+        """Run an optimizer step, again after a loss unless the others have taken it.
+
+        With manual optimization the step is ``training_step``. If optimizers have stepped in it, its rest is left out.
+        """
+        module = self._strategy.module
         if self._in_step:  # the outer one repeats it
-            return operation()
+            output = operation()
+            self._manual_steps += not module.automatic_optimization
+            return output
+        manual_steps = self._manual_steps
+        adds = self._membership is not None and (
+            self._strategy.accumulates_locally or not module.automatic_optimization
+        )
+        gradients = gradients_of(module) if adds else None
 
         def inside() -> T:
-            with self._survivor.plain(), self._step():
-                return operation()
+            try:
+                with self._survivor.plain(), self._step():
+                    return operation()
+            except BaseException:
+                if gradients is not None:  # of earlier batches, to which the broken step may have added
+                    set_gradients(module, gradients)
+                raise
 
-        return self._until_done(inside, lambda behind: behind.step, left_out)
+        def missed(others: MissedWork) -> bool:
+            if self._manual_steps > manual_steps:
+                _warn_of_rest(self._strategy.trainer.global_step)
+            return others.step or self._manual_steps > manual_steps
+
+        return self._until_done(inside, missed, left_out)
 
     def exchange(self, operation: Callable[[], T]) -> T | None:
         """Run what follows a step between replicas, again after a loss unless the others have completed it."""
@@ -290,7 +314,7 @@ class PeerRecovery(RecoveryPolicy):
     def _progress(self) -> Progress:
         engine, share = self._strategy.engine, self._strategy.share
         come = (
-            engine.steps_taken,
+            engine.steps_taken + self._manual_steps,
             engine.meetings,
             self._survivor.calls,
             share.loaders.next_step(),
@@ -326,3 +350,12 @@ class PeerRecovery(RecoveryPolicy):
         sizes, (samples, bound) = (view.world, len(view.units)), counted
         self.losses.append(MembershipChange(view.number, lost, *sizes, seconds, samples, step, bound=bound))
         self.losses[-1].warn(view)
+
+
+def _warn_of_rest(step: int) -> None:
+    with suppress(UserWarning):  # also where warnings are errors
+        warnings.warn(
+            f"A rank was lost within `training_step`, after step {step}: an optimizer had stepped in it already, so "
+            "it cannot be repeated. What was left of it is not done; all ranks go on with the next batch.",
+            stacklevel=4,
+        )

@@ -27,7 +27,7 @@ class Progress(NamedTuple):
     """Progress of a rank in the fit.
 
     Attributes:
-        step: optimizer steps that it has taken.
+        step: optimizer steps that it has taken, and with manual optimization also training steps.
         commit: exchanges between replicas that it has completed.
         call: collectives over all ranks that it has completed.
         draw: the first batch that it has not drawn yet.
@@ -198,8 +198,8 @@ class MembershipChange:
         rest = f"{view.world} rank(s)" if view.ranks_leave else f"{view.count} replica(s) with {view.world} rank(s)"
         with suppress(UserWarning):  # also where warnings are errors
             warnings.warn(
-                f"{who}. Training goes on with {rest} after step {self.step}; this rank, now number {view.rank}, stood "
-                f"still for {self.seconds:.2f} s.{left}",
+                f"{who}. Training goes on with {rest} after step {self.step}; this rank, now number {view.rank}, "
+                f"paused for {self.seconds:.2f} s.{left}",
                 stacklevel=4,
             )
 

@@ -1,5 +1,6 @@
 """A fit goes on when a rank is lost: the weights are those that the samples of the ranks that remain give."""
 
+import os
 import signal
 import warnings
 from typing import Any
@@ -109,3 +110,102 @@ def _order_of_first_epoch() -> list[list[int]]:
     """The global batches of the first epoch, as PyTorch's own DistributedSampler shuffles them."""
     sampler = torch.utils.data.DistributedSampler(Numbered(), num_replicas=1, rank=0, shuffle=True, seed=0)
     return [order[i : i + 12] for order in [list(sampler)] for i in range(0, SAMPLES, 12)]
+
+
+class Windows(Module):
+    """Takes an optimizer step after every three batches, by Lightning or by hand; rank 2 is killed within a window.
+
+    With ``two`` optimizers a batch lets both step, one after the other, and rank 2 is killed between them.
+    """
+
+    def __init__(self, manual: bool, two: bool = False, killed: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization, self.two, self.killed = not manual, two, killed
+        self.batches: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        x, y, index = batch
+        mine = self.killed and self.global_rank == 2 and batch_idx == 4
+        self.batches = [*self.batches[:batch_idx], index.tolist()]
+        if mine and not self.two:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = nn.functional.mse_loss(self.net(x.double()), y.double())
+        if self.automatic_optimization:
+            return loss
+        optimizers = self.optimizers() if self.two else [self.optimizers()]
+        for number, optimizer in enumerate(optimizers):
+            if mine and number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.manual_backward(nn.functional.mse_loss(self.net(x.double()), y.double()))
+            if self.two or batch_idx % 3 == 2:
+                optimizer.step()
+                self.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        layers = [self.net[0], self.net[2]] if self.two else [self.net]
+        return [torch.optim.SGD(layer.parameters(), lr=LR, momentum=0.9) for layer in layers]
+
+
+def _fit_windows(manual: bool, two: bool) -> tuple[torch.Tensor, list[list[int]], list[str]]:
+    module = Windows(manual, two)
+    strategy = HeteroDDPStrategy(on_peer_loss="continue", balance=[3.0, 2.0, 1.0], timeout=60)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accumulate_grad_batches=1 if manual else 3,
+        limit_train_batches=6,
+        **{**FAST, "max_epochs": 1},
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    return (
+        torch.cat([p.detach().reshape(-1) for p in module.parameters()]),
+        module.batches,
+        [str(one.message) for one in told],
+    )
+
+
+#: Of each batch that the broken step takes in: its number, of how many ranks the samples count, and whether the loss
+#: is the mean over these, or over all that were drawn.
+TAKEN = {
+    "automatic": [(3, 2, False), (4, 2, False), (5, 2, True)],  # rank 2 has taken its part of batch 3 with it
+    "by hand": [(3, 3, True), (4, 2, True), (5, 2, True)],
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_gradients_of_earlier_batches_of_the_window_count_once(how: str) -> None:
+    first, second, _ = attempt(_fit_windows, 3, how == "by hand", False)
+    assert None not in (first.value, second.value), first.trace + second.trace
+    assert torch.equal(first.value[0], second.value[0])
+    parts = [first.value[1], second.value[1]]
+    data, module, divided = Numbered(), Module(), 1 if how == "by hand" else 3
+    optimizer = module.configure_optimizers()
+    for window in ([(0, 3, True), (1, 3, True), (2, 3, True)], TAKEN[how]):
+        optimizer.zero_grad()
+        for batch, ranks, mean in window:
+            chosen = [i for part in parts for i in part[batch]] if ranks == 2 else _order_of_first_epoch()[batch]
+            x, y = data.x[chosen].double(), data.y[chosen].double()
+            (nn.functional.mse_loss(module.net(x), y) * (1 if mean else len(chosen) / 12) / divided).backward()
+        optimizer.step()
+    assert (first.value[0] - torch.cat([p.detach().reshape(-1) for p in module.parameters()])).abs().max() < 1e-10
+
+
+def test_a_loss_between_two_optimizers_lets_neither_step_twice() -> None:
+    first, second, _ = attempt(_fit_windows, 3, True, True)
+    assert None not in (first.value, second.value), first.trace + second.trace
+    assert torch.equal(first.value[0], second.value[0])
+    assert [text for text in first.value[2] if "an optimizer had stepped in it already" in text]
+    data, module = Numbered(), Windows(True, two=True)
+    optimizers = module.configure_optimizers()
+    for batch in range(6):
+        parts = [i for part in (first.value[1], second.value[1]) for i in part[batch]]
+        for number, optimizer in enumerate(optimizers):
+            if (batch, number) == (4, 1):
+                continue  # left out
+            chosen = parts if batch > 4 else _order_of_first_epoch()[batch]
+            module.zero_grad()
+            nn.functional.mse_loss(module.net(data.x[chosen].double()), data.y[chosen].double()).backward()
+            optimizer.step()
+    assert (first.value[0] - torch.cat([p.detach().reshape(-1) for p in module.parameters()])).abs().max() < 1e-10
