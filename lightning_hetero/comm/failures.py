@@ -1,26 +1,24 @@
 """Failure reports between ranks: which rank failed first, also when other ranks have already ended."""
 
-import json
 import os
 import secrets
-import selectors
-import socket
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Literal, NamedTuple
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
 from lightning_hetero.comm import device_exit, object_collectives, waits
-from lightning_hetero.comm.threads import abort_sockets, close_at_exit, exclude_from_abort
-from lightning_hetero.comm.transport import HURRY, HostPort, Listener, connect
+from lightning_hetero.comm.threads import abort_sockets, close_at_exit
+from lightning_hetero.comm.transport import HURRY, HostPort, MessageLink, MessageTransport
 from lightning_hetero.comm.waits import WaitWatchdog
-from lightning_hetero.errors import CommunicationError
+from lightning_hetero.errors import CommunicationError, not_none
 
-_LONGEST = 4096  # bytes of a message
+_SECONDS_TO_SEND = 1.5  # in which an error is on its way, before this process ends
 _TEXT = 300  # characters of an error's text that are sent
 #: Of a rank that has said nothing.
 GONE = (
@@ -61,7 +59,6 @@ class FailureChannel:
     Args:
         rank: this process.
         world: number of ranks.
-        host: on rank 0, the address to listen on.
         told: called when another rank has told of its failure, or has ended.
         heard: called with each message of :meth:`tell` from another rank, on a thread.
     """
@@ -70,7 +67,6 @@ class FailureChannel:
         self,
         rank: int,
         world: int,
-        host: str = "",
         told: Callable[[Failure], None] = lambda failure: None,
         heard: Callable[[dict], None] = lambda _: None,
     ) -> None:
@@ -78,20 +74,27 @@ class FailureChannel:
         self.rank, self.world, self.run = rank, world, 0
         self._changed = threading.Condition()  # guards all that follows
         self._known: dict[tuple[int, Kind], Failure] = {}  # in order
-        self._others: dict[socket.socket, int] = {}  # the rank at the other end
+        self._links: dict[int, MessageLink] = {}  # by the rank at the other end
+        self._unsent: deque[tuple[dict[str, Any], int]] = deque()  # messages of this rank, and who must not get them
         self._closed = False
-        token = secrets.token_hex(16)
-        self._listener = Listener(host, token, world, exclude_from_abort) if rank == 0 else None
+        self._transport: MessageTransport | None = None
+        self._thread = threading.Thread(target=self._serve, name="hetero-failures", daemon=True)
         close_at_exit(self)
 
-    @property
-    def where(self) -> tuple[HostPort, str] | None:
-        """Address and token for the other ranks; on rank 0."""
-        return None if self._listener is None else (self._listener.address, self._listener.token)
+    def listen(self, interface: str) -> tuple[HostPort, str]:
+        """Begin to listen; on rank 0.
 
-    def listen(self) -> None:
-        """Begin to listen; on rank 0."""
-        threading.Thread(target=self._serve, args=(self._listener,), name="hetero-failures", daemon=True).start()
+        Args:
+            interface: address to listen on.
+
+        Returns:
+            Address and token for the other ranks.
+        """
+        token = secrets.token_hex(16)
+        self._transport = MessageTransport(0, token, interface)
+        self._transport.addresses = dict.fromkeys(range(1, self.world))
+        self._thread.start()
+        return not_none(self._transport.address, "where rank 0 listens"), token
 
     def connect(self, where: tuple[HostPort, str], seconds: float) -> None:
         """Connect to rank 0; on another rank.
@@ -103,12 +106,28 @@ class FailureChannel:
         Raises:
             OSError: rank 0 cannot be reached.
         """
-        connection = connect(*where, self.rank, seconds)
-        connection.settimeout(None)
-        exclude_from_abort(connection)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._others[connection] = 0
-        threading.Thread(target=self._receive, args=(connection,), name="hetero-failures", daemon=True).start()
+        address, token = where
+        self._transport = transport = MessageTransport(self.rank, token)
+        transport.addresses = {0: address}
+        try:
+            self._meet(transport, time.monotonic() + seconds)
+        except OSError:
+            transport.close()
+            raise
+        self._thread.start()
+
+    def _meet(self, transport: MessageTransport, until: float) -> None:
+        transport.connect(0)
+        while 0 not in self._links:
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError("no answer in time")
+            for what, link, message in transport.poll(left):
+                if what in ("opened", "message"):
+                    self._take_in(what, link, message)
+                elif what == "closed" and time.monotonic() - link.since > HURRY:
+                    transport.connect(0)  # rank 0 was busy with something else
+                else:
+                    raise ConnectionError(f"the connection was {what}")
 
     # -- what ranks send and ask -------------------------------------------------------------------
 
@@ -122,7 +141,8 @@ class FailureChannel:
         failure = Failure(self.rank, kind, self.run, how[:_TEXT])
         with self._changed:
             self._record(failure)
-            self._forward(failure)
+            self._send(failure._asdict())
+            self._changed.wait_for(lambda: self._closed or not self._unsent, _SECONDS_TO_SEND)
 
     def tell(self, **message: object) -> None:
         """Send a message to all other ranks, or to one.
@@ -131,7 +151,7 @@ class FailureChannel:
             **message: can be written as JSON; ``to``: the rank, if to one.
         """
         with self._changed:
-            self._pass_on({**message, "by": self.rank})
+            self._send({**message, "by": self.rank})
 
     def first(self, seconds: float) -> Failure | None:
         """The failure of another rank that came first; ``None``: none is known.
@@ -161,129 +181,78 @@ class FailureChannel:
             if failure.rank != self.rank:
                 self._told(failure)
 
-    def _forward(self, failure: Failure) -> None:
-        line = _line(failure._asdict())
-        for connection, rank in self._others.items():
-            if rank != failure.rank:
-                with suppress(OSError):  # it has ended as well
-                    connection.sendall(line)
-
-    def _pass_on(self, message: dict) -> None:
-        line, to = _line(message), message.get("to")
-        for connection, rank in self._others.items():
-            if rank != message["by"] and (self.rank or to in (None, rank)):
-                with suppress(OSError):
-                    connection.sendall(line)
+    def _send(self, message: dict[str, Any], origin: int | None = None) -> None:
+        """Send a message to all, or to whom it is for, but not to whom it is from: on the thread."""
+        self._unsent.append((message, self.rank if origin is None else origin))
+        if self._transport is not None:
+            self._transport.wake()
 
     def _lost(self, rank: int) -> Failure:
         explained = any((rank, kind) in self._known for kind in ("failed", "echo"))
         return Failure(rank, "gone", self.run, "has ended" if explained else GONE)
 
-    # -- other ranks than 0 ------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
-    def _receive(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            for message in _messages(connection):
-                with self._changed:
-                    if "by" in message:
-                        self._heard(message)
-                    else:
-                        self._record(Failure(**message))
-        with self._changed:
-            if not self._closed:
-                self._record(self._lost(0))
-
-    # -- rank 0 ------------------------------------------------------------------------------------
-
-    def _serve(self, listener: Listener) -> None:
-        buffers: dict[socket.socket, bytes] = {}
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while not self._closed:
-                ready = [key.fileobj for key, _ in selector.select(HURRY)]
-                for connection, rank in listener.accept():
-                    connection.settimeout(1.0)  # for sending; what is read has already come
-                    selector.register(connection, selectors.EVENT_READ)
-                    buffers[connection] = b""
-                    with self._changed:
-                        self._others[connection] = rank
-                for one in buffers.keys() & set(ready):
-                    try:
-                        part = one.recv(_LONGEST)
-                    except OSError:
-                        part = b""
-                    if not part or not self._take_in(one, part, buffers):
-                        self._drop(one, selector, buffers)
-            listener.end()
-            for connection in buffers:
-                connection.close()
-
-    def _drop(
-        self, connection: socket.socket, selector: selectors.BaseSelector, buffers: dict[socket.socket, bytes]
-    ) -> None:
-        """The connection of a rank has ended."""
-        selector.unregister(connection)
-        connection.close()
-        del buffers[connection]
-        with self._changed:
-            rank = self._others.pop(connection)
-            if not self._closed:
-                failure = self._lost(rank)
-                self._record(failure)
-                self._forward(failure)
-
-    def _take_in(self, connection: socket.socket, part: bytes, buffers: dict[socket.socket, bytes]) -> bool:
-        """Handle what has come; whether to keep the connection."""
-        *lines, rest = (buffers[connection] + part).split(b"\n")
-        if len(rest) > _LONGEST:
-            return False
-        buffers[connection] = rest
+    def _serve(self) -> None:
+        transport = not_none(self._transport, "the transport")
         try:
-            for message in map(json.loads, lines):
+            while not self._closed:
+                happened = transport.poll(HURRY)
                 with self._changed:
-                    rank = self._others[connection]
-                    if "by" in message:
-                        message["by"] = rank
-                        self._pass_on(message)
-                        if message.get("to") in (None, 0):
-                            self._heard(message)
-                        continue
-                    failure = Failure(rank, message["kind"], message["run"], message["how"])
-                    self._record(failure)
-                    self._forward(failure)
-        except (ValueError, KeyError, TypeError):
-            return False
-        return True
+                    for what, link, message in happened:
+                        self._take_in(what, link, message)
+                    while self._unsent:
+                        message, origin = self._unsent[0]
+                        for rank, link in self._links.items():
+                            if rank != origin and (self.rank > 0 or message.get("to") in (None, rank)):
+                                link.send(message)
+                        self._unsent.popleft()
+                    self._changed.notify_all()
+        finally:
+            transport.close()
+
+    def _take_in(self, what: str, link: MessageLink, message: dict[str, Any]) -> None:
+        if what == "opened":
+            self._links[link.peer] = link
+        elif what == "message":
+            try:
+                self._received(link.peer, message)
+            except (KeyError, TypeError, AttributeError):
+                not_none(self._transport, "the transport").end(link)
+        elif self._links.get(link.peer) is link:
+            del self._links[link.peer]
+            failure = self._lost(link.peer)
+            self._record(failure)
+            self._pass_on(failure._asdict(), link.peer)
+
+    def _received(self, peer: int, message: dict[str, Any]) -> None:
+        if self.rank == 0:  # others say who they are by their connection
+            message["by" if "by" in message else "rank"] = peer
+        if "by" in message:
+            self._pass_on(message, peer)
+            if message.get("to") in (None, self.rank):
+                self._heard(message)
+        else:
+            self._record(Failure(message["rank"], message["kind"], message["run"], message["how"]))
+            self._pass_on(message, peer)
+
+    def _pass_on(self, message: dict[str, Any], origin: int) -> None:
+        if self.rank == 0:
+            self._send(message, origin)
 
     def close(self) -> None:
         """Close all connections; idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            connections = list(self._others)
-        if self._listener is not None:
-            self._listener.close()
-        for connection in connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            not_none(self._transport, "the transport").wake()
+            self._thread.join(_SECONDS_TO_SEND)
 
     def after_fork(self) -> None:
         """Close the connections in a child process, which would keep them open for as long as it lives."""
-        if self._listener is not None:
-            self._listener.after_fork()
-        for connection in self._others:
-            if connection.fileno() >= 0:
-                os.close(connection.detach())  # at once: a file object may still refer to it
-
-
-def _line(message: dict[str, object]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _messages(connection: socket.socket) -> Iterator[dict]:
-    with connection.makefile("rb") as lines:
-        for line in lines:
-            yield json.loads(line)
+        if self._transport is not None:
+            self._transport.after_fork()
 
 
 _failures: FailureChannel | None = None
@@ -350,13 +319,10 @@ def watched() -> bool:
 
 def _connected(interface: str, seconds: float, waiting: WaitWatchdog) -> FailureChannel:
     """A connection between rank 0 and every other rank (collective over all ranks)."""
-    failures = FailureChannel(dist.get_rank(), dist.get_world_size(), interface, told=_failed, heard=waiting.heard)
-    where = object_collectives.unpack_value(
-        object_collectives.broadcast(object_collectives.pack_value(failures.where if failures.rank == 0 else None), 0)
-    )
-    if failures.rank == 0:
-        failures.listen()
-    elif where is not None:
+    failures = FailureChannel(dist.get_rank(), dist.get_world_size(), told=_failed, heard=waiting.heard)
+    own = failures.listen(interface) if failures.rank == 0 else None
+    where = object_collectives.unpack_value(object_collectives.broadcast(object_collectives.pack_value(own), 0))
+    if failures.rank > 0:
         try:
             failures.connect(where, seconds)
         except OSError as error:

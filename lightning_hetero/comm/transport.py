@@ -1,17 +1,23 @@
-"""Transport: the listening socket of a rank, which hands over connections once they have shown a token.
+"""Transport between ranks: listening sockets, the token with which connections begin, and messages.
 
 All connections between ranks that this package makes itself begin in the same way, with one line from the end that
 connects: the token of the service, a blank, and the number of the peer. Nothing else is read before.
 """
 
+import errno
 import hmac
+import json
 import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from lightning_hetero.comm.threads import exclude_from_abort
+from lightning_hetero.errors import not_none
 
 HostPort = tuple[str, int]
 
@@ -199,3 +205,248 @@ class Listener:
                 os.close(connection.detach())
         self._strangers = {}
         self._selector.close()
+
+
+_PART = 1 << 16  # bytes that are read at once
+_LINE = 1 << 18  # bytes of a message; the largest names some thousand ranks
+_BACKLOG = 1 << 20  # bytes that wait to be sent
+
+
+class LinkEvent(NamedTuple):
+    """Event on a connection.
+
+    Attributes:
+        what: ``opened``, ``message``, ``closed``, or ``refused`` (nobody listens there).
+        link: the connection.
+        message: that has come.
+    """
+
+    what: str
+    link: "MessageLink"
+    message: dict[str, Any]
+
+
+class MessageLink:
+    """Connection over which messages go: mappings as JSON has them, each on a line.
+
+    Args:
+        transport: of which it is a part.
+        connection: the socket.
+        peer: number of the other end.
+        mine: whether this end made the connection.
+
+    Attributes:
+        open: whether both ends have said who they are.
+        closed: whether it has ended.
+        dropped: whether this end has closed it.
+        since: when it began, by ``time.monotonic()``.
+    """
+
+    def __init__(self, transport: "MessageTransport", connection: socket.socket, peer: int, mine: bool) -> None:
+        self.transport, self.connection, self.peer, self.mine = transport, connection, peer, mine
+        exclude_from_abort(connection)
+        self.open = self.closed = self.dropped = False
+        self.connecting = mine
+        self.since = time.monotonic()
+        self.incoming, self.outgoing = b"", b""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, now or as soon as the other end takes it."""
+        self.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, now or as soon as the other end takes them."""
+        if not self.closed:
+            self.outgoing += data
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        if self.outgoing and not self.connecting:
+            try:
+                self.outgoing = self.outgoing[self.connection.send(self.outgoing) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.outgoing = b""  # the end of the connection will be read
+        if len(self.outgoing) > _BACKLOG:
+            self.transport.end(self)
+        elif not self.closed:
+            self.transport.watch(self)
+
+    def close(self) -> None:
+        """Close the connection; nothing is heard of it any more, not even what has come already."""
+        self.dropped = True
+        self.transport.forget(self)
+
+
+class MessageTransport:
+    """Transport of messages between peers: listens for them, and connects to them.
+
+    Each connection begins with a line from both ends: the token and the peer's number. Nothing else is read before.
+    Only one thread may use it, except for :meth:`wake`.
+
+    Args:
+        me: number of this peer.
+        token: secret of the service, without blanks.
+        interface: address to listen on; ``None``: this peer only connects to others.
+
+    Attributes:
+        address: where this peer listens, if it does.
+        addresses: where others do; ``None`` for one that only connects to this peer. All others are sent away.
+    """
+
+    def __init__(self, me: int, token: str, interface: str | None = None) -> None:
+        self._token, self._greeting = token.encode(), greeting(token, me)
+        self.addresses: dict[int, HostPort | None] = {}
+        self._listener = None if interface is None else Listener(interface, token, made=exclude_from_abort)
+        self.address = None if self._listener is None else self._listener.address
+        self._wakes, self._woken = socket.socketpair()
+        for end in (self._wakes, self._woken):
+            end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        if self._listener is not None:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._links: set[MessageLink] = set()
+        self._happened: deque[LinkEvent] = deque()
+
+    def connect(self, peer: int) -> MessageLink:
+        """Begin to connect to a peer. What becomes of it is told by :meth:`poll`."""
+        connection = socket.socket()
+        connection.setblocking(False)
+        link = MessageLink(self, connection, peer, mine=True)
+        link.outgoing = self._greeting
+        self._links.add(link)
+        self._selector.register(connection, selectors.EVENT_WRITE, link)
+        try:
+            error = connection.connect_ex(not_none(self.addresses[peer], "the address of a peer"))
+        except OSError:  # a name that is not known
+            error = errno.EHOSTUNREACH
+        if error not in (0, errno.EINPROGRESS):
+            self.end(link, _ending(error))
+        return link
+
+    def poll(self, seconds: float) -> Collection[LinkEvent]:
+        """Events on the connections; waits for the first one."""
+        for key, ready in self._selector.select(0.0 if self._happened else seconds):
+            if key.fileobj is self._woken:
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            elif key.fileobj is not self._listener and not key.data.closed:
+                self._handle(key.data, ready)
+        if self._listener is not None:
+            self._listener.peers = len(self.addresses)
+            for caller in self._listener.accept():
+                self._take(caller)
+        now = time.monotonic()
+        for link in [link for link in self._links if not link.open and now - link.since > HURRY]:
+            self.end(link)
+        happened, self._happened = self._happened, deque()
+        return happened
+
+    def wake(self) -> None:
+        """Let :meth:`poll` return; from any thread."""
+        with suppress(OSError):
+            self._wakes.send(b"\0")
+
+    def _take(self, caller: Caller) -> None:
+        """A peer has connected."""
+        if caller.peer not in self.addresses:
+            caller.connection.close()
+            return
+        caller.connection.setblocking(False)
+        link = MessageLink(self, caller.connection, caller.peer, mine=False)
+        self._links.add(link)
+        self._selector.register(link.connection, selectors.EVENT_READ, link)
+        self._opened(link)
+        link.write(self._greeting)
+
+    def _handle(self, link: MessageLink, ready: int) -> None:
+        if link.connecting and ready & selectors.EVENT_WRITE:
+            if error := link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.end(link, _ending(error))
+                return
+            link.connecting = False
+        if ready & selectors.EVENT_WRITE:
+            link.flush()
+        if ready & selectors.EVENT_READ and not link.closed:
+            self._read(link)
+
+    def _read(self, link: MessageLink) -> None:
+        try:
+            part = link.connection.recv(_PART)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        *lines, link.incoming = (link.incoming + part).split(b"\n")
+        try:
+            for line in lines:
+                if not link.open:
+                    self._meet(link, line)
+                else:
+                    self._happened.append(LinkEvent("message", link, json.loads(line)))
+        except (ValueError, RecursionError):
+            part = b""
+        if not part or len(link.incoming) > (_LINE if link.open else GREETING):
+            self.end(link)
+
+    def _meet(self, link: MessageLink, line: bytes) -> None:
+        """Read the first line of the other end, to which this one has connected."""
+        token, _, name = line.partition(b" ")
+        if len(line) > GREETING or not hmac.compare_digest(token, self._token):
+            raise ValueError("a stranger")
+        if int(name) != link.peer:
+            raise ValueError("another peer")
+        self._opened(link)
+
+    def _opened(self, link: MessageLink) -> None:
+        link.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.open = True
+        self._happened.append(LinkEvent("opened", link, {}))
+
+    def watch(self, link: MessageLink) -> None:
+        """Wait for what a connection can do next."""
+        writes = selectors.EVENT_WRITE if link.connecting or link.outgoing else 0
+        events = writes or selectors.EVENT_READ
+        self._selector.modify(link.connection, events if link.connecting else events | selectors.EVENT_READ, link)
+
+    def end(self, link: MessageLink, what: str = "closed") -> None:
+        """Close a connection, and tell that it has ended."""
+        if not link.closed:
+            self.forget(link)
+            self._happened.append(LinkEvent(what, link, {}))
+
+    def forget(self, link: MessageLink) -> None:
+        """Close a connection."""
+        if not link.closed:
+            link.closed = True
+            self._selector.unregister(link.connection)
+            self._links.discard(link)
+            link.connection.close()
+
+    def close(self) -> None:
+        """Close all connections, and listen no longer."""
+        for link in list(self._links):
+            if not link.connecting:
+                with suppress(OSError):  # unread messages would take what was sent last with them
+                    link.connection.recv(_PART)
+            self.forget(link)
+        if self._listener is not None:
+            self._listener.end()
+        for one in (self._selector, self._wakes, self._woken):
+            one.close()
+
+    def after_fork(self) -> None:
+        """Close the connections in a child process, which would keep them open for as long as it lives."""
+        if self._listener is not None:
+            self._listener.after_fork()
+        for connection in (self._wakes, self._woken, *(link.connection for link in self._links)):
+            if connection.fileno() >= 0:
+                os.close(connection.detach())
+        self._selector.close()
+
+
+def _ending(error: int) -> str:
+    return "refused" if error == errno.ECONNREFUSED else "closed"

@@ -27,265 +27,19 @@ over            must end: ``agree()`` raises                                    
 ==============  =================================================================  ================================
 """
 
-import errno
-import hmac
-import json
 import os
-import selectors
-import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from lightning_hetero.comm.threads import close_at_exit, exclude_from_abort
-from lightning_hetero.comm.transport import GREETING, HURRY, Caller, HostPort, Listener, greeting
+from lightning_hetero.comm.threads import close_at_exit
+from lightning_hetero.comm.transport import HostPort, MessageLink, MessageTransport
 from lightning_hetero.elastic.protocol import AgreedView, Member, MembershipEvent, MembershipTerms, ViewProposal
 from lightning_hetero.elastic.quorum import Roster, decide
-from lightning_hetero.errors import MembershipLostError
-
-_PART = 1 << 16  # bytes that are read at once
-_LINE = 1 << 18  # bytes of a message; the largest names some thousand members
-_BACKLOG = 1 << 20  # bytes that wait to be sent
-
-
-class LinkEvent(NamedTuple):
-    """Event on a connection.
-
-    Attributes:
-        what: ``opened``, ``message``, ``closed``, or ``refused`` (nobody listens there).
-        link: the connection.
-        message: that has come.
-    """
-
-    what: str
-    link: "MemberLink"
-    message: dict[str, Any]
-
-
-class MemberLink:
-    """Connection to another member.
-
-    Args:
-        wire: of which it is a part.
-        connection: the socket.
-        peer: id of the other member.
-        mine: whether this member made the connection.
-
-    Attributes:
-        open: whether both ends have said who they are.
-        closed: whether it has ended.
-        dropped: whether this member has closed it.
-        since: when it began, by ``time.monotonic()``.
-    """
-
-    def __init__(self, wire: "MemberTransport", connection: socket.socket, peer: int, mine: bool) -> None:
-        self.wire, self.connection, self.peer, self.mine = wire, connection, peer, mine
-        exclude_from_abort(connection)
-        self.open = self.closed = self.dropped = False
-        self.connecting = mine
-        self.since = time.monotonic()
-        self.incoming, self.outgoing = b"", b""
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, now or as soon as the other end takes it."""
-        self.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
-
-    def write(self, data: bytes) -> None:
-        """Send bytes, now or as soon as the other end takes them."""
-        if not self.closed:
-            self.outgoing += data
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what waits."""
-        if self.outgoing and not self.connecting:
-            try:
-                self.outgoing = self.outgoing[self.connection.send(self.outgoing) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                self.outgoing = b""  # the end of the connection will be read
-        if len(self.outgoing) > _BACKLOG:
-            self.wire.end(self)
-        elif not self.closed:
-            self.wire.watch(self)
-
-    def close(self) -> None:
-        """Close the connection; nothing is heard of it any more, not even what has come already."""
-        self.dropped = True
-        self.wire.forget(self)
-
-
-class MemberTransport:
-    """Transport: listens for other members, and connects to them. Only one thread may use it, except for :meth:`wake`.
-
-    Each connection begins with a line from both ends: the job's token and the id. Nothing else is read before.
-
-    Args:
-        me: this member.
-        interface: address to listen on.
-        token: the job's secret.
-
-    Attributes:
-        address: where this member listens.
-        addresses: where others do.
-    """
-
-    def __init__(self, me: int, interface: str, token: str) -> None:
-        self._token, self._greeting = token.encode(), greeting(token, me)
-        self.addresses: dict[int, HostPort] = {}
-        self._listener = Listener(interface, token, made=exclude_from_abort)
-        self.address = self._listener.address
-        self._wakes, self._woken = socket.socketpair()
-        for end in (self._wakes, self._woken):
-            end.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._links: set[MemberLink] = set()
-        self._happened: deque[LinkEvent] = deque()
-
-    def connect(self, peer: int) -> MemberLink:
-        """Begin to connect to a member. What becomes of it is told by :meth:`poll`."""
-        connection = socket.socket()
-        connection.setblocking(False)
-        link = MemberLink(self, connection, peer, mine=True)
-        link.outgoing = self._greeting
-        self._links.add(link)
-        self._selector.register(connection, selectors.EVENT_WRITE, link)
-        try:
-            error = connection.connect_ex(self.addresses[peer])
-        except OSError:  # a name that is not known
-            error = errno.EHOSTUNREACH
-        if error not in (0, errno.EINPROGRESS):
-            self.end(link, _ending(error))
-        return link
-
-    def poll(self, seconds: float) -> Collection[LinkEvent]:
-        """Events on the connections; waits for the first one."""
-        for key, ready in self._selector.select(0.0 if self._happened else seconds):
-            if key.fileobj is self._woken:
-                with suppress(BlockingIOError):
-                    self._woken.recv(4096)
-            elif key.fileobj is not self._listener and not key.data.closed:
-                self._handle(key.data, ready)
-        self._listener.peers = len(self.addresses)
-        for caller in self._listener.accept():
-            self._take(caller)
-        now = time.monotonic()
-        for link in [link for link in self._links if not link.open and now - link.since > HURRY]:
-            self.end(link)
-        happened, self._happened = self._happened, deque()
-        return happened
-
-    def wake(self) -> None:
-        """Let :meth:`poll` return; from any thread."""
-        with suppress(OSError):
-            self._wakes.send(b"\0")
-
-    def _take(self, caller: Caller) -> None:
-        """A member has connected."""
-        if caller.peer not in self.addresses:
-            caller.connection.close()
-            return
-        caller.connection.setblocking(False)
-        link = MemberLink(self, caller.connection, caller.peer, mine=False)
-        self._links.add(link)
-        self._selector.register(link.connection, selectors.EVENT_READ, link)
-        self._opened(link)
-        link.write(self._greeting)
-
-    def _handle(self, link: MemberLink, ready: int) -> None:
-        if link.connecting and ready & selectors.EVENT_WRITE:
-            if error := link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self.end(link, _ending(error))
-                return
-            link.connecting = False
-        if ready & selectors.EVENT_WRITE:
-            link.flush()
-        if ready & selectors.EVENT_READ and not link.closed:
-            self._read(link)
-
-    def _read(self, link: MemberLink) -> None:
-        try:
-            part = link.connection.recv(_PART)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        *lines, link.incoming = (link.incoming + part).split(b"\n")
-        try:
-            for line in lines:
-                if not link.open:
-                    self._meet(link, line)
-                else:
-                    self._happened.append(LinkEvent("message", link, json.loads(line)))
-        except (ValueError, RecursionError):
-            part = b""
-        if not part or len(link.incoming) > (_LINE if link.open else GREETING):
-            self.end(link)
-
-    def _meet(self, link: MemberLink, line: bytes) -> None:
-        """Read the first line of the other end, to which this member has connected."""
-        token, _, name = line.partition(b" ")
-        if len(line) > GREETING or not hmac.compare_digest(token, self._token):
-            raise ValueError("a stranger")
-        if int(name) != link.peer:
-            raise ValueError("another member")
-        self._opened(link)
-
-    def _opened(self, link: MemberLink) -> None:
-        link.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.open = True
-        self._happened.append(LinkEvent("opened", link, {}))
-
-    def watch(self, link: MemberLink) -> None:
-        """Wait for what a connection can do next."""
-        writes = selectors.EVENT_WRITE if link.connecting or link.outgoing else 0
-        events = writes or selectors.EVENT_READ
-        self._selector.modify(link.connection, events if link.connecting else events | selectors.EVENT_READ, link)
-
-    def end(self, link: MemberLink, what: str = "closed") -> None:
-        """Close a connection, and tell that it has ended."""
-        if not link.closed:
-            self.forget(link)
-            self._happened.append(LinkEvent(what, link, {}))
-
-    def forget(self, link: MemberLink) -> None:
-        """Close a connection."""
-        if not link.closed:
-            link.closed = True
-            self._selector.unregister(link.connection)
-            self._links.discard(link)
-            link.connection.close()
-
-    def close(self) -> None:
-        """Close all connections, and listen no longer."""
-        for link in list(self._links):
-            if not link.connecting:
-                with suppress(OSError):  # unread messages would take what was sent last with them
-                    link.connection.recv(_PART)
-            self.forget(link)
-        self._listener.end()
-        for one in (self._selector, self._wakes, self._woken):
-            one.close()
-
-    def after_fork(self) -> None:
-        """Close the connections in a child process, which would keep them open for as long as it lives."""
-        self._listener.after_fork()
-        for connection in (self._wakes, self._woken, *(link.connection for link in self._links)):
-            if connection.fileno() >= 0:
-                os.close(connection.detach())
-        self._selector.close()
-
-
-def _ending(error: int) -> str:
-    return "refused" if error == errno.ECONNREFUSED else "closed"
-
+from lightning_hetero.errors import MembershipLostError, not_none
 
 _PATIENCE = 1.5  # seconds to let others know that this member ends
 _AGAIN = 1.0  # seconds after which a training thread that has not come is called again
@@ -330,7 +84,7 @@ class Membership:
     ) -> None:
         self.me, self.terms, self.events = me, terms, list[MembershipEvent]()
         self._on_change, self._offer, self._steps = on_change, offer, steps
-        self._wire = MemberTransport(me, interface, token)
+        self._transport = MessageTransport(me, token, interface)
         self._member: Member | None = None
         self._members: tuple[int, ...] = ()
         self._thread: threading.Thread | None = None
@@ -346,7 +100,7 @@ class Membership:
     @property
     def address(self) -> HostPort:
         """Address at which this member listens."""
-        return self._wire.address
+        return not_none(self._transport.address, "where this member listens")
 
     @property
     def changing(self) -> bool:
@@ -379,7 +133,9 @@ class Membership:
             longest: what :attr:`longest` was before, to learn from where the grace is learned.
         """
         first = Roster(number, -1, tuple(sorted(tuple(sorted(unit)) for unit in units)))
-        self._wire.addresses = {member: (host, port) for member, (host, port) in addresses.items() if member != self.me}
+        self._transport.addresses = {
+            member: (host, port) for member, (host, port) in addresses.items() if member != self.me
+        }
         self._members = first.members
         self._member = Member(self.me, first, self.terms, self)
         self._member.timeout.before = longest
@@ -456,16 +212,16 @@ class Membership:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        self._wire.wake()
+        self._transport.wake()
         if self._thread is None:
-            self._wire.close()
+            self._transport.close()
         elif self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE)
 
     def after_fork(self) -> None:
         """Close the connections in a child process, which would keep them open for as long as it lives."""
         if not self._closed:
-            self._wire.after_fork()
+            self._transport.after_fork()
 
     # -- what the member's part needs --------------------------------------------------------------
 
@@ -473,9 +229,9 @@ class Membership:
         """Seconds, on a clock that never goes back."""
         return time.monotonic()
 
-    def connect(self, peer: int) -> MemberLink:
+    def connect(self, peer: int) -> MessageLink:
         """Begin to connect to a member."""
-        return self._wire.connect(peer)
+        return self._transport.connect(peer)
 
     def busy(self) -> float:
         """Number of processes for each core of this machine, at least 1; in the last minute."""
@@ -497,7 +253,7 @@ class Membership:
 
     def _post(self, action: Callable[[], None]) -> None:
         self._posted.append(action)
-        self._wire.wake()
+        self._transport.wake()
 
     def _serve(self) -> None:
         member = self._member
@@ -512,14 +268,14 @@ class Membership:
             self._call(member)
             raise
         finally:
-            self._wire.close()
+            self._transport.close()
             with self._turn:
                 self._turn.notify_all()
 
     def _take_turn(self, member: Member) -> None:
         busy = member.changing or self._ending or not member.connected
         pause = _BUSY if busy else min(member.timeout.beat / 4, _QUIET)
-        happened = self._wire.poll(pause)
+        happened = self._transport.poll(pause)
         before, self._last_turn = self._last_turn, time.monotonic()
         if self._last_turn - before - pause > member.timeout.lapse:
             member.restart()  # this process was stopped, or another thread held Python's lock
@@ -534,7 +290,7 @@ class Membership:
                 try:
                     member.received(link, message)
                 except (KeyError, TypeError, ValueError, AttributeError):
-                    self._wire.end(link)
+                    self._transport.end(link)
             else:
                 member.closed(link, what == "refused")
         member.tick()

@@ -5,7 +5,7 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
@@ -19,16 +19,12 @@ LONG = 20.0  # seconds for what takes no time on a machine that is not busy
 @contextmanager
 def ranks(world: int = 4) -> Iterator[list[FailureChannel]]:
     """All ranks, in this process."""
-    first = FailureChannel(0, world, "127.0.0.1")
-    first.listen()
-    everyone = [first, *(FailureChannel(rank, world) for rank in range(1, world))]
-    for other in everyone[1:]:
-        other.connect(first.where, LONG)
+    first, *others = everyone = [FailureChannel(rank, world) for rank in range(world)]
+    where = first.listen("127.0.0.1")
+    for other in others:
+        other.connect(where, LONG)
     for one in everyone:
         one.run += 1
-    end = time.monotonic() + LONG
-    while len(first._others) < world - 1 and time.monotonic() < end:
-        time.sleep(0.01)
     try:
         yield everyone
     finally:
@@ -37,13 +33,8 @@ def ranks(world: int = 4) -> Iterator[list[FailureChannel]]:
 
 
 def die(one: FailureChannel) -> None:
-    """As the kernel would let it."""
-    one._closed = True
-    if one._listener is not None:
-        one._listener.close()
-    for connection in list(one._others):
-        with suppress(OSError):  # its thread has noticed already
-            connection.shutdown(socket.SHUT_RDWR)
+    """As the kernel would let it: its connections end."""
+    one.close()
 
 
 def named(one: FailureChannel) -> tuple[int, str] | None:
@@ -96,7 +87,7 @@ def test_an_error_is_of_its_own_run_only() -> None:
 
 def test_strangers_change_nothing() -> None:
     with ranks(2) as (first, other):
-        address, _ = first.where
+        address = first._transport.address
         strangers = [socket.create_connection(address) for _ in range(60)]
         for number, stranger in enumerate(strangers):
             said = [
@@ -115,7 +106,7 @@ def test_strangers_change_nothing() -> None:
         for stranger in strangers[::2]:
             stranger.close()
         assert first.first(0.3) is None
-        assert len(first._others) == 1
+        assert first._links.keys() == {1}
         other.announce("failed", "failed")
         assert first.first(LONG) == Failure(1, "failed", 1, "failed")
         for stranger in strangers:
@@ -123,7 +114,7 @@ def test_strangers_change_nothing() -> None:
 
 
 def _told(one: FailureChannel, end: Connection) -> None:
-    end.send([connection.fileno() for connection in one._others])
+    end.send([link.connection.fileno() for link in one._links.values()])
 
 
 def test_a_child_process_does_not_keep_connections_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +128,7 @@ def test_a_child_process_does_not_keep_connections_open(monkeypatch: pytest.Monk
             child.join()
             ours.close()
             theirs.close()
-            assert all(connection.fileno() >= 0 for connection in one._others)
+            assert all(link.connection.fileno() >= 0 for link in one._links.values())
 
 
 def test_ranks_are_named_by_their_first_numbers_after_others_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:

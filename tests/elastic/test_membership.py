@@ -77,7 +77,7 @@ def test_nobody_is_lost() -> None:
 
 def test_broken_connections_are_made_anew() -> None:
     with in_threads([[0], [1], [2]]) as threads:
-        for link in list(threads.all[0]._wire._links):
+        for link in list(threads.all[0]._transport._links):
             link.connection.shutdown(socket.SHUT_RDWR)
         steady(threads, [0, 1, 2])
         until(lambda: sorted(threads.all[0]._member.inbound) == [1, 2])
@@ -174,7 +174,7 @@ def test_strangers_change_nothing() -> None:
             except OSError:
                 continue  # it has been sent away
         steady(threads, [0, 1, 2])
-        assert len(threads.all[0]._wire._links) <= 2 + 16 + 2
+        assert len(threads.all[0]._transport._links) <= 2 + 16 + 2
         threads.all[1].close()
         changing(threads, [0, 2])
         assert same(threads.agree([0, 2])).members == (0, 2)
@@ -200,12 +200,12 @@ def test_a_partition_in_halves_goes_on_once() -> None:
         nowhere.bind(("127.0.0.1", 0))
         nowhere.listen(64)
         for one, membership in threads.all.items():
-            wire = membership._wire
+            wire = membership._transport
             wire.addresses = {
                 other: address if (one < 2) == (other < 2) else nowhere.getsockname()
                 for other, address in wire.addresses.items()
             }
-        for link in list(threads.all[0]._wire._links):
+        for link in list(threads.all[0]._transport._links):
             if link.peer in (2, 3):
                 link.connection.shutdown(socket.SHUT_RDWR)
         began = time.monotonic()
