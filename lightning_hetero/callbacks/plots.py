@@ -1,9 +1,7 @@
 """Plots of the report, drawn by matplotlib without a display."""
 
 import io
-import math
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +11,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
 from lightning_hetero.callbacks.monitor_data import (
-    ExchangeRecord,
     FitRecord,
     RankRecord,
     ReportedChange,
@@ -24,8 +20,6 @@ from lightning_hetero.callbacks.monitor_data import (
     coarsen,
 )
 from lightning_hetero.callbacks.verdict import RankTotals, even_scales, totals
-
-FloatArray = NDArray[np.float64]
 
 #: Causes of a step's length. These colours mean nothing else in any picture; colour-blind people can tell them apart.
 CAUSES = {"compute": "#0072B2", "data": "#F0C800", "exchange": "#D81B78", "hidden": "#3FA34D"}
@@ -42,8 +36,6 @@ BETWEEN = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "////", "linew
 RANKS = ("#4B2E83", "#C2A5CF", "#8C510A", "#DFC27D", "#7A0C2E", "#B8906F", "#9970AB", "#3B3B3B")
 #: Moments at which ranks were lost.
 LOST = "#C00000"
-#: The job as a whole, and an algorithm's own numbers.
-NEUTRAL = ("#222222", "#888888")
 #: Most lanes of a time line, most points of a curve, and about as many steps as a time line shows.
 LANES, POINTS, SHOWN = 16, 60, 16
 _CLOCK = "seconds since the ranks started together"
@@ -66,9 +58,8 @@ class Picture(NamedTuple):
 
 
 def draw(fit: FitRecord) -> list[Picture]:
-    """All pictures that this fit has something to show in."""
-    artists = _time_lines, _parts, _shares, _speeds, _exchanges, _course, _pairs
-    return [picture for artist in artists if (picture := artist(fit))]
+    """The pictures of a fit."""
+    return [_time_lines(fit), _parts(fit), _shares(fit)]
 
 
 def colours(count: int) -> list[str]:
@@ -218,181 +209,6 @@ def _last_full_batch(views: Sequence[RankRecord]) -> list[float]:
     return list(max(reversed(batches), key=sum))
 
 
-def _speeds(fit: FitRecord) -> Picture:
-    began, ended = min(view.stretches[0].began for view in fit.views), max(view.ended for view in fit.views)
-    steps = sum(stretch.steps for stretch in fit.views[0].stretches)
-    edges = np.linspace(began, ended, 1 + max(1, min(POINTS, steps // 4)))  # of spans of a few steps each
-    per_rank = [_during(view, edges) for view in fit.views]
-    job = np.sum([samples for samples, _ in per_rank], axis=0) / np.diff(edges)
-    solo = np.sum([_held(samples, work) for samples, work in per_rank], axis=0)
-    figure, [axis] = _plots(1, 3.4, _CLOCK, "samples/s")
-    alone = len(fit.views) == 1
-    axis.stairs(solo, edges, baseline=job, fill=True, color="#EEEEEE")
-    label = "its speed while it works" if alone else "sum of the ranks' speeds while they work"
-    axis.stairs(solo, edges, baseline=None, color=NEUTRAL[1], ls="--", label=label)
-    label = f"rank {fit.views[0].rank}" if alone else "the whole job"
-    axis.stairs(job, edges, baseline=None, color=NEUTRAL[0], lw=2, label=label)
-    for change in fit.shown:
-        _mark(axis, change.at, change, change.at - change.seconds)
-    axis.set_xlim(began, ended)
-    highest = np.quantile([solo, job], 0.97, axis=1, method="inverted_cdf")  # without outliers
-    axis.set_ylim(0, 1.1 * max(*highest, 1e-12))
-    _legend(axis)
-    return _picture(
-        figure,
-        "speed",
-        "How fast the job is, and how fast it could be",
-        "The solid line is what the ranks process together, in wall time; the dashed line what they would if each "
-        "worked all the time. The gap is lost to waiting, communication, and what lies between steps."
-        + _marks(fit, " Samples of the lost ranks are not counted."),
-    )
-
-
-def _during(view: RankRecord, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """A rank's samples and seconds of work between each two edges, as if each stretch went on evenly."""
-    at, samples, work = [], [0.0], [0.0]
-    for stretch, following in zip_longest(view.stretches, view.stretches[1:]):
-        ends = view.ended if following is None else following.began
-        # Within one step there is no gap; within more, such as validation is spread over them all.
-        at += [stretch.began, min(ends, stretch.began + stretch.seconds) if stretch.steps == 1 else ends]
-        samples += [samples[-1], samples[-1] + stretch.samples]
-        work += [work[-1], work[-1] + stretch.data + stretch.compute]
-    times = np.maximum.accumulate(at)  # a GPU may be at a step for longer than the host
-    return np.diff(np.interp(edges, times, samples[1:])), np.diff(np.interp(edges, times, work[1:]))
-
-
-def _held(samples: FloatArray, work: FloatArray) -> FloatArray:
-    """Speed in each span; where a rank does not work, as before."""
-    speeds, speed = [], 0.0
-    for n, seconds in zip(samples, work, strict=True):
-        speed = n / seconds if seconds > 1e-9 else speed
-        speeds.append(speed)
-    return np.array(speeds)
-
-
-# -- replicas --------------------------------------------------------------------------------------
-
-
-def _leaders(fit: FitRecord) -> list[RankRecord]:
-    """The view of each replica's first rank, as far as known, if it has exchanged."""
-    views = {view.rank: view for view in fit.views}
-    leaders = [views[ranks[0]] for ranks in fit.replicas if ranks[0] in views]
-    return leaders if any(view.exchanges for view in leaders) else []
-
-
-def _curves(
-    axis: Axes, leaders: Sequence[RankRecord], value: Callable[[ExchangeRecord], float], start: bool = False
-) -> None:
-    """A curve for each replica, or one if they are all alike; from 0 on if asked."""
-    rows = [[value(e) for e in view.exchanges] for view in leaders]
-    alike = all(row == rows[0] for row in rows)
-    shades = NEUTRAL[:1] if alike else colours(len(leaders))
-    for i, (view, row, colour) in enumerate(zip(leaders, rows, shades, strict=False)):
-        steps, row = [0] * start + [e.step for e in view.exchanges], [0.0] * start + row
-        label, style = "each replica" if alike else f"replica {i}", "steps-post" if start else "default"
-        axis.plot(steps, row, color=colour, drawstyle=style, lw=1.2, label=label)
-    axis.set_ylim(bottom=0)
-    if len(leaders) <= len(RANKS):
-        _legend(axis)
-
-
-def _exchanges(fit: FitRecord) -> Picture | None:
-    if not (leaders := _leaders(fit)):
-        return None
-    figure, (left, right) = _plots(2, 3.2, "step", "exchanges so far")
-    _curves(left, leaders, lambda e: e.exchanges, start=True)
-    _curves(right, leaders, lambda e: e.bytes / 1e6, start=True)
-    right.set_ylabel("MB sent over the network so far")
-    return _picture(
-        figure,
-        "exchanges",
-        "Exchanges between replicas",
-        "How often replicas have exchanged parameters, and how much each has sent over the network. Within a host, "
-        "gossip and asynchronous centers use shared memory, which does not count.",
-    )
-
-
-_DISTANCES = {
-    "center_distance": "The distance of replicas from the center: if it grows without end, the center pulls too weakly "
-    "(moving_rate) or too rarely (tau).",
-    "peer_distance": "The distance of two replicas when they exchanged: it should fall or stay level.",
-    "": "The distance of replicas from their mean when they exchanged: it should fall or stay level.",
-}
-_LABELS = {"center_distance": "center", "peer_distance": "latest partner", "": "mean"}
-
-
-def _course(fit: FitRecord) -> Picture | None:
-    leaders = [view for view in _leaders(fit) if view.exchanges]
-    if not leaders:
-        return None
-    known, daso = leaders[0].latest.status, "global_every" in leaders[0].latest.status
-    distances = [name for name in _LABELS if name in known]
-    if any(math.isfinite(e.distance) for e in leaders[0].exchanges):
-        distances.append("")
-    if not (daso or distances):
-        return None
-    figure, axes = _plots(daso + len(distances), 3.2, "step")
-    caption = ""
-    if daso:
-        _rates(axes[0], leaders[0].exchanges)
-        caption = (
-            "B is the number of steps between global exchanges, and W is how many steps later their result is mixed "
-            "in. The shaded areas are the phases. "
-        )
-    for axis, name in zip(axes[daso:], distances, strict=True):
-        _curves(axis, leaders, lambda e, name=name: float(e.status.get(name, math.nan)) if name else e.distance)  # type: ignore[misc]
-        axis.set_ylabel(f"distance from the {_LABELS[name]}")
-        caption += f"{_DISTANCES[name]} "
-    return _picture(
-        figure, "course", "The algorithm's own numbers", f"{caption}Distances are Euclidean, over all parameters."
-    )
-
-
-def _rates(axis: Axes, exchanges: Sequence[ExchangeRecord]) -> None:
-    """B and W of DASO, over its phases."""
-    steps, phases = [e.step for e in exchanges], [str(e.status["phase"]) for e in exchanges]
-    began = 0
-    for i, phase in enumerate(phases):
-        if i + 1 == len(phases) or phases[i + 1] != phase:
-            if phase != "cycling":
-                axis.axvspan(began, steps[i], color="#EFEFEF", lw=0)
-            narrow, where = steps[i] - began < 0.2 * steps[-1], ((began + steps[i]) / 2, 0.97)
-            style: dict[str, Any] = {"size": "small", "rotation": 90 if narrow else 0}
-            axis.annotate(phase, where, ha="center", va="top", xycoords=axis.get_xaxis_transform(), **style)
-            began = steps[i]
-    for name, label, colour in (("global_every", "B", NEUTRAL[0]), ("wait", "W", NEUTRAL[1])):
-        cycling = [float(e.status[name]) if e.status["phase"] == "cycling" else math.nan for e in exchanges]
-        axis.plot(steps, cycling, color=colour, drawstyle="steps-pre", label=label, lw=2)
-    axis.set_ylim(0, 1.35 * max(float(e.status["global_every"]) for e in exchanges))
-    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_ylabel("steps")
-    _legend(axis)
-
-
-def _pairs(fit: FitRecord) -> Picture | None:
-    if not fit.pairings:
-        return None
-    figure = Figure(figsize=(6, 4.4), layout="constrained")
-    axis, most = figure.subplots(), max(n for row in fit.pairings for n in row)
-    values = [[math.nan if i == j else n for j, n in enumerate(row)] for i, row in enumerate(fit.pairings)]
-    image = axis.imshow(values, cmap="Blues", vmin=0, vmax=max(1.0, most))
-    for i, row in enumerate(fit.pairings if len(fit.pairings) <= 12 else ()):
-        for j, n in enumerate(row):
-            axis.text(j, i, "" if i == j else str(n), ha="center", va="center", color="w" if n > most / 2 else "k")
-    axis.set_xlabel("with replica")
-    axis.set_ylabel("replica")
-    for side in (axis.xaxis, axis.yaxis):
-        side.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, label="completed exchanges")
-    return _picture(
-        figure,
-        "pairings",
-        "Who has met whom",
-        "Completed exchanges of each replica with each other one. A pale row is a replica that takes part in few "
-        "exchanges: it is slow, or its link is.",
-    )
-
-
 # -- what all have in common -----------------------------------------------------------------------
 
 
@@ -406,12 +222,6 @@ def _plots(count: int, height: float, x: str = "", y: str = "", **options: Any) 
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _legend(axis: Axes) -> None:
-    """A legend that covers no curve."""
-    count = len(axis.get_legend_handles_labels()[1])
-    axis.legend(frameon=False, fontsize="small", ncols=max(1, min(4, count)), loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def _mark(axis: Axes, at: float, change: ReportedChange, since: float | None = None) -> None:

@@ -25,7 +25,7 @@ from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.replica import ReplicaStrategy
 
 #: What pictures may be called.
-PICTURES = ("timeline", "parts", "shares", "speed", "exchanges", "course", "pairings")
+PICTURES = ("timeline", "parts", "shares")
 
 
 class Summary(NamedTuple):

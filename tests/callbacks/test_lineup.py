@@ -226,6 +226,6 @@ def test_pictures_mark_when_a_rank_was_lost() -> None:
     change = ReportedChange(1, {2: "has left"}, 2, 2, 0.2, 5, 3, at=0.35, stalls={0: 0.2, 1: 0.1})
     plain, marked = draw(fit()), draw(fit(changes=[change]))
     for before, after in zip(plain, marked, strict=True):
-        assert (_red(after.png) > _red(before.png) + 20) == (after.name in ("timeline", "shares", "speed")), after.name
-        assert ("A red line" in after.caption) == (after.name in ("timeline", "shares", "speed"))
+        assert (_red(after.png) > _red(before.png) + 20) == (after.name in ("timeline", "shares")), after.name
+        assert ("A red line" in after.caption) == (after.name in ("timeline", "shares"))
         assert "A red line" not in before.caption
