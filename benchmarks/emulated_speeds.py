@@ -41,7 +41,11 @@ def fit(strategy: Any, delay: bool) -> dict[str, Any]:
     clock, module = jobs.Clock(), Emulated(delay)
     trainer = jobs.quiet_trainer(strategy=strategy, max_steps=STEPS, callbacks=[clock])
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(BATCH * STEPS, 16)), batch_size=BATCH // 4))
-    shares = strategy.share.planner.shares(strategy.share.step) if isinstance(strategy, HeteroDDPStrategy) else None
+    shares = (
+        strategy.accounting.planner.shares(strategy.accounting.step)
+        if isinstance(strategy, HeteroDDPStrategy)
+        else None
+    )
     return {"step": statistics.median(clock.steps(SKIP)[0]), "shares": shares}
 
 

@@ -63,7 +63,7 @@ def fit(name: str, options: dict[str, Any]) -> list[float]:
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(BATCH * EPOCH, 16)), batch_size=BATCH // 4))
     ranks: list[Any] = [None] * len(SPEEDS)
     torch.distributed.all_gather_object(ranks, module.done)
-    shares = strategy.share.planner.shares(strategy.share.step)
+    shares = strategy.accounting.planner.shares(strategy.accounting.step)
     return [rate(ranks, 0.0), rate(ranks, 0.4), *shares]
 
 

@@ -10,6 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 # Before torch is imported anywhere: ranks share this machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The same last places on every processor: MKL takes square roots by other instructions on each.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Processes that are forked cannot use CUDA where their parent has begun it, as asking whether there is a device does.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # PyTorch's store asks for the names of addresses, on both sides of each connection. Without an answer that takes 5 s.

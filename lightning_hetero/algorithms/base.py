@@ -23,8 +23,8 @@ from lightning_hetero.algorithms.state import (
     carry,
     check_declared,
     in_flight,
-    land,
     read,
+    remove_pending,
     scratch_in_use,
     start,
     write,
@@ -422,7 +422,7 @@ class Averager(Stateful, ABC):
         for pending in arriving:
             pending.result()
         for pending in arriving:
-            land(self, pending)
+            remove_pending(self, pending)
             self.arrive(pending, step)
 
     def before_save(self) -> None:

@@ -211,7 +211,7 @@ class Engine:
     Args:
         view: who takes part.
         links: the wires between replicas.
-        share: this rank's part of the work.
+        accounting: of this rank's batches.
         report_every: batches from one exchange of reports to the next, where there is one replica only.
 
     Attributes:
@@ -222,8 +222,8 @@ class Engine:
         exchanged: the latest of these steps that an exchange between replicas, if one was due, has followed.
     """
 
-    def __init__(self, view: View, links: ReplicaLinks, share: BatchAccounting, report_every: int) -> None:
-        self.view, self.links, self._share = view, links, share
+    def __init__(self, view: View, links: ReplicaLinks, accounting: BatchAccounting, report_every: int) -> None:
+        self.view, self.links, self._accounting = view, links, accounting
         self._report_every = report_every
         self.averager: Averager | None = None
         self.losses = LossTracker()
@@ -360,10 +360,10 @@ class Engine:
     def samples_per_replica(self) -> list[int]:
         """Samples of each replica in a full batch; where all meet at once, 0 for those that have no more data."""
         averager = self.running
-        samples = self.view.per_replica(self._share.samples_per_rank())
+        samples = self.view.per_replica(self._accounting.samples_per_rank())
         if not averager.traits.lockstep:
             return samples
-        left = [0 if self._share.ended[ranks[0]] else n for ranks, n in zip(self.view.ranks, samples, strict=True)]
+        left = [0 if self._accounting.ended[ranks[0]] else n for ranks, n in zip(self.view.ranks, samples, strict=True)]
         return left if any(left) else samples
 
     def context(self, epoch_ends: bool) -> StepContext:
@@ -386,7 +386,7 @@ class Engine:
             return
         if changed := self.averager.replica.changed():
             raise UnsupportedError(unfrozen_within_epoch(changed))
-        with self._share.timer.waiting(exchange=True), explain_nonfinite(self):
+        with self._accounting.timer.waiting(exchange=True), explain_nonfinite(self):
             self.averager.before_step(self.context(epoch_ends=False))
 
     def change_layout(self) -> bool:
@@ -398,7 +398,7 @@ class Engine:
             DisagreementError: on every rank: they are not the same ones everywhere.
         """
         averager = self.running
-        with self._share.timer.waiting(exchange=True):
+        with self._accounting.timer.waiting(exchange=True):
             changed = averager.replica.changed()
             check_equal(CHANGED, {name: "trainable" if on else "frozen" for name, on in changed.items()})
             if not changed:
@@ -408,7 +408,7 @@ class Engine:
                 change_layout(averager, self.context(epoch_ends=False), self._optimizers)
         return True
 
-    def due(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
+    def note_batch_end(self, batch: int, window_ends: bool, epoch_ends: bool) -> bool:
         """Whether the ranks exchange reports after this batch; to be asked once per batch, alike on all ranks.
 
         They do where replicas meet anyway: elsewhere the fast ones would have to wait.
@@ -426,7 +426,7 @@ class Engine:
     def take_loss(self, loss: Tensor) -> None:
         """Take in the loss of a batch, the mean over its samples."""
         if self.averager is not None:
-            self.losses.take(loss, self._share.current().samples, self.windows)
+            self.losses.take(loss, self._accounting.current().samples, self.windows)
 
     @property
     def steps_taken(self) -> int:
@@ -438,7 +438,7 @@ class Engine:
         self._stepped = True
 
     def window_ended(self) -> None:
-        """The window is over; after :meth:`due`."""
+        """The window is over; after :meth:`note_batch_end`."""
         self.windows += 1
         self._open = self._stepped = False
 
@@ -447,7 +447,7 @@ class Engine:
         if self.averager is None or not self.averages:
             return None
         averager = self.averager
-        with self._share.timer.waiting(exchange=True), explain_nonfinite(self):
+        with self._accounting.timer.waiting(exchange=True), explain_nonfinite(self):
             outcome = averager.after_step(self.context(self._epoch_ends))
         self.exchanged, self.meetings = self.windows, self.meetings + self._due
         self._cadence.exchanges += outcome is not None and outcome.exchanged
@@ -456,7 +456,7 @@ class Engine:
     def exchange_completed(self) -> None:
         """The exchange is complete: where all replicas are here now, act on their reports."""
         if self.averages and self._due and self.averager is not None and self.averager.traits.blocking:
-            self._share.apply_reports(ahead=0)  # all are here now
+            self._accounting.apply_reports(ahead=0)  # all are here now
 
     # -- the consensus -----------------------------------------------------------------------------
 

@@ -274,7 +274,7 @@ def in_flight(algorithm: Any) -> Iterator[PendingExchange]:
         yield from getattr(algorithm, field.name)
 
 
-def land(algorithm: Any, pending: PendingExchange) -> None:
+def remove_pending(algorithm: Any, pending: PendingExchange) -> None:
     """Take an exchange out of the state: it is about to be applied."""
     for field in fields_of(type(algorithm), InFlight):
         setattr(algorithm, field.name, [each for each in getattr(algorithm, field.name) if each is not pending])

@@ -64,7 +64,7 @@ class BatchAccounting:
 
     Args:
         planner: the agreed plans.
-        timer: this rank's stopwatch.
+        timer: this rank's timer.
         loaders: where batches come from.
         replica: the ranks that average gradients with this one, itself among them.
         group: gives their process group for small CPU tensors; ``None``: this rank is alone.
@@ -113,7 +113,7 @@ class BatchAccounting:
         self._told, self._told_too_slow = former._told, former._told_too_slow
         self._owes, self.launched = former._owes, former.launched
         if repartition is not None:  # in the midst of a step, perhaps
-            kept = repartition.kept
+            kept = repartition.former_ranks
             self.reports = [former.reports[rank] for rank in kept] if former.reports else []
             self.ended, self._timings, self.met = [former.ended[rank] for rank in kept], former._timings, former.met
             self.drawn, self._fresh_pass = (
@@ -344,7 +344,7 @@ class PlanAgreement:
     before and after a batch, and before a step is drawn.
 
     Args:
-        share: this rank's part of the work.
+        accounting: of this rank's batches.
         store: of the job, with keys of its own; :meth:`open_mailboxes` has been called on rank 0.
         rank: this rank.
         limit: longest wait for a decision, seconds.
@@ -355,21 +355,23 @@ class PlanAgreement:
     POLL, QUICK = 1.0, 0.1
 
     def __init__(
-        self, share: BatchAccounting, store: Store, rank: int, limit: float, lost: Callable[[], str | None]
+        self, accounting: BatchAccounting, store: Store, rank: int, limit: float, lost: Callable[[], str | None]
     ) -> None:
-        self._share, self._store, self._rank, self._limit, self._lost = share, store, rank, limit, lost
-        self._world = share.planner.world
+        self._accounting, self._store, self._rank, self._limit, self._lost = accounting, store, rank, limit, lost
+        self._world = accounting.planner.world
         self._closed, self._changed = threading.Event(), threading.Condition()
         self._broken = ""
-        self._member, self._leader = PlanMember(share.loaders.next_step()), PlanLeader(self._world)
+        self._member, self._leader = PlanMember(accounting.loaders.next_step()), PlanLeader(self._world)
         self._drawn = time.monotonic(), self._member.next_step  # at the latest message
         # Between the threads: what is handed over is replaced, never changed.
         self._wanted, self._report = True, self._report_text(0, [], 0)
         self._gathered: list[dict[str, Any]] | None = None  # for the training's thread of rank 0
         self._to_propose: Plan | None = None
         self._dropped = False
-        share.agreement = self
-        share.planner.in_force = lambda: share.planner.at(max(share.step - 1, 0))  # of which all ranks know
+        accounting.agreement = self
+        accounting.planner.in_force = lambda: accounting.planner.at(
+            max(accounting.step - 1, 0)
+        )  # of which all ranks know
         work = self._run_leader if rank == 0 else self._run_follower
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name=f"{THREADS}plans")
         self._thread.start()
@@ -404,8 +406,8 @@ class PlanAgreement:
         everyone = gather((number, None if plan is None else plan_as_row(plan)))
         latest, row = max(everyone, key=lambda one: one[0])
         if latest > number:
-            self._share.planner.adopt(plan_from_row(row))
-        self._share.agreement, planner = None, self._share.planner
+            self._accounting.planner.adopt(plan_from_row(row))
+        self._accounting.agreement, planner = None, self._accounting.planner
         planner.before_draw, planner.in_force = (lambda step: None), (lambda: planner.plans[-1])
 
     # -- on the training's thread ------------------------------------------------------------------
@@ -436,14 +438,14 @@ class PlanAgreement:
         with self._changed:
             self._adopt()
             gathered, dropped, self._dropped = self._gathered, self._dropped, False
-        planner = self._share.planner
+        planner = self._accounting.planner
         if dropped:
             planner.drop()
         if gathered is None:
             return
-        self._share.reports = [Report.of_row(told["row"]) for told in gathered]
-        plan = planner.propose(min(told["step"] for told in gathered), self._share.reports)
-        self._share.warn_of_slow_ranks()
+        self._accounting.reports = [Report.of_row(told["row"]) for told in gathered]
+        plan = planner.propose(min(told["step"] for told in gathered), self._accounting.reports)
+        self._accounting.warn_of_slow_ranks()
         with self._changed:
             self._gathered, self._to_propose = None, plan
 
@@ -457,14 +459,14 @@ class PlanAgreement:
             step: that all ranks have done.
             reports: of all ranks, with the first step that each has not drawn.
         """
-        planner, plan = self._share.planner, None
+        planner, plan = self._accounting.planner, None
         with self._changed:
             self._adopt()
             if self._rank == 0 and not (self._leader.waits or self._member.waits or self._to_propose):
                 plan = planner.propose(step, reports)
         if plan is not None:
             plan = replace(plan, start=max(int(report.drawn) for report in reports))
-        with self._share.timer.waiting():
+        with self._accounting.timer.waiting():
             row = value_of_rank(None if plan is None else plan_as_row(plan), 0)
         if row is not None:
             planner.adopt(plan_from_row(row))
@@ -474,12 +476,12 @@ class PlanAgreement:
         if self._wanted:
             self._wanted = False
             self._reports += 1
-            row = self._share.report(taken=True).row
-            self._report = self._report_text(self._reports, row, self._share.step)
+            row = self._accounting.report(taken=True).row
+            self._report = self._report_text(self._reports, row, self._accounting.step)
 
     def _adopt(self) -> None:
         for plan in self._member.new_plans():
-            self._share.planner.adopt(plan)
+            self._accounting.planner.adopt(plan)
 
     # -- on the thread of its own ------------------------------------------------------------------
 

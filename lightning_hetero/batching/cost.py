@@ -476,7 +476,7 @@ class SpeedEstimator:
         """Take in a step.
 
         Args:
-            timing: the step, as the stopwatch has measured it.
+            timing: the step, as the timer has measured it.
             cost: what is known of how the time depends on the samples: only the ratio ``a : k`` counts.
         """
         if timing.work > 0:

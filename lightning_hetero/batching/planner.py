@@ -628,12 +628,12 @@ class Repartition(NamedTuple):
     """Change of the ranks that share the batches, from a step on: some were lost.
 
     Attributes:
-        kept: of each rank, its number before.
+        former_ranks: of each rank, its number before.
         start: the first step that they share; no rank has drawn it yet.
         reports: how many times all ranks have acted on their reports, on the rank that has done so most often.
     """
 
-    kept: tuple[int, ...]
+    former_ranks: tuple[int, ...]
     start: int
     reports: int
 

@@ -21,7 +21,7 @@ class StreamPeers:
 
     Args:
         job: with the view.
-        timer: this rank's stopwatch.
+        timer: this rank's timer.
         length: batches of the longest stream of a rank; ``None``: nobody knows.
         number: of the stream, the same on every rank.
     """

@@ -216,7 +216,7 @@ class StepTimer:
             padding: whether they count for nothing.
 
         Returns:
-            The laps known by now, oldest first.
+            The timings known by now, oldest first.
         """
         self._turn_to(Activity.WORK)
         self._pending.append((StepTiming(samples, 0.0, 0.0, self._data, 0.0, self._began, padding), self._spans))

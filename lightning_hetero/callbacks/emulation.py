@@ -132,7 +132,7 @@ class EmulatedSpeed(Callback):
     def _clock(self) -> float:
         """In seconds; it stands still while the step does no work, such as waiting for an exchange."""
         strategy = self._strategy
-        waited = strategy.share.timer.waited if isinstance(strategy, HeteroStrategy) else 0.0
+        waited = strategy.accounting.timer.waited if isinstance(strategy, HeteroStrategy) else 0.0
         return time.perf_counter() - waited
 
     def _seconds(self, cost: Cost | Callable[[int], float], rank: int) -> float:

@@ -128,9 +128,9 @@ class HeteroMonitor(Callback):
         self.losses = [] if ticket is None else list(losses)
         if (report := everyone[0][0]) is not None:
             self._watch = _Watch(
-                report_folder(report, folder), StepHistory(start, strategy.share.step), self._attendance
+                report_folder(report, folder), StepHistory(start, strategy.accounting.step), self._attendance
             )
-            strategy.share.watchers.append(self._watch.steps.add)
+            strategy.accounting.watchers.append(self._watch.steps.add)
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
@@ -184,12 +184,12 @@ class HeteroMonitor(Callback):
     def _stop_watching(self, strategy: HeteroStrategy, watch: _Watch) -> RankRecord | None:
         """All that has been seen; nothing if there was no step."""
         self._watch, steps = None, watch.steps
-        strategy.share.watchers.remove(steps.add)
+        strategy.accounting.watchers.remove(steps.add)
         if not steps.beginning:
             return None
         members, losses = strategy.job.view, watch.attendance.since(strategy.recovery.losses)
         found = steps.stretches, steps.beginning, steps.end, steps.background, list(self.exchanges)
-        return RankRecord(members.ids[members.rank], *found, strategy.share.fitted, tuple(losses))
+        return RankRecord(members.ids[members.rank], *found, strategy.accounting.fitted, tuple(losses))
 
     def _write(
         self,
@@ -221,7 +221,7 @@ class HeteroMonitor(Callback):
         hidden, hidden_before = (max(at.seconds - at.exposed, 0.0) for at in (traffic, before))
         costs = traffic.exchanges, traffic.bytes, hidden, traffic.exposed, traffic.distance
         status = strategy.status()
-        self.exchanges.append(ExchangeRecord(strategy.share.step, *costs, status))
+        self.exchanges.append(ExchangeRecord(strategy.accounting.step, *costs, status))
         thin(self.exchanges)
         now, spent = time.perf_counter(), (hidden - hidden_before, traffic.exposed - before.exposed)
         if self._watch is not None and spent[0] > 0:
@@ -240,18 +240,18 @@ class HeteroMonitor(Callback):
 
     def _see_reports(self, trainer: "pl.Trainer", strategy: HeteroStrategy) -> None:
         """Record the ranks' latest reports, once; they arrive at the same step on every rank."""
-        share, before = strategy.share, self._seen
-        if share.reports is before:
+        accounting, before = strategy.accounting, self._seen
+        if accounting.reports is before:
             return
-        self._seen = share.reports
-        if before and all(any(report is one for one in before) for report in share.reports):
+        self._seen = accounting.reports
+        if before and all(any(report is one for one in before) for report in accounting.reports):
             return  # those of the ranks that remain
-        if not share.reports or not all(report.samples for report in share.reports):
+        if not accounting.reports or not all(report.samples for report in accounting.reports):
             return  # nothing yet, or the first times of a GPU are still to come
-        samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in share.reports), strict=True)
-        planned = share.planner.total > 0  # but not for streams: no plan sizes their batches
-        shares = tuple(share.planner.shares(share.step - 1) if planned else map(round, samples))
-        record = Record(share.step, shares, samples, compute, wait, strategy.job.view.ids)
+        samples, compute, wait = zip(*((r.samples, r.compute, r.wait) for r in accounting.reports), strict=True)
+        planned = accounting.planner.total > 0  # but not for streams: no plan sizes their batches
+        shares = tuple(accounting.planner.shares(accounting.step - 1) if planned else map(round, samples))
+        record = Record(accounting.step, shares, samples, compute, wait, strategy.job.view.ids)
         self.history.append(record)
         thin(self.history)
         if self._due(trainer, "reports"):

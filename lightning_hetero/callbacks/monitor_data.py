@@ -143,7 +143,7 @@ class StepHistory:
     """One rank's steps: the first and the latest one by one, all of them in stretches that double as the fit goes on.
 
     Args:
-        start: what the laps' clock shows at the start of the fit.
+        start: what `time.perf_counter()` shows at the start of the fit.
         first: number of the first step.
     """
 
@@ -174,7 +174,7 @@ class StepHistory:
                 self._full, self._width = coarsen(self._full, self.STRETCHES // 2), 2 * self._width
 
     def hidden(self, began: float, ended: float) -> None:
-        """Record that an exchange was under way in the background; times on the clock of the laps."""
+        """Record that an exchange was under way in the background; times by `time.perf_counter()`."""
         spans = self._early if len(self._early) < self.ENDS else self._late
         spans.append((began - self._start, ended - self._start))
 

@@ -71,7 +71,7 @@ def fit_record(
     chosen = {"balance": options.balance, "global_batch_size": options.global_batch_size}
     chosen |= {"rebalance_every_n_steps": options.rebalance_every_n_steps, **strategy.algorithm_options()}
     hosts = {attendance.places[rank][0] for rank in ranks}
-    slow, ids = strategy.share.planner.too_slow, strategy.job.view.ids if strategy.joined else ()
+    slow, ids = strategy.accounting.planner.too_slow, strategy.job.view.ids if strategy.joined else ()
     changes = attendance.changes(strategy.recovery.losses, views)
     left = f"; {_count(changes[-1].ranks, 'rank')} at the end" if changes else ""
     there = f"{len(ranks)}, in {_count(len(attendance.replicas), 'replica')}, on {_count(len(hosts), 'host')}{left}"

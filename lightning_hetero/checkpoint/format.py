@@ -66,38 +66,39 @@ def trainable_in(checkpoint: Mapping[str, Any]) -> Mapping[str, bool]:
 # -- the plan --------------------------------------------------------------------------------------
 
 
-def add_plan(checkpoint: dict[str, Any], share: BatchAccounting) -> None:
+def add_plan(checkpoint: dict[str, Any], accounting: BatchAccounting) -> None:
     """Add the plan, and what it rests on, to a checkpoint; builtins only, for weights-only loading."""
     loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if not any(loops.get("combined_loader", [True])):
         del loops["combined_loader"]  # placeholders of the samplers, which other strategies would not expect
-    fits = [[r.fixed, r.per_sample, max(r.samples, 1.0), *row_of(r.cost)[2:]] for r in share.reports]
-    add_section(checkpoint, "planner", share.planner.state_dict())
+    fits = [[r.fixed, r.per_sample, max(r.samples, 1.0), *row_of(r.cost)[2:]] for r in accounting.reports]
+    add_section(checkpoint, "planner", accounting.planner.state_dict())
     add_section(checkpoint, "fits", fits)
 
 
-def restore_plan(checkpoint: Mapping[str, Any], share: BatchAccounting, rank: int, grown: bool = False) -> None:
+def restore_plan(checkpoint: Mapping[str, Any], accounting: BatchAccounting, rank: int, grown: bool = False) -> None:
     """Continue with the plan of a checkpoint, if it has one for as many ranks.
 
     Args:
         checkpoint: that was read.
-        share: this rank's part of the work.
+        accounting: of this rank's batches.
         rank: this rank.
         grown: whether others have just joined, so that the plan cannot fit.
     """
     plan, fits = section(checkpoint, "planner"), section(checkpoint, "fits")
-    if plan is None or not share.planner.auto:
+    if plan is None or not accounting.planner.auto:
         return
     saved = len(plan["costs"])
-    if saved != share.planner.world:
+    if saved != accounting.planner.world:
         (rank_zero_info if grown else rank_zero_warn)(
-            f"The checkpoint's shares are for {saved} ranks; this job has {share.planner.world} and measures again."
+            f"The checkpoint's shares are for {saved} ranks; this job has {accounting.planner.world} "
+            "and measures again."
         )
         return
-    share.planner.load_state_dict(plan)
+    accounting.planner.load_state_dict(plan)
     if fits:
         fixed, per_sample, samples, *bends = fits[rank]
-        share.assume(cost_of(fixed, per_sample, *bends), int(samples))
+        accounting.assume(cost_of(fixed, per_sample, *bends), int(samples))
 
 
 # -- replicas --------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from lightning_hetero.batching.streams import Stream
 from lightning_hetero.checkpoint_sections import add_section, section
 
 
-def current(share: BatchAccounting) -> list[Any]:
+def current(accounting: BatchAccounting) -> list[Any]:
     """Positions of this rank's loaders, as far as they can tell."""
-    return [source.position() if isinstance(source, Stream) else None for source in share.loaders.sources()]
+    return [source.position() if isinstance(source, Stream) else None for source in accounting.loaders.sources()]
 
 
 def put(checkpoint: dict[str, Any], everyone: Sequence[Sequence[Any]], ended: Sequence[bool]) -> None:
@@ -29,9 +29,9 @@ def put(checkpoint: dict[str, Any], everyone: Sequence[Sequence[Any]], ended: Se
         add_section(checkpoint, "ended", list(ended))
 
 
-def ended(checkpoint: Mapping[str, Any], share: BatchAccounting) -> list[bool] | None:
+def ended(checkpoint: Mapping[str, Any], accounting: BatchAccounting) -> list[bool] | None:
     """Ranks that had come to the end of their data; ``None`` if the loaders do not go on within an epoch."""
-    within = any(isinstance(source, Stream) and source.another_batch for source in share.loaders.sources())
+    within = any(isinstance(source, Stream) and source.another_batch for source in accounting.loaders.sources())
     return section(checkpoint, "ended") if within else None
 
 

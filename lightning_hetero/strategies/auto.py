@@ -122,7 +122,7 @@ class AutoStrategy(ReplicaStrategy):
     def _choose(self) -> None:
         """Choose, and change, on all ranks after the same step (collective)."""
         with self.timer.waiting():
-            self.share.apply_reports()
+            self.accounting.apply_reports()
             if problem := next(filter(None, gather(self._unchangeable(), "whether replicas can change")), None):
                 self._stay(f"{problem}, so that the replicas cannot change within this fit.")
                 return
@@ -133,7 +133,7 @@ class AutoStrategy(ReplicaStrategy):
                 return
             near, far = (self._measured(pairs, self._size()) for pairs in cluster.pairs_to_measure(self._nodes()))
             measured = replace(unlinked, within=near, between=far)
-            step = self._batches() * max(report.compute + report.wait for report in self.share.reports)
+            step = self._batches() * max(report.compute + report.wait for report in self.accounting.reports)
             algorithm = self.algorithm
             wish = AutoLimits(algorithm.gain, algorithm.exact, algorithm.deterministic, algorithm.every, algorithm.wire)
             self.choice = choose(measured, step, wish)
@@ -162,7 +162,7 @@ class AutoStrategy(ReplicaStrategy):
 
     def _cluster(self) -> Cluster | None:
         """The ranks as measured, the same everywhere; ``None``: not yet, or it is not known how large steps are."""
-        planner, reports = self.share.planner, self.share.reports
+        planner, reports = self.accounting.planner, self.accounting.reports
         if planner.learns or not planner.total or len(reports) != planner.world:
             return None
         batches = self._batches()  # gradients travel once in so many
@@ -170,7 +170,7 @@ class AutoStrategy(ReplicaStrategy):
         if not all(cost.is_valid() and cost.fixed >= 0 for cost in costs):
             return None
         nodes = tuple(tuple(costs[rank] for rank in ranks) for ranks in self._nodes())
-        shares = () if planner.auto else tuple(batches * n for n in planner.shares(self.share.step))
+        shares = () if planner.auto else tuple(batches * n for n in planner.shares(self.accounting.step))
         return Cluster(nodes, batches * planner.total, self._size(), MEMORY, MEMORY, given=shares)
 
     def _size(self) -> int:
@@ -202,7 +202,7 @@ class AutoStrategy(ReplicaStrategy):
             return f"{names[0]} has begun to average the weights of one replica"
         if two_points(self.optimizers) is not None:
             return "the optimizer keeps an average of the weights of one replica (it has `train()` and `eval()`)"
-        if any(not isinstance(source, ShareSampler) for source in self.share.loaders.sources()):
+        if any(not isinstance(source, ShareSampler) for source in self.accounting.loaders.sources()):
             return "the training data is no map-style dataset that this package splits"
         return None
 
@@ -211,19 +211,19 @@ class AutoStrategy(ReplicaStrategy):
 
         Between two windows, in which all ranks hold equal weights.
         """
-        share, former = self.share, self.job
-        share.apply_reports()  # leave nothing in flight
-        start = max(gather(share.loaders.next_step(), "the next batch to draw"))
+        accounting, former = self.accounting, self.job
+        accounting.apply_reports()  # leave nothing in flight
+        start = max(gather(accounting.loaders.next_step(), "the next batch to draw"))
         job = Job(self._view_of_replicas(), former.timeout, former.within)
-        kept = tuple(range(former.view.world))
-        self.build(job, Repartition(kept, start, share.reports_applied))
+        former_ranks = tuple(range(former.view.world))
+        self.build(job, Repartition(former_ranks, start, accounting.reports_applied))
         broadcast_values(
             self.trainer.lightning_module
         )  # unlike devices round differently, and buffers are each rank's own
         self.begin_apart()
         self.continue_in_view()
 
-    # -- what is kept ------------------------------------------------------------------------------
+    # -- what is kept ------------------------------------------------------------------------------------------------------
 
     def _decision(self) -> dict[str, Any] | None:
         """The decision, in plain values; ``None``: there is none yet."""

@@ -134,7 +134,7 @@ class HeteroStrategy(JobStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             device_exit.begin_fit()
             self._layer_sync = self.collaborators.ready_for_batch_norm(
-                trainer.lightning_module, self._layer_sync, self.lent
+                trainer.lightning_module, self._layer_sync, self.group_overrides
             )
         self.stop_request = self._handle_sigterm(trainer)
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
@@ -180,7 +180,7 @@ class HeteroStrategy(JobStrategy):
     def _save_and_stop(self) -> None:
         """All ranks have been asked to stop: save, and let no rank count as lost that ends now (collective)."""
         saving.save_to_resume(self.trainer)
-        self.share.apply_reports()  # leave nothing in flight
+        self.accounting.apply_reports()  # leave nothing in flight
         self.recovery.end()
 
     # -- data --------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class HeteroStrategy(JobStrategy):
             with self.step.forward(self.trainer, batch):
                 return run()
 
-        output = self.recovery.step(step, left_out=lambda: None)
+        output = self.recovery.step(step, instead=lambda: None)
         if not self.trainer.lightning_module.automatic_optimization:
             if self.step.passes == 0:
                 self.recovery.retry(self._none_ran_backward)
@@ -235,7 +235,7 @@ class HeteroStrategy(JobStrategy):
             DisagreementError: others have, it seems. They wait for this rank's gradients.
         """
         with self.timer.waiting():
-            silent = self.job.others_skip(self.share.step, _PATIENCE, self.options.limit.total_seconds())
+            silent = self.job.others_skip(self.accounting.step, _PATIENCE, self.options.limit.total_seconds())
         if silent:
             others = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
             raise DisagreementError(
@@ -270,7 +270,7 @@ class HeteroStrategy(JobStrategy):
             with self.step.hooks():
                 return self.step.optimize(self.trainer, optimizer, closure, stepping)
 
-        output = self.recovery.step(step, left_out=lambda: lightning_compat.mark_executed(closure))
+        output = self.recovery.step(step, instead=lambda: lightning_compat.mark_executed(closure))
         if self.trainer.lightning_module.automatic_optimization:
             self._window_ended()  # before schedulers and callbacks
         return output
@@ -286,7 +286,7 @@ class HeteroStrategy(JobStrategy):
 
     def _compare_parameters(self) -> None:
         """See now and then that unlike devices of a replica hold the same parameters (collective over the replica)."""
-        if (same := self.collaborators.same) is None:
+        if (same := self.collaborators.drift) is None:
             return
         begun = False
 
@@ -335,7 +335,7 @@ class HeteroStrategy(JobStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.collaborators.finite.begin(searching=lightning_compat.searches_lr(self.trainer))
+        self.collaborators.nonfinite.begin(searching=lightning_compat.searches_lr(self.trainer))
         self.step.begin_fit(self.trainer.lightning_module, self.options.balance != "off")
         self._rank_state.begin()
         self.recovery.begin()
@@ -344,7 +344,7 @@ class HeteroStrategy(JobStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.recovery.retry(lambda: self.step.batch_ended(self.trainer))
-        self.recovery.retry(lambda: self.share.apply_reports())  # leave nothing in flight
+        self.recovery.retry(lambda: self.accounting.apply_reports())  # leave nothing in flight
         if self.stop_request is not None:
             self.stop_request.finish()
         self.recovery.end()
@@ -360,7 +360,7 @@ class HeteroStrategy(JobStrategy):
             self.engine.close()
             self.step.close()
         super().teardown()
-        self.lent.take_back()
+        self.group_overrides.take_back()
         device_exit.end_fit()
 
     @override

@@ -78,12 +78,12 @@ class Capacity:
         if (kept := section(checkpoint, "capacity")) is not None:
             self.found, self.basis, self._module = kept["found"], kept["basis"], None
 
-    def begin(self, trainer: "pl.Trainer", share: BatchAccounting, collectives: Collectives) -> bool:
+    def begin(self, trainer: "pl.Trainer", accounting: BatchAccounting, collectives: Collectives) -> bool:
         """Training is about to start: limit the ranks to what fits, and search for it if it is unknown (collective).
 
         Args:
             trainer: runs the fit.
-            share: this rank's part of the work.
+            accounting: of this rank's batches.
             collectives: of the strategy.
 
         Returns:
@@ -104,9 +104,9 @@ class Capacity:
         found = self._known(basis, module)
         searches = found is None
         if found is None:
-            with share.timer.waiting(), torch.random.fork_rng(devices=[]):
+            with accounting.timer.waiting(), torch.random.fork_rng(devices=[]):
                 batches.draw()
-            search = _Search(trainer, collectives, batches, max(share.planner.least, 1))
+            search = _Search(trainer, collectives, batches, max(accounting.planner.least, 1))
             found = search.run([memory for _, memory in basis[:-1]])
         self.found, self.basis, self._module = found, basis, weakref.ref(module)
         if sum(found) < batches.total:
@@ -115,15 +115,15 @@ class Capacity:
                 f"what fits into their memory, but a global batch has {batches.total}. Use a smaller batch with "
                 "accumulate_grad_batches, or raise max_batch_memory if the devices have more."
             )
-        asked = None if share.planner.auto else share.planner.shares(share.step)
-        if share.planner.limit(found):
-            if asked is not None and (shares := share.planner.shares(share.step)) != asked:
+        asked = None if accounting.planner.auto else accounting.planner.shares(accounting.step)
+        if accounting.planner.limit(found):
+            if asked is not None and (shares := accounting.planner.shares(accounting.step)) != asked:
                 rank_zero_warn(
                     f"max_batch_size='auto': the shares that you have asked for, {asked} of a batch, do not fit into "
                     f"the memory of all ranks. They are {shares} now. Use a smaller global batch to keep the shares."
                 )
-            _draw_anew(trainer, share, loaders)
-        share.timer.restart()
+            _draw_anew(trainer, accounting, loaders)
+        accounting.timer.restart()
         return searches
 
     def _known(self, basis: list[Any], module: Any) -> list[int] | None:
@@ -301,16 +301,16 @@ def _log_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _draw_anew(trainer: "pl.Trainer", share: BatchAccounting, combined: CombinedLoader) -> None:
+def _draw_anew(trainer: "pl.Trainer", accounting: BatchAccounting, combined: CombinedLoader) -> None:
     """Let batches be drawn again, of the new sizes, that workers have prefetched."""
-    loaders = share.loaders
+    loaders = accounting.loaders
     sources = loaders.sources()
     begun = [getattr(getattr(source, "batch_sampler", source), "begun", None) for source in sources]
     if all(position is None for position in begun):
         return
     with ExitStack() as stack:
         for source in reversed(sources):
-            stack.enter_context(loaders.moments[source].replay())  # type: ignore[attr-defined]
+            stack.enter_context(loaders.seed_states[source].replay())  # type: ignore[attr-defined]
         for loader in combined.flattened:
             reader = getattr(loader, "loader", loader)
             if getattr(reader, "persistent_workers", False):  # they have drawn random numbers for their batches

@@ -153,7 +153,7 @@ class CollectiveObserver:
     """Takes the collectives that a training step calls for waiting, and warns of those that may make a loss wrong.
 
     Args:
-        timer: this rank's stopwatch.
+        timer: this rank's timer.
         several: whether there are several replicas.
 
     Attributes:

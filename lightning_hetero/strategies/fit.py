@@ -38,25 +38,25 @@ class Fit:
     """The collaborators of a fit in one view of the ranks.
 
     Attributes:
-        share: this rank's part of the work.
+        accounting: of this rank's batches.
         engine: what happens between replicas.
         step: a training step.
         loaders: the dataloaders.
-        finite: looks for losses and gradients that are not finite.
+        nonfinite: looks for losses and gradients that are not finite.
         buckets: chooses the size of DDP's buckets.
         data_group: gives the group in which the replica averages gradients; ``None``: it is one rank.
-        same: compares parameters where the replica has unlike devices.
+        drift: compares parameters where the replica has unlike devices.
         told: how gradients travel, in the words that the user has been told.
     """
 
-    share: BatchAccounting
+    accounting: BatchAccounting
     engine: Engine
     step: TrainingStep
     loaders: Loaders
-    finite: NonFiniteGuard
+    nonfinite: NonFiniteGuard
     buckets: BucketSize
     data_group: Callable[[], dist.ProcessGroup | None]
-    same: ParameterDriftCheck | None
+    drift: ParameterDriftCheck | None
     told: str = ""
 
     def ready_for_batch_norm(self, model: torch.nn.Module, layer_sync: Any, lent: GroupOverrides) -> Any:
@@ -71,7 +71,7 @@ class Fit:
             The plugin to use.
         """
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            self.share.planner.least = 2  # it cannot normalise one sample
+            self.accounting.planner.least = 2  # it cannot normalise one sample
         group = self.data_group()
         lent.lend_layers(model, group)
         return None if layer_sync is None else ReplicaSyncBatchNorm(group, lent)
@@ -93,7 +93,7 @@ class Fit:
         Args:
             job: with the view.
             options: of the strategy.
-            timer: this rank's stopwatch.
+            timer: this rank's timer.
             collectives: of the strategy.
             trainer: gives the Trainer once there is one.
             make_engine: makes what happens between replicas.
@@ -106,11 +106,11 @@ class Fit:
         mode = options.on_nan if view.count == 1 else "ignore"
         planner = options.planner(view.world, view.ids if view.number else None)
         if former is not None and repartition is not None:
-            planner = plan_for_survivors(former.share.planner, repartition.kept, planner)
+            planner = plan_for_survivors(former.accounting.planner, repartition.former_ranks, planner)
 
         def begin_pass() -> Position:
-            share.begin_pass()
-            here = position(trainer(), share.step)
+            accounting.begin_pass()
+            here = position(trainer(), accounting.step)
             planner.origin = here.batch - here.step
             return here
 
@@ -133,20 +133,20 @@ class Fit:
             options.balance_iterable,
         )
         ranks, small, gathering = view.replica.ranks, job.small_group, AsyncAllGather(job.report_group())
-        share = BatchAccounting(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
-        share.settings = lambda: hyperparameters(trainer().optimizers)
-        finite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()))
+        accounting = BatchAccounting(planner, timer, loaders, ranks, small, gathering, defers_reports=view.count > 1)
+        accounting.settings = lambda: hyperparameters(trainer().optimizers)
+        nonfinite = NonFiniteGuard(mode, ranks, small, timer.waiting, lambda: describe(trainer()))
         if former is not None:
-            share.continue_from(former.share, repartition)
-        engine = make_engine(job, share)
+            accounting.continue_from(former.accounting, repartition)
+        engine = make_engine(job, accounting)
         if former is not None:
             engine.continue_from(former.engine)
-        step = TrainingStep(share, engine, finite, collectives, several=view.count > 1)
+        step = TrainingStep(accounting, engine, nonfinite, collectives, several=view.count > 1)
         if former is not None and repartition is not None:
-            finite.continue_from(former.finite)
+            nonfinite.continue_from(former.nonfinite)
             step.continue_from(former.step)
             loaders.continue_from(former.loaders, repartition)
-        return cls(share, engine, step, loaders, finite, BucketSize(), job.data_group, _same_parameters(job))
+        return cls(accounting, engine, step, loaders, nonfinite, BucketSize(), job.data_group, _same_parameters(job))
 
 
 def _same_parameters(job: Job) -> ParameterDriftCheck | None:

@@ -68,12 +68,12 @@ class JobStrategy(DDPStrategy):
         super().__init__(accelerator, *args, **kwargs)
         self.timer = StepTimer(torch.device("cpu"))
         self.collectives = Collectives(self.timer.waiting, self._is_alone, self._loss_counts)
-        self.lent = GroupOverrides()
+        self.group_overrides = GroupOverrides()
         self.recovery = RecoveryPolicy()
 
     _job: Job | None = None  # once this process has joined
     ticket: JoinTicket | None = None  # if it joins a job that runs, until training starts
-    share: BatchAccounting
+    accounting: BatchAccounting
     engine: Engine
     step: TrainingStep
     collaborators: Fit
@@ -83,7 +83,7 @@ class JobStrategy(DDPStrategy):
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
     of_the_job: ClassVar[tuple[str, ...]] = (
         "_job",
-        "share",
+        "accounting",
         "engine",
         "step",
         "collaborators",
@@ -108,11 +108,11 @@ class JobStrategy(DDPStrategy):
         """The replicas of the job, each the ranks that average gradients at every step; here one, the world."""
         return (tuple(range(topology.world)),)
 
-    def make_engine(self, job: Job, share: BatchAccounting) -> Engine:
+    def make_engine(self, job: Job, accounting: BatchAccounting) -> Engine:
         """The engine of a fit; it gets an averager where there are several replicas."""
         skip: Literal["error", "skip"] = "skip" if self.options.on_nan == "skip" else "error"
         links = ReplicaLinks(job.view.rank, job.view.ranks, job.groups, skip)
-        return Engine(job.view, links, share, self.options.rebalance_every_n_steps)
+        return Engine(job.view, links, accounting, self.options.rebalance_every_n_steps)
 
     # -- the Trainer, the launcher -----------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class JobStrategy(DDPStrategy):
             repartition,
         )
         self._job, self.collaborators = job, parts
-        self.share, self.engine, self.step = parts.share, parts.engine, parts.step
+        self.accounting, self.engine, self.step = parts.accounting, parts.engine, parts.step
 
     def continue_with(self, job: Job, repartition: Repartition, missed: bool, source: int, past: ShareHistory) -> None:
         """Go on with the ranks that remain (collective).
@@ -304,9 +304,9 @@ class JobStrategy(DDPStrategy):
         self.take_number(job)
         failures.watch_ranks(self.interface, self.options.limit.total_seconds(), job.view.ids)
         self._settle_plan()
-        known = PlanningState.of(self.share.planner)
-        value_of_rank(known, source).apply_to(self.share.planner)
-        past.end(before.view.ids, self.share.planner, repartition.start)
+        known = PlanningState.of(self.accounting.planner)
+        value_of_rank(known, source).apply_to(self.accounting.planner)
+        past.end(before.view.ids, self.accounting.planner, repartition.start)
         self.build(job, repartition)
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks
             scale_gradients(self.module, len(job.view.replica.ranks) / len(before.view.replica.ranks))
@@ -317,7 +317,7 @@ class JobStrategy(DDPStrategy):
     def continue_in_view(self) -> None:
         """Let training go on in a new view: average gradients, ask for stops, and plan there (collective)."""
         module, job = self.module, self.job
-        self.lent.lend_layers(module, job.data_group())
+        self.group_overrides.lend_layers(module, job.data_group())
         self.wrap_again()
         if self.stop_request is not None:
             self.stop_request.move(job.store("stop"))
@@ -326,7 +326,7 @@ class JobStrategy(DDPStrategy):
 
     def abandon(self) -> None:
         """Drop what is under way: all connections are broken. Local."""
-        self.share.forget()
+        self.accounting.forget()
         self.engine.abandon()
 
     @property
@@ -379,7 +379,7 @@ class JobStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
         model, parts, job = self.model, self.collaborators, self.job
-        ranks, group = parts.share.replica, parts.data_group()
+        ranks, group = parts.accounting.replica, parts.data_group()
         if group is None:
             return  # nothing to average with: DDP would only cost time
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
@@ -389,7 +389,7 @@ class JobStrategy(DDPStrategy):
             options["init_sync"] = False
         ddp = ReplicaDDP(self.timer, module=model, **options)
         if (hook := lightning_compat.comm_hook(self)) is not None:
-            register_hook(ddp, *hook, group, self.lent, job.view.count > 1)
+            register_hook(ddp, *hook, group, self.group_overrides, job.view.count > 1)
         topology = job.view.topology
         way = use_shared_memory_allreduce(self.options, ddp, topology, ranks, group, hooked=hook is not None)
         way = way or topology.route(ranks)
@@ -415,8 +415,8 @@ class JobStrategy(DDPStrategy):
         only reports tell how large a step is.
         """
         self.end_background_plans()  # of a fit that did not
-        job, share = self.job, self.share
-        planner = share.planner
+        job, accounting = self.job, self.accounting
+        planner = accounting.planner
         moves = planner.auto and not planner.held and planner.total > 0 and not planner.learns
         if not moves or self.engine.lockstep or job.view.count == 1:
             return
@@ -430,29 +430,29 @@ class JobStrategy(DDPStrategy):
             return str(failure) if failure else "a rank was lost" if self.recovery.changing else None
 
         def before_draw(step: int) -> None:
-            agreement = self.share.agreement  # another one, once ranks were lost
+            agreement = self.accounting.agreement  # another one, once ranks were lost
             if agreement is not None:
                 agreement.before_draw(step)
 
-        PlanAgreement(share, store, job.view.rank, self.options.limit.total_seconds(), lost)
+        PlanAgreement(accounting, store, job.view.rank, self.options.limit.total_seconds(), lost)
         planner.before_draw = lambda step: self.recovery.retry(lambda: before_draw(step))
 
     def _settle_plan(self) -> None:
         """End with the same plan on all ranks that remain (collective over them)."""
-        if (agreement := self.share.agreement) is not None:
+        if (agreement := self.accounting.agreement) is not None:
             agreement.settle(lambda plan: gather(plan, "the plan that is agreed"))
 
     def end_background_plans(self) -> None:
         """All ranks have trained on all that they draw, or are about to have (collective)."""
-        if (agreement := self.share.agreement) is not None:
+        if (agreement := self.accounting.agreement) is not None:
             self.recovery.retry(lambda: gather(None, "the end of training"))  # until then some may wait for others
             self.recovery.retry(self._settle_plan)
             agreement.close()
 
     def close_background_plans(self) -> None:
         """End the thread, if there is one; idempotent."""
-        if self.joined and self.share.agreement is not None:
-            self.share.agreement.close()
+        if self.joined and self.accounting.agreement is not None:
+            self.accounting.agreement.close()
 
 
 def gradients_of(module: torch.nn.Module) -> list[torch.Tensor | None]:

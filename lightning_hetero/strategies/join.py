@@ -382,7 +382,9 @@ class ElasticJoin(Newcomers):
     def _claim(self) -> None:
         """See that no other job has begun under the same file at the same time."""
         file = self._strategy.options.join_file
-        follows = self._strategy.recovery.view or self._strategy.ticket is not None  # what stands there is this job's
+        follows = (
+            self._strategy.recovery.view_number or self._strategy.ticket is not None
+        )  # what stands there is this job's
         there = None if file is None or follows else AddressFile(file).read()
         if there is not None and job_answers(there):
             raise JoinRefusedError(
@@ -442,7 +444,7 @@ class ElasticJoin(Newcomers):
             trainer.save_checkpoint(PATH)
         finally:
             strategy.checkpoint_io = files.usual
-        strategy.recovery.retry(strategy.share.apply_reports)  # leave nothing in flight
+        strategy.recovery.retry(strategy.accounting.apply_reports)  # leave nothing in flight
         if any(gather(strategy.job.view is not view, "who was lost")):  # others come next time
             if requests is not None:
                 requests.put_off(newcomers)

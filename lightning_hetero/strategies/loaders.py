@@ -226,7 +226,9 @@ class Loaders:
         self._global_batch_size = global_batch_size
         self._sized_by_user, self._balance_iterable = sized_by_user, balance_iterable
         self.combined: Callable[[], CombinedLoader | None] = lambda: None  # the Trainer's, once it has one
-        self.moments: WeakKeyDictionary[LoaderSource, LoaderSeedState] = WeakKeyDictionary()  # when a source was made
+        self.seed_states: WeakKeyDictionary[LoaderSource, LoaderSeedState] = (
+            WeakKeyDictionary()
+        )  # when a source was made
         self.own_sizes = [0] * planner.world  # of each rank's batches, where its own loader sizes them; 0: not known
         self.sizes = GlobalBatchSizes(planner.world, global_batch_size)
         self.evaluated: WeakSet[EvaluationSampler] = WeakSet()
@@ -247,18 +249,18 @@ class Loaders:
 
     def continue_from(self, former: "Loaders", repartition: Repartition) -> None:
         """Go on with the loaders of an earlier view, in the midst of a fit."""
-        self.combined, self.moments, self.evaluated = former.combined, former.moments, former.evaluated
-        self.own_sizes = [former.own_sizes[rank] for rank in repartition.kept]
+        self.combined, self.seed_states, self.evaluated = former.combined, former.seed_states, former.evaluated
+        self.own_sizes = [former.own_sizes[rank] for rank in repartition.former_ranks]
         self.sizes = former.sizes
         self._trainer, planner = former._trainer, self.planner
-        if list(repartition.kept) == list(range(former.planner.world)):  # nobody has left
+        if list(repartition.former_ranks) == list(range(former.planner.world)):  # nobody has left
             self._evaluates_by = former._evaluates_by
         for evaluated in self.evaluated:
             evaluated.repartition(self.rank, planner.world, self.evaluation_plan, lambda: planner.found)
         for source in self.sources():
             assert isinstance(source, ShareSampler)  # others are refused where lost ranks are survived
             seat = RankSlot(self.rank, tuple(self.replica), self._shares, repartition.start)
-            source.repartition(seat, repartition.kept, self._begin_pass)
+            source.repartition(seat, repartition.former_ranks, self._begin_pass)
             source.before_draw = planner.ready
             if isinstance(order := source.sampler, AgreedOrder):
                 order.agree_by(self._broadcast, lambda: self.rank == 0)
@@ -275,7 +277,7 @@ class Loaders:
             self.combined = lambda: combined_loader(trainer)
             made = self.training(loader, sharded)
             if (source := source_of(made)) is not None:
-                self.moments[source] = LoaderSeedState(getattr(loader, "generator", None))
+                self.seed_states[source] = LoaderSeedState(getattr(loader, "generator", None))
             return made
         name = stage.dataloader_prefix or "validation"
         if sharded or not isinstance(loader, DataLoader) or has_iterable_dataset(loader):

@@ -44,22 +44,22 @@ def tell_while_waiting(trainer: "pl.Trainer") -> None:
     waits.describe_batch_by(batch)
 
 
-def refetch_if_moved(trainer: "pl.Trainer", share: BatchAccounting, checkpoint: Mapping[str, Any] | None) -> None:
+def refetch_if_moved(trainer: "pl.Trainer", accounting: BatchAccounting, checkpoint: Mapping[str, Any] | None) -> None:
     """If the loaders were set up before a checkpoint was restored, let them begin again where it stands.
 
     Args:
         trainer: runs the fit.
-        share: this rank's part of the work.
+        accounting: of this rank's batches.
         checkpoint: that was restored, if any.
     """
-    here = position(trainer, share.step)
-    sources = share.loaders.sources()
+    here = position(trainer, accounting.step)
+    sources = accounting.loaders.sources()
     resumed = checkpoint is not None and loader_states.restore(checkpoint, sources)
     begun = [getattr(source, "begun", None) for source in sources]
     if resumed or any(b is not None and (b.epoch, b.batch) != (here.epoch, here.batch) for b in begun):
         lightning_compat.restart_loaders(trainer)
-    if checkpoint is not None and (ended := loader_states.ended(checkpoint, share)) is not None:
-        share.ended = ended
+    if checkpoint is not None and (ended := loader_states.ended(checkpoint, accounting)) is not None:
+        accounting.ended = ended
 
 
 def begin_next_epoch(trainer: "pl.Trainer") -> None:
@@ -73,10 +73,12 @@ def begin_next_epoch(trainer: "pl.Trainer") -> None:
         trainer.fit_loop.reset_restart_stage()
 
 
-def refetch_between_epochs(trainer: "pl.Trainer", share: BatchAccounting) -> None:
+def refetch_between_epochs(trainer: "pl.Trainer", accounting: BatchAccounting) -> None:
     """Let the next epoch's loaders begin again, now that the random states are restored that they draw from."""
-    samplers = all(hasattr(source, "begun") for source in share.loaders.sources())  # a stream would lose what it drew
-    if samplers and position(trainer, share.step).batch in (0, trainer.num_training_batches):
+    samplers = all(
+        hasattr(source, "begun") for source in accounting.loaders.sources()
+    )  # a stream would lose what it drew
+    if samplers and position(trainer, accounting.step).batch in (0, trainer.num_training_batches):
         lightning_compat.restart_loaders(trainer)
 
 

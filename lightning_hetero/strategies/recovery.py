@@ -51,7 +51,7 @@ class PeerRecovery(RecoveryPolicy):
     def __init__(self, strategy: JobStrategy) -> None:
         super().__init__()
         self._strategy = strategy
-        self._survivor = CollectiveRetry(self._recover)
+        self._collectives = CollectiveRetry(self._recover)
         self._membership: Membership | None = None
         self._former: Membership | None = None  # of those that were there, while they begin again with others
         self._longest: float | None = None  # silence of a rank that lives, as far as is known
@@ -67,7 +67,7 @@ class PeerRecovery(RecoveryPolicy):
         return self._newcomers
 
     @property
-    def view(self) -> int | None:
+    def view_number(self) -> int | None:
         """The number of the view, while ranks may be lost; else ``None``."""
         return None if self._membership is None else self._strategy.job.view.number
 
@@ -88,7 +88,7 @@ class PeerRecovery(RecoveryPolicy):
             HeteroError: on every rank: this fit could not go on without a rank.
         """
         view = self._strategy.job.view
-        self._survivor, self._over, self._past = CollectiveRetry(self._recover), False, ShareHistory()
+        self._collectives, self._over, self._past = CollectiveRetry(self._recover), False, ShareHistory()
         self._manual_steps = 0
         if self._strategy.ticket is None:  # else the fit began earlier
             self.losses = []
@@ -106,7 +106,7 @@ class PeerRecovery(RecoveryPolicy):
         """The reason why this fit could not go on without a rank; ``None`` if it can."""
         strategy = self._strategy
         center = getattr(getattr(strategy, "algorithm", None), "center", None)
-        sources, name = strategy.share.loaders.sources(), type(strategy).__name__
+        sources, name = strategy.accounting.loaders.sources(), type(strategy).__name__
         callbacks = strategy.trainer.callbacks  # type: ignore[attr-defined]
         return unsurvivable(view, strategy.options.min_replicas, sources, callbacks, center, name)
 
@@ -118,15 +118,19 @@ class PeerRecovery(RecoveryPolicy):
         terms = MembershipTerms(grace, options.min_replicas, options.limit.total_seconds(), unit)
         me, token = view.ids[view.rank], job.token()
         interface = self._strategy.interface
-        self._share = self._strategy.share
-        hooks: dict[str, Any] = {"on_change": self._noticed, "offer": self._offer, "steps": lambda: self._share.step}
+        self._accounting = self._strategy.accounting
+        hooks: dict[str, Any] = {
+            "on_change": self._on_change,
+            "offer": self._offer,
+            "steps": lambda: self._accounting.step,
+        }
         membership = Membership(me, interface, token, terms, **hooks)
         everyone = gather((me, membership.address, self._longest), "where ranks can be reached")
         addresses = {id: address for id, address, _ in everyone}
         known = [silence for *_, silence in everyone if silence is not None]
         membership.begin(view.number, view.units, addresses, max(known, default=None))
         self._membership = membership
-        set_repeater(self._survivor)
+        set_repeater(self._collectives)
         repeat_metrics(self._strategy.lightning_module)
 
     def end(self) -> None:
@@ -189,7 +193,7 @@ class PeerRecovery(RecoveryPolicy):
         """The result of an operation that is called again after a loss."""
         return self._until_done(operation, lambda _: False, operation)
 
-    def step(self, operation: Callable[[], T], left_out: Callable[[], T]) -> T:
+    def step(self, operation: Callable[[], T], instead: Callable[[], T]) -> T:
         """Run an optimizer step, again after a loss unless the others have taken it.
 
         With manual optimization the step is ``training_step``. If optimizers have stepped in it, its rest is left out.
@@ -207,7 +211,7 @@ class PeerRecovery(RecoveryPolicy):
 
         def inside() -> T:
             try:
-                with self._survivor.plain(), self._step():
+                with self._collectives.plain(), self._step():
                     return operation()
             except BaseException:
                 if gradients is not None:  # of earlier batches, to which the broken step may have added
@@ -219,18 +223,18 @@ class PeerRecovery(RecoveryPolicy):
                 _warn_of_rest(self._strategy.trainer.global_step)
             return others.step or self._manual_steps > manual_steps
 
-        return self._until_done(inside, missed, left_out)
+        return self._until_done(inside, missed, instead)
 
     def exchange(self, operation: Callable[[], T]) -> T | None:
         """Run what follows a step between replicas, again after a loss unless the others have completed it."""
 
         def inside() -> T | None:
-            with self._survivor.plain():
+            with self._collectives.plain():
                 return operation()
 
         if self.changing:
             self._recover(time.monotonic())  # the others wait for this rank
-        return self._until_done(inside, lambda behind: behind.exchange, lambda: None)
+        return self._until_done(inside, lambda missed: missed.exchange, lambda: None)
 
     def _until_done(
         self, operation: Callable[[], T], missed: Callable[[MissedWork], bool], instead: Callable[[], T]
@@ -253,7 +257,7 @@ class PeerRecovery(RecoveryPolicy):
         finally:
             self._in_step = False
 
-    def _noticed(self) -> None:
+    def _on_change(self) -> None:
         """A rank was lost, or asks who is: wake this one up, if it waits for others. On the membership's thread."""
         if not self._over:
             threads.abort_sockets()
@@ -288,7 +292,7 @@ class PeerRecovery(RecoveryPolicy):
             if LEFT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
                 raise self._newcomers.again(agreed, self._store if agreed.host == me else None)
             try:
-                behind, counted = self._join(agreed, own, lost, known)
+                missed, counted = self._rejoin(agreed, own, lost, known)
                 break
             except RuntimeError as error:  # one more was lost meanwhile
                 if not is_communication_error(error):
@@ -298,7 +302,7 @@ class PeerRecovery(RecoveryPolicy):
                 _log.info("rank %d could not join view %d: %s", me, agreed.number, error)
         self._newcomers.continue_after_loss()
         self._tell(lost, counted, time.monotonic() - stopped)
-        return behind
+        return missed
 
     @property
     def _watched(self) -> Membership:
@@ -312,36 +316,36 @@ class PeerRecovery(RecoveryPolicy):
         return self._membership
 
     def _progress(self) -> Progress:
-        engine, share = self._strategy.engine, self._strategy.share
+        engine, accounting = self._strategy.engine, self._strategy.accounting
         come = (
             engine.steps_taken + self._manual_steps,
             engine.meetings,
-            self._survivor.calls,
-            share.loaders.next_step(),
-            share.reports_applied,
+            self._collectives.calls,
+            accounting.loaders.next_step(),
+            accounting.reports_applied,
         )
-        return Progress(*come, share.step, share.met if engine.lockstep else 0)
+        return Progress(*come, accounting.step, accounting.met if engine.lockstep else 0)
 
-    def _join(
+    def _rejoin(
         self, agreed: AgreedView, own: Progress, lost: dict[int, str], known: dict[int, int]
     ) -> tuple[MissedWork, LostSamples]:
-        strategy, survivor = self._strategy, self._survivor
+        strategy, collectives = self._strategy, self._collectives
         me, before = self._watched.me, strategy.job.view
         strategy.abandon()
         store = self._store if agreed.host == me else None
         store = store or store_at(agreed.offer, strategy.options.limit)
-        with survivor.plain():
+        with collectives.plain():
             job = strategy.job.for_survivors(agreed.number, agreed.members, store)
             all_progress = [Progress(*agreed.progress[id]) for id in job.view.ids]
-            catch_up(survivor, all_progress, own)
-            kept = tuple(before.ids.index(id) for id in job.view.ids)
+            catch_up(collectives, all_progress, own)
+            former_ranks = tuple(before.ids.index(id) for id in job.view.ids)
             reports = [progress.reports for progress in all_progress]
-            repartition = Repartition(kept, max(progress.draw for progress in all_progress), max(reports))
+            repartition = Repartition(former_ranks, max(progress.draw for progress in all_progress), max(reports))
             replica = [all_progress[rank] for rank in job.view.replica.ranks]
             step = own.step < max(progress.step for progress in replica)
             exchange = strategy.engine.lockstep and own.commit < max(progress.commit for progress in all_progress)
             strategy.continue_with(job, repartition, exchange, reports.index(max(reports)), self._past)
-            self._share = strategy.share
+            self._accounting = strategy.accounting
             strategy.copy_states([progress.step for progress in all_progress])
             return MissedWork(step, exchange), count(lost, known, all_progress, self._past, job.view.ranks_leave)
 

@@ -62,11 +62,11 @@ class MissedWork(NamedTuple):
     exchange: bool
 
 
-def catch_up(survivor: CollectiveRetry, all_progress: Sequence[Progress], own: Progress) -> None:
+def catch_up(collectives: CollectiveRetry, all_progress: Sequence[Progress], own: Progress) -> None:
     """Give the results of collectives to those who missed them (collective).
 
     Args:
-        survivor: has the results of this rank.
+        collectives: has the results of this rank.
         all_progress: of all ranks.
         own: of this rank.
     """
@@ -74,10 +74,10 @@ def catch_up(survivor: CollectiveRetry, all_progress: Sequence[Progress], own: P
     if len(set(calls)) == 1:
         return
     ahead = calls.index(max(calls))
-    results = {number: survivor.results.get(number) for number in range(min(calls), max(calls))}
+    results = {number: collectives.results.get(number) for number in range(min(calls), max(calls))}
     results = value_of_rank(results, ahead)
     missed = {number: result for number, result in results.items() if number >= own.call}
-    survivor.received.update(missed)
+    collectives.received.update(missed)
 
 
 def unreachable_members(me: int, limit: float, view: int, error: Exception) -> MembershipLostError:
@@ -273,7 +273,7 @@ class RecoveryPolicy:
         return None
 
     @property
-    def view(self) -> int | None:
+    def view_number(self) -> int | None:
         """The number of the view, while ranks may be lost; else ``None``."""
         return None
 
@@ -312,12 +312,12 @@ class RecoveryPolicy:
         """The result of an operation that can be called again if it breaks."""
         return operation()
 
-    def step(self, operation: Callable[[], T], left_out: Callable[[], T]) -> T:
+    def step(self, operation: Callable[[], T], instead: Callable[[], T]) -> T:
         """Run an optimizer step.
 
         Args:
             operation: the step, which can be repeated if a gradient does not arrive.
-            left_out: what to do instead if the other ranks have taken it.
+            instead: what to do instead if the other ranks have taken it.
         """
         return operation()
 

@@ -87,7 +87,7 @@ class ReplicaStrategy(HeteroStrategy):
     engine: Engine
     of_the_job: ClassVar[tuple[str, ...]] = (*HeteroStrategy.of_the_job, "_metrics", "_source", "weight_averages")
     weight_averages = WeightAverages()
-    _source = saving.Source()  # the checkpoint from which the fit goes on
+    _source = saving.ResumedFile()  # the checkpoint from which the fit goes on
     averager_class: ClassVar[type[Averager] | None] = None  # of which the options are
     algorithm: Averager | None = None  # with the options that were given; each fit has a new one like it
 
@@ -193,7 +193,7 @@ class ReplicaStrategy(HeteroStrategy):
         """Let an averager serve the replicas, which hold the same values (collective)."""
         replica, view = averager.make_replica(self.trainer.lightning_module, self.settle), self.engine.view
         # Ranks at their own pace keep in step if their shares are right in the mean.
-        self.share.planner.turns = 1 < view.world == view.count and not averager.traits.lockstep
+        self.accounting.planner.turns = 1 < view.world == view.count and not averager.traits.lockstep
         metrics = self._metrics.mean_over_ranks
         return self.engine.start(averager, replica, lambda: self.optimizers, self.fit_info(), metrics)
 
@@ -294,7 +294,7 @@ class ReplicaStrategy(HeteroStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         load = super().load_checkpoint
-        self._source = saving.Source.of(checkpoint, checkpoint_path, lambda path: load(path, *args, **kwargs))
+        self._source = saving.ResumedFile.of(checkpoint, checkpoint_path, lambda path: load(path, *args, **kwargs))
         return checkpoint
 
     @override
@@ -379,7 +379,7 @@ class ReplicaStrategy(HeteroStrategy):
     def teardown(self) -> None:
         self.close_background_plans()
         self.weight_averages.detach()
-        self._source, self.weight_averages = saving.Source(), WeightAverages()
+        self._source, self.weight_averages = saving.ResumedFile(), WeightAverages()
         super().teardown()
 
 

@@ -137,13 +137,13 @@ def retry_on_peer_loss(save: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(save)
     def saved(self: JobStrategy, *args: Any, **kwargs: Any) -> None:
-        before = self.recovery.view
+        before = self.recovery.view_number
         save(self, *args, **kwargs)
         if before is None:
             return
         # All go by what they have gathered. A loss within that has come to some before they know its outcome, and to
         # others after.
-        views = gather((before, self.recovery.view), "what was saved")
+        views = gather((before, self.recovery.view_number), "what was saved")
         if any(since != then for then, since in views):
             save(self, *args, **kwargs)
 
@@ -190,7 +190,7 @@ class RankState:
         """Take from a checkpoint what must be known before the data are set up, and return it."""
         trainer = trainer_of(self._strategy.lightning_module)
         if self._strategy.joined and trainer is not None and trainer.training:
-            self._strategy.share.loaders.sizes.load(checkpoint)
+            self._strategy.accounting.loaders.sizes.load(checkpoint)
         return checkpoint
 
     @contextmanager
@@ -208,22 +208,22 @@ class RankState:
         if strategy.joined:
             self._add_common(checkpoint)
             if not alone:
-                own = random_states.current(strategy.root_device), loader_states.current(strategy.share)
+                own = random_states.current(strategy.root_device), loader_states.current(strategy.accounting)
                 everyone = gather(own, "random states, and where dataloaders stand, to save them")
                 if strategy.is_global_zero:
                     random_states.put(checkpoint, [random for random, _ in everyone])
-                    loader_states.put(checkpoint, [loaders for _, loaders in everyone], strategy.share.ended)
+                    loader_states.put(checkpoint, [loaders for _, loaders in everyone], strategy.accounting.ended)
         with raise_on_all_ranks(alone):
             yield on_cpu(strategy.checkpoint_io, checkpoint) if strategy.is_global_zero else checkpoint
         strategy.timer.restart()  # it is no part of a step's time
 
     def _add_common(self, checkpoint: dict[str, Any]) -> None:
         """Add what all ranks know alike to a checkpoint."""
-        share = self._strategy.share
+        accounting = self._strategy.accounting
         add_trainable(checkpoint, self._strategy.module)
-        add_plan(checkpoint, share)
+        add_plan(checkpoint, accounting)
         self._capacity.add_to(checkpoint)
-        share.loaders.sizes.add_to(checkpoint)
+        accounting.loaders.sizes.add_to(checkpoint)
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on with the plan of a checkpoint."""
@@ -231,7 +231,7 @@ class RankState:
         warn_if_unreadable(checkpoint)
         if restore_trainable(strategy.module, trainable_in(checkpoint)):
             strategy.wrap_again()
-        restore_plan(checkpoint, strategy.share, strategy.global_rank, grown=strategy.ticket is not None)
+        restore_plan(checkpoint, strategy.accounting, strategy.global_rank, grown=strategy.ticket is not None)
         self._capacity.load(checkpoint)
         self._random, self._checkpoint = random_states.find(checkpoint), checkpoint
 
@@ -243,20 +243,20 @@ class RankState:
             ShareError: the global batch does not fit on all ranks together.
         """
         strategy = self._strategy
-        trainer, share = strategy.trainer, strategy.share
-        if self._capacity.begin(trainer, share, strategy.collectives):
+        trainer, accounting = strategy.trainer, strategy.accounting
+        if self._capacity.begin(trainer, accounting, strategy.collectives):
             strategy.wrap_again()  # DDP has counted the backward passes
-        refetch_if_moved(trainer, share, self._checkpoint)
+        refetch_if_moved(trainer, accounting, self._checkpoint)
         self._checkpoint = None
         if self._random is not None:  # after the loaders were made, which draws random numbers
             random_states.restore(self._random, strategy.root_device)
             self._random = None
-            refetch_between_epochs(trainer, share)
+            refetch_between_epochs(trainer, accounting)
         begin_next_epoch(trainer)
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumedFile:
     """The file from which a fit goes on, if from one.
 
     Attributes:
@@ -270,7 +270,7 @@ class Source:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any], path: Any, load: Callable[[str], dict[str, Any]]) -> "Source":
+    def of(cls, checkpoint: Mapping[str, Any], path: Any, load: Callable[[str], dict[str, Any]]) -> "ResumedFile":
         """The file that has just been read."""
         return cls(path, load, {"step": checkpoint.get("global_step"), "save": save_name(checkpoint)})
 

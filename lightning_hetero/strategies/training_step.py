@@ -48,7 +48,7 @@ class TrainingStep:
     replicas may meet.
 
     Args:
-        share: this rank's part of the work.
+        accounting: of this rank's batches.
         engine: what happens between replicas.
         finite: looks for losses and gradients that are not finite.
         collectives: what reduces values that are logged.
@@ -56,11 +56,16 @@ class TrainingStep:
     """
 
     def __init__(
-        self, share: BatchAccounting, engine: Engine, finite: NonFiniteGuard, collectives: Collectives, several: bool
+        self,
+        accounting: BatchAccounting,
+        engine: Engine,
+        finite: NonFiniteGuard,
+        collectives: Collectives,
+        several: bool,
     ) -> None:
-        self._share, self._engine, self._finite, self._collectives = share, engine, finite, collectives
-        self._noticed = CollectiveObserver(share.timer, several)
-        self._timer = share.timer
+        self._accounting, self._engine, self._finite, self._collectives = accounting, engine, finite, collectives
+        self._observer = CollectiveObserver(accounting.timer, several)
+        self._timer = accounting.timer
         self._samples = 0.0  # of the replica, in the running window
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
         self._logged: Any | None = None  # the Trainer's collection of logged values
@@ -78,9 +83,9 @@ class TrainingStep:
             uneven: whether ranks may get different numbers of samples.
         """
         self.close()
-        weighed = uneven and len(self._share.replica) > 1
-        self._noticed.weighed = weighed and not callable(getattr(module, "batch_weight", None))
-        if self._noticed.weighed:
+        weighed = uneven and len(self._accounting.replica) > 1
+        self._observer.weighed = weighed and not callable(getattr(module, "batch_weight", None))
+        if self._observer.weighed:
             self._hooks = warn_of_losses_over_all(module)
 
     def begin(self, trainer: "pl.Trainer") -> None:
@@ -88,8 +93,8 @@ class TrainingStep:
         lightning_compat.watch_fetching(trainer, self._timer.fetching, self._timer.fetched)
         if trainer.training:
             self.batch_ended(trainer)  # if nothing else has ended the last one
-            self._share.begin()
-            self._counted = self._share.current().samples
+            self._accounting.begin()
+            self._counted = self._accounting.current().samples
             if trainer.current_epoch != self._epoch:
                 self._epoch, self._of_epoch = trainer.current_epoch, 0.0
             self._of_epoch += self._counted
@@ -103,15 +108,15 @@ class TrainingStep:
     @contextmanager
     def forward(self, trainer: "pl.Trainer", batch: Any) -> Iterator[None]:
         """Run the module's training step in this block; what it logs counts by this rank's samples."""
-        module, (samples, total, _) = trainer.lightning_module, self._share.current()
+        module, (samples, total, _) = trainer.lightning_module, self._accounting.current()
         self._samples += total
         if callable(measure := getattr(module, "batch_weight", None)):
-            self._share.weigh(measure, batch)
+            self._accounting.weigh(measure, batch)
         self._finite.before_forward(module)
         state = nullcontext() if samples > 0 else preserve_buffers(module)
         self._none = False
         instead = self._instead_of_none(module) if trainer.world_size > 1 else nullcontext()
-        with state, instead, self._collectives.weighing(lambda: self._counted), self._noticed.forward():
+        with state, instead, self._collectives.weighing(lambda: self._counted), self._observer.forward():
             yield
 
     @contextmanager
@@ -127,7 +132,7 @@ class TrainingStep:
             output = step(*args, **kwargs)
             if output is not None or not module.automatic_optimization:
                 return output
-            if len(self._share.replica) > 1 and not self._finite.asks:
+            if len(self._accounting.replica) > 1 and not self._finite.asks:
                 raise UnsupportedError(
                     f"`training_step` returned None on rank {module.global_rank} at {describe(module.trainer)}. The "
                     "other ranks of its replica weigh their samples without knowing that this rank's are left out. "
@@ -155,14 +160,14 @@ class TrainingStep:
         """
         if not self._none:
             self._engine.take_loss(loss * windows)
-        before, _ = weights = self._share.weights()
+        before, _ = weights = self._accounting.weights()
         own, total = self._finite.count(loss, *weights, given=not self._none)
         if self._none and not self._finite.asks:  # of a replica of one rank
-            own, self._samples = 0.0, self._samples - self._share.current().total
+            own, self._samples = 0.0, self._samples - self._accounting.current().total
         left_out = own < before and (total or self._none)
         if left_out:  # what hooks log from now on counts as little as its samples
             self._counted = 0.0
-        self._weight = gradient_weight(own, total, len(self._share.replica))
+        self._weight = gradient_weight(own, total, len(self._accounting.replica))
         return self._finite.weigh(loss, self._weight)
 
     @contextmanager
@@ -173,7 +178,7 @@ class TrainingStep:
         self._finite.watch(loss, optimizers, model)
         self._timer.watch(loss)  # last, so that all that callbacks do in the backward pass is this rank's own work
         nothing = zero_backward(trainer.lightning_module) if self._weight == 0 else nullcontext()
-        with deadline("average gradients", self._timer.works), nothing, self._noticed.backward():
+        with deadline("average gradients", self._timer.works), nothing, self._observer.backward():
             yield
         self._timer.backward_done()
         self._weight = None
@@ -182,7 +187,7 @@ class TrainingStep:
     @property
     def counts(self) -> bool:
         """Whether this rank's samples have a part in the gradient of the running step."""
-        return self._share.counts if self._weight is None else self._weight > 0
+        return self._accounting.counts if self._weight is None else self._weight > 0
 
     def optimize(
         self, trainer: "pl.Trainer", optimizer: Optimizer, closure: Callable, step: Callable[[Callable], Any]
@@ -214,15 +219,19 @@ class TrainingStep:
 
     def batch_ended(self, trainer: "pl.Trainer", window: bool = False) -> None:
         """This rank has done its work on a batch, and perhaps on a window."""
-        if self._share.drawn is not None:
+        if self._accounting.drawn is not None:
             ends = window and not lightning_compat.accumulates(trainer)
-            self._share.end(report=self._engine.due(self._share.step + 1, ends, lightning_compat.epoch_ends(trainer)))
+            self._accounting.end(
+                report=self._engine.note_batch_end(
+                    self._accounting.step + 1, ends, lightning_compat.epoch_ends(trainer)
+                )
+            )
         else:
-            self._share.send_report()
+            self._accounting.send_report()
 
     def hooks(self) -> AbstractContextManager[None]:
         """A block in which the hooks around a backward pass and an optimizer's step run."""
-        return self._noticed.hooks()
+        return self._observer.hooks()
 
     def window_ended(self) -> None:
         """An optimizer has stepped (with manual optimization, however often); after :meth:`batch_ended`."""
