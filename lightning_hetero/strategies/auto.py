@@ -223,7 +223,7 @@ class AutoStrategy(ReplicaStrategy):
         self.begin_apart()
         self.continue_in_view()
 
-    # -- what is kept ------------------------------------------------------------------------------------------------------
+    # -- what is kept ------------------------------------------------------------------------------
 
     def _decision(self) -> dict[str, Any] | None:
         """The decision, in plain values; ``None``: there is none yet."""
