@@ -24,7 +24,7 @@ from lightning_hetero.strategies.job import JobStrategy, gradients_of, set_gradi
 from lightning_hetero.strategies.join import ElasticJoin
 from lightning_hetero.strategies.metrics import leave_metrics, repeat_metrics
 from lightning_hetero.strategies.recovery_policy import (
-    LEFT,
+    LEFT_FIT,
     LostSamples,
     MembershipChange,
     MissedWork,
@@ -161,7 +161,7 @@ class PeerRecovery(RecoveryPolicy):
         if self._former is None:
             return None
         threads.abort_sockets()
-        agreed, me = self._former.agree(LEFT), self._former.me
+        agreed, me = self._former.agree(LEFT_FIT), self._former.me
         return agreed, me, self._store if agreed.host == me else None
 
     def _end_former(self) -> None:
@@ -289,7 +289,7 @@ class PeerRecovery(RecoveryPolicy):
             threads.abort_sockets()  # this thread has noticed the loss, other threads of this rank need not have
             agreed = membership.agree(own)
             lost, known = lost | agreed.lost, known | agreed.steps
-            if LEFT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
+            if LEFT_FIT in map(tuple, agreed.progress.values()):  # others have left the fit, and this rank was about to
                 raise self._newcomers.again(agreed, self._store if agreed.host == me else None)
             try:
                 missed, counted = self._rejoin(agreed, own, lost, known)

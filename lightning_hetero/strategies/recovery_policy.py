@@ -47,7 +47,7 @@ class Progress(NamedTuple):
 
 
 #: Of a rank that has left the fit to begin it again with others: nobody goes on from where it was.
-LEFT = Progress(*[-1] * len(Progress._fields))
+LEFT_FIT = Progress(*[-1] * len(Progress._fields))
 
 
 class MissedWork(NamedTuple):

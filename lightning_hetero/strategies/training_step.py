@@ -67,6 +67,7 @@ class TrainingStep:
         self._observer = CollectiveObserver(accounting.timer, several)
         self._timer = accounting.timer
         self._samples = 0.0  # of the replica, in the running window
+        self._loss: Tensor | None = None  # of the running backward pass
         self._weight: float | None = None  # of the loss in the running backward pass; 0 if its samples are left out
         self._logged: Any | None = None  # the Trainer's collection of logged values
         self._counted = 0.0  # this rank's samples of the latest batch, for what is logged about it
@@ -158,8 +159,7 @@ class TrainingStep:
             loss: the mean over this rank's samples, divided by the number of batches in a window.
             windows: that number.
         """
-        if not self._none:
-            self._engine.take_loss(loss * windows)
+        self._loss = None if self._none else loss.detach() * windows
         before, _ = weights = self._accounting.weights()
         own, total = self._finite.count(loss, *weights, given=not self._none)
         if self._none and not self._finite.asks:  # of a replica of one rank
@@ -181,7 +181,9 @@ class TrainingStep:
         with deadline("average gradients", self._timer.works), nothing, self._observer.backward():
             yield
         self._timer.backward_done()
-        self._weight = None
+        if self._loss is not None:  # once, also where the step is repeated
+            self._engine.take_loss(self._loss)
+        self._weight = self._loss = None
         self._finite.check(optimizers, model)
 
     @property

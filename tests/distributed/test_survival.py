@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 import warnings
+from collections import Counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +15,8 @@ from tasks import FAST, Killed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy
+from lightning_hetero.batching.loss import LossTracker
 
 SAMPLES, BATCH, LR = 96, 4, 0.1
 DIED = (
@@ -209,3 +212,32 @@ def test_a_loss_between_two_optimizers_lets_neither_step_twice() -> None:
             nn.functional.mse_loss(module.net(data.x[chosen].double()), data.y[chosen].double()).backward()
             optimizer.step()
     assert (first.value[0] - torch.cat([p.detach().reshape(-1) for p in module.parameters()])).abs().max() < 1e-10
+
+
+class Held(pl.Callback):
+    """Rank 2, a replica of its own, is killed while rank 0 waits for the gradients of rank 1, of its replica."""
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if trainer.global_step == 3 and trainer.world_size == 3:
+            if trainer.global_rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while trainer.global_rank == 1 and not trainer.strategy.recovery.changing:
+                time.sleep(0.01)
+
+
+def _fit_counting_losses() -> dict[int, int]:
+    counts, take = Counter[int](), LossTracker.take
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            LossTracker, "take", lambda self, loss, n, step: (counts.update([step]), take(self, loss, n, step))
+        )
+        strategy = NodeAverageStrategy(on_peer_loss="continue", every_n_steps=3, timeout=60)
+        trainer = pl.Trainer(strategy=strategy, callbacks=[Held()], max_steps=6, **FAST)
+        trainer.fit(Module(), DataLoader(Numbered(), batch_size=BATCH))
+    return dict(counts)
+
+
+def test_the_loss_of_a_repeated_step_counts_once() -> None:
+    *rest, lost = attempt(_fit_counting_losses, 3, nodes=[2, 1])
+    assert lost.exitcode == -signal.SIGKILL
+    assert [outcome.value for outcome in rest] == [dict.fromkeys(range(6), 1)] * 2, rest[0].trace
