@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from lightning_hetero.callbacks.plots import CAUSES, NEUTRAL, WAITING, lanes
+from lightning_hetero.callbacks.plots import CAUSES, WAITING, lanes
 
 COLOURS = {"compute": CAUSES["compute"], "wait": WAITING, "exchange": CAUSES["exchange"], "hidden": CAUSES["hidden"]}
 LABELS = {
@@ -157,7 +157,7 @@ class Lane:
 
     @staticmethod
     def _link(axis: Axes, at: float, rows: Sequence[int], kind: str) -> None:
-        colour, width, size = (NEUTRAL[0], 1.1, 2.2) if kind == GRADIENTS else (COLOURS[kind], 1.6, 4.5)
+        colour, width, size = ("#222222", 1.1, 2.2) if kind == GRADIENTS else (COLOURS[kind], 1.6, 4.5)
         places = [row + (BELOW if kind == "hidden" else 0) for row in rows]
         halo = {} if kind == GRADIENTS else {"path_effects": _halo(width)}
         axis.plot([at, at], [min(places), max(places)], color=colour, lw=width, zorder=4, **halo)
@@ -193,7 +193,7 @@ def draw(found: Sequence[Lane], columns: int, path: Path) -> None:
 
 def _handle(kind: str) -> Patch | Line2D:
     if kind == GRADIENTS:
-        return Line2D([], [], color=NEUTRAL[0], lw=1.1, marker="o", ms=2.2, label=kind)
+        return Line2D([], [], color="#222222", lw=1.1, marker="o", ms=2.2, label=kind)
     if kind == MIXES:
         return Line2D([], [], **MARK, label=kind)
     return Patch(color=COLOURS[kind], label=LABELS[kind])
