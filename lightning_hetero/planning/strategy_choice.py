@@ -10,6 +10,8 @@ from lightning_hetero.algorithms.schedules import MAX_WAITING
 from lightning_hetero.planning.cluster import Cluster
 from lightning_hetero.planning.predictions import WIRES, Prediction, predictions
 
+_SHORTEST = 1e-9  # seconds of a step, where a device has measured none
+
 #: What to choose from; of those that are about equally fast the first. Repeatable ones come before asynchronous ones.
 CANDIDATES = (
     "hetero_node",
@@ -78,7 +80,7 @@ def choose(cluster: Cluster, measured: float, wish: AutoLimits) -> Choice:
     """
     found = {one.name: one for one in predictions(cluster, wish.every, wish.wire)}
     explained = cluster.split + cluster.gradients()  # by an exchange that hides behind nothing
-    now = cluster.samples / min(measured, explained)
+    now = cluster.samples / max(min(measured, explained), _SHORTEST)
     step = (
         f"A step takes {_ms(measured)}, of which {_ms(cluster.split)} is work; an all-reduce of the gradients over all "
         f"ranks takes {_ms(cluster.gradients())}"

@@ -1,0 +1,146 @@
+"""A budget of host waits: how often a training step makes the host wait for the device, for every strategy.
+
+What would wait on CUDA is counted on the training thread by a dispatch mode: reading a value, copies between device and
+host that are not asynchronous, and operators whose result has a size that only the device knows.
+"""
+
+import sys
+import warnings
+from collections import Counter
+from typing import Any
+
+import fake_device
+import lightning.pytorch as pl
+import pytest
+import torch
+from mixed_tasks import MixedNet, Row
+from ranks import run
+from tasks import FAST, dataset
+from test_mixed import ROWS, name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}
+COPIES = {"aten::_to_copy", "aten::copy_"}
+STEPS = 12
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts what makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, operator = func(*args, **(kwargs or {})), func._schema.name
+        tensors = [arg for arg in (*args, out) if isinstance(arg, torch.Tensor)]
+        on_device = {tensor.device.type != "cpu" for tensor in tensors}
+        if operator in READS and True in on_device:
+            self.count[operator] += 1
+        if operator in COPIES and len(on_device) == 2 and not _asynchronous(func, args, kwargs or {}):
+            self.count[operator] += 1
+        return out
+
+
+def _asynchronous(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking"))
+
+
+class Budget(pl.Callback):
+    """Waits of each step, from one batch's end to the next one's."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        self.waits, self.steps, self.before = waits, list[int](), 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        total = self.waits.count.total()
+        self.steps.append(total - self.before)
+        self.before = total
+
+
+class Plain(MixedNet):
+    """Logs as most users do."""
+
+    def __init__(self, momentum: str) -> None:
+        super().__init__(momentum)
+        self.net = torch.nn.Sequential(*(layer for layer in self.net if not isinstance(layer, torch.nn.BatchNorm1d)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train", loss)
+        return loss
+
+
+#: By name: how often the host waits for an exchange, and how many exchanges there are in the steps that count. Between
+#: exchanges it does not wait. One replica has none: there it waits in each step, to see that the loss is finite.
+BUDGET = {
+    "hetero_ddp": (1, 9),
+    "hetero_auto": (1, 9),
+    "hetero_node": (2, 3),
+    "hetero_daso": (3, 3),
+    "hetero_easgd": (3, 2),
+    "hetero_eamsgd": (3, 2),
+    "hetero_easgd_overlap": (3, 2),
+    "hetero_easgd_round_robin": (2, 2),
+    "hetero_easgd_async": (2, 2),
+    "hetero_measgd_async": (2, 2),
+    "hetero_easgd_hogwild": (2, 2),
+    "hetero_gossip": (3, 4),
+    "hetero_gossip_async": (3, 4),
+    "hetero_gossip_push_sum": (3, 4),
+    "hetero_diloco": (2, 2),
+    "hetero_diloco_async": (2, 4),
+    "hetero_noloco": (3, 2),
+}
+
+
+def counted(row: Row) -> list[int]:
+    """Waits of each step, without the first ones, in which replicas meet and shares are found."""
+    warnings.filterwarnings("ignore", "Ranks .* share ")
+    kind = fake_device.load_if_given()
+    waits = HostWaits()
+    budget = Budget(waits)
+    trainer = pl.Trainer(
+        strategy=row.strategy(),
+        **{**FAST, "accelerator": kind, "devices": 1},
+        num_nodes=len(row.nodes),
+        max_steps=STEPS,
+        limit_val_batches=0,
+        callbacks=[budget],
+    )
+    with waits:
+        loader = DataLoader(dataset(12 * STEPS), batch_size=6)
+        trainer.fit(Plain(row.momentum), loader, loader)
+    return budget.steps[3:]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_the_host_waits_for_exchanges_only(device: str, row: Row) -> None:
+    steps = run(counted, sum(row.nodes), row, nodes=list(row.nodes), env={"FAKE_LIBRARY": device})[0]
+    waits, exchanges = BUDGET[row.name]
+    assert len(steps) == STEPS - 3
+    assert max(steps) <= waits, steps
+    assert sum(steps) <= waits * exchanges, steps
+
+
+class Reads(Plain):
+    """Reads its loss in each step, as careless modules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert loss.item() == loss.item()
+        return loss
+
+
+def counted_reads(row: Row) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "Plain", Reads)
+        return counted(row)
+
+
+def test_a_module_that_reads_its_loss_is_over_the_budget(device: str) -> None:
+    [row] = [row for row in ROWS if row.name == "hetero_node"]
+    steps = run(counted_reads, 2, row, nodes=[1, 1], env={"FAKE_LIBRARY": device})[0]
+    assert min(steps) == 2
