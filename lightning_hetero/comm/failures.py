@@ -124,7 +124,7 @@ class FailureChannel:
             for what, link, message in transport.poll(left):
                 if what in ("opened", "message"):
                     self._take_in(what, link, message)
-                elif what == "closed" and time.monotonic() - link.since > HURRY:
+                elif what == "late":
                     transport.connect(0)  # rank 0 was busy with something else
                 else:
                     raise ConnectionError(f"the connection was {what}")
@@ -249,11 +249,6 @@ class FailureChannel:
             not_none(self._transport, "the transport").wake()
             self._thread.join(_SECONDS_TO_SEND)
 
-    def after_fork(self) -> None:
-        """Close the connections in a child process, which would keep them open for as long as it lives."""
-        if self._transport is not None:
-            self._transport.after_fork()
-
 
 _failures: FailureChannel | None = None
 _waits: WaitWatchdog | None = None
@@ -267,8 +262,6 @@ _numbers: Sequence[int] = ()  # by which users know the ranks; their own, if emp
 
 
 def _after_fork() -> None:
-    if _failures is not None:
-        _failures.after_fork()
     if _waits is not None:
         _waits.leave_signals()
 

@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -216,7 +217,8 @@ class LinkEvent(NamedTuple):
     """Event on a connection.
 
     Attributes:
-        what: ``opened``, ``message``, ``closed``, or ``refused`` (nobody listens there).
+        what: ``opened``, ``message``, ``closed``, ``refused`` (nobody listens there), ``late`` (the other end has not
+            said in time who it is), or ``stranger`` (it does not begin as a peer does).
         link: the connection.
         message: that has come.
     """
@@ -280,6 +282,17 @@ class MessageLink:
         self.transport.forget(self)
 
 
+_transports: "weakref.WeakSet[MessageTransport]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in list(_transports):
+        transport.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class MessageTransport:
     """Transport of messages between peers: listens for them, and connects to them.
 
@@ -293,12 +306,13 @@ class MessageTransport:
 
     Attributes:
         address: where this peer listens, if it does.
-        addresses: where others do; ``None`` for one that only connects to this peer. All others are sent away.
+        addresses: where others do; ``None`` for one that only connects to this peer. All others are sent away, unless
+            it is ``None`` itself: then whoever has the token may connect.
     """
 
     def __init__(self, me: int, token: str, interface: str | None = None) -> None:
         self._token, self._greeting = token.encode(), greeting(token, me)
-        self.addresses: dict[int, HostPort | None] = {}
+        self.addresses: dict[int, HostPort | None] | None = {}
         self._listener = None if interface is None else Listener(interface, token, made=exclude_from_abort)
         self.address = None if self._listener is None else self._listener.address
         self._wakes, self._woken = socket.socketpair()
@@ -310,6 +324,7 @@ class MessageTransport:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._links: set[MessageLink] = set()
         self._happened: deque[LinkEvent] = deque()
+        _transports.add(self)
 
     def connect(self, peer: int) -> MessageLink:
         """Begin to connect to a peer. What becomes of it is told by :meth:`poll`."""
@@ -320,7 +335,7 @@ class MessageTransport:
         self._links.add(link)
         self._selector.register(connection, selectors.EVENT_WRITE, link)
         try:
-            error = connection.connect_ex(not_none(self.addresses[peer], "the address of a peer"))
+            error = connection.connect_ex(not_none((self.addresses or {})[peer], "the address of a peer"))
         except OSError:  # a name that is not known
             error = errno.EHOSTUNREACH
         if error not in (0, errno.EINPROGRESS):
@@ -336,12 +351,12 @@ class MessageTransport:
             elif key.fileobj is not self._listener and not key.data.closed:
                 self._handle(key.data, ready)
         if self._listener is not None:
-            self._listener.peers = len(self.addresses)
+            self._listener.peers = len(self.addresses or ())
             for caller in self._listener.accept():
                 self._take(caller)
         now = time.monotonic()
         for link in [link for link in self._links if not link.open and now - link.since > HURRY]:
-            self.end(link)
+            self.end(link, "late")
         happened, self._happened = self._happened, deque()
         return happened
 
@@ -352,7 +367,7 @@ class MessageTransport:
 
     def _take(self, caller: Caller) -> None:
         """A peer has connected."""
-        if caller.peer not in self.addresses:
+        if self.addresses is not None and caller.peer not in self.addresses:
             caller.connection.close()
             return
         caller.connection.setblocking(False)
@@ -388,7 +403,7 @@ class MessageTransport:
                 else:
                     self._happened.append(LinkEvent("message", link, json.loads(line)))
         except (ValueError, RecursionError):
-            part = b""
+            self.end(link, "closed" if link.open else "stranger")
         if not part or len(link.incoming) > (_LINE if link.open else GREETING):
             self.end(link)
 

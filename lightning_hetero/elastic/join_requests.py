@@ -1,28 +1,27 @@
 """Requests to join a running job, of processes that are started later.
 
-It asks through a key-value store, which the first rank of the job hosts:
+A process connects to the first rank of the job (``comm/transport.py``), with a secret, so that nobody gets in by
+mistake, such as by the address of an earlier job.
 
-====================  ==============  ===================================================================
-key                   written by      means
-====================  ==============  ===================================================================
-``beat``              the job         counts up while the job runs
-``requests``          processes       how many have asked; gives each one its number *k*
-``k/compatibility``   the process     what must fit the job: version, options, model
-``k/alive``           the process     counts up while it waits
-``k/answer``          the job         ``refused`` and why; ``come``: the job is about to admit those that are
-                                      still there; ``place``: this one is admitted; ``again``: ask again
-``k/ready``           the process     it is still there
-====================  ==============  ===================================================================
-
-All keys begin with a secret, so that nobody gets in by mistake, such as by the address of an earlier job.
+==================  ==============  ====================================================================
+message             from            means
+==================  ==============  ====================================================================
+``compatibility``   the process     its request, with what must fit the job: version, options, model
+``beat``            both            I am alive, every second
+``refused``         the job         you cannot take part, and why
+``come``            the job         the job is about to admit those that are still there
+``ready``           the process     I am still there
+``place``           the job         you are admitted: the :class:`Admission`
+``again``           the job         ask again: this job, or its next first rank
+==================  ==============  ====================================================================
 """
 
 import json
 import os
 import secrets
-import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -31,14 +30,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from lightning_hetero.comm.stores import store_at
 from lightning_hetero.comm.threads import THREADS, Background, close_at_exit
-from lightning_hetero.errors import CommunicationError, ConfigurationError, JoinRefusedError
+from lightning_hetero.comm.transport import MessageLink, MessageTransport
+from lightning_hetero.errors import CommunicationError, ConfigurationError, JoinRefusedError, not_none
 
-_LOOK = 0.25  # seconds between two looks at the requests
+_BEAT = 1.0  # seconds between two signs of life
 _GONE = 5.0  # seconds without a sign of life after which a process that waits counts as gone
 _SILENT = 15.0  # seconds without a sign of life after which the job counts as gone
-_CONNECTED = 5.0  # seconds in which the job must accept a connection, and its store answer
+_CONNECTED = 15.0  # seconds in which the job must answer a connection: its first rank may be busy
 _READY = 5.0  # seconds in which those that are asked to come must answer
 
 
@@ -71,60 +70,77 @@ class OtherJobError(JobGoneError):
 class JoinRequests:
     """Takes requests to join; on the first rank of a job.
 
-    A thread looks for them, and refuses those that do not fit.
+    A thread hears them, and refuses those that do not fit.
 
     Args:
         interface: address of this machine on the network of the job.
-        limit: longest wait for an answer of the store.
         incompatibility: says why a process with other terms cannot take part; ``None`` if it can.
 
     Attributes:
         address: where to ask: host, port and secret.
     """
 
-    def __init__(
-        self, interface: str, limit: timedelta, incompatibility: Callable[[Mapping[str, Any]], str | None]
-    ) -> None:
+    def __init__(self, interface: str, incompatibility: Callable[[Mapping[str, Any]], str | None]) -> None:
         self._incompatibility, secret = incompatibility, secrets.token_hex(16)
-        # Not of a view: it stays when ranks are lost, and the connections of their view are broken.
-        self._server = dist.TCPStore(interface, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self.address = [interface, self._server.port, secret]
-        self._store = dist.PrefixStore(secret, self._server)
-        self._store.add("beat", 1)
-        self._seen = 0  # requests
-        self._alive: dict[int, tuple[bytes, float]] = {}  # of those that wait: their latest sign of life, and when
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, name=f"{THREADS}join-requests", daemon=True)
+        self._transport = MessageTransport(0, secret, interface)
+        self._transport.addresses = None  # whoever knows the secret
+        self.address = [*not_none(self._transport.address, "where this rank listens"), secret]
+        self._requests = 0  # so far
+        self._changed = threading.Condition()  # guards all that follows
+        self._links: dict[int, MessageLink] = {}  # of those that have asked, by the numbers of their requests
+        self._heard: dict[int, float] = {}  # of those that wait: when they were last heard
+        self._ready: set[int] = set()  # of those that were asked to come
+        self._unsent: deque[tuple[int, dict[str, Any]]] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name=f"{THREADS}join-requests", daemon=True)
         self._thread.start()
         close_at_exit(self)
 
     @property
     def waiting(self) -> int:
         """Number of processes that wait to be admitted."""
-        return len(self._alive)
+        return len(self._heard)
 
-    def _watch(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it those that wait
-            while not self._closed.wait(_LOOK):
-                with self._lock:
-                    self._look()
+    def _serve(self) -> None:
+        beaten = 0.0
+        while not self._closed or self._unsent:
+            happened = self._transport.poll(_BEAT / 4)
+            now = time.monotonic()
+            with self._changed:
+                for what, link, message in happened:
+                    self._take_in(what, link, message, now)
+                for k in [k for k, heard in self._heard.items() if now - heard > _GONE]:
+                    del self._heard[k]
+                if now - beaten >= _BEAT:
+                    beaten = now
+                    self._unsent.extend((k, {"beat": True}) for k in self._links)
+                while self._unsent:
+                    k, answer = self._unsent.popleft()
+                    if k in self._links:
+                        self._links[k].send(answer)
+                self._changed.notify_all()
+        self._transport.close()
 
-    def _look(self) -> None:
-        now = time.monotonic()
-        self._store.add("beat", 1)
-        while self._store.check([f"{self._seen + 1}/compatibility"]):
-            self._seen += 1
-            why = self._incompatibility(json.loads(self._store.get(f"{self._seen}/compatibility")))
-            if why is None:
-                self._alive[self._seen] = b"", now
+    def _take_in(self, what: str, link: MessageLink, message: dict[str, Any], now: float) -> None:
+        k = next((k for k, one in self._links.items() if one is link), None)
+        if what == "message" and not isinstance(message, dict):
+            self._transport.end(link)
+        elif what == "message" and k is None and isinstance(message.get("compatibility"), dict):
+            self._requests += 1
+            k = self._requests
+            self._links[k] = link
+            if (why := self._incompatibility(message["compatibility"])) is None:
+                self._heard[k] = now
             else:
-                self._answer([self._seen], refused=why)
-        for k, (sign, since) in list(self._alive.items()):
-            latest = self._store.get(f"{k}/alive")
-            if latest != sign:
-                self._alive[k] = latest, now
-            elif now - since > _GONE:
-                del self._alive[k]
+                self._answer([k], refused=why)
+        elif what == "message" and k is not None:
+            if k in self._heard:
+                self._heard[k] = now
+            if "ready" in message:
+                self._ready.add(k)
+        elif what != "opened" and k is not None:
+            del self._links[k]
+            self._heard.pop(k, None)
 
     def invite(self, most: int | None = None) -> list[int]:
         """Ask those that wait to come.
@@ -135,14 +151,13 @@ class JoinRequests:
         Returns:
             Those that are still there, by the numbers of their requests.
         """
-        with self._lock:
-            self._look()
-            asked, until = list(self._alive)[:most], time.monotonic() + _READY
+        with self._changed:
+            asked = list(self._heard)[:most]
             self._answer(asked, come=True)
-            while not self._store.check([f"{k}/ready" for k in asked]) and time.monotonic() < until:
-                time.sleep(0.02)
-            here = [k for k in asked if self._store.check([f"{k}/ready"])]
-            self._alive = {k: sign for k, sign in self._alive.items() if k not in asked}
+            self._changed.wait_for(lambda: self._ready.issuperset(self._links.keys() & set(asked)), _READY)
+            here = [k for k in asked if k in self._ready and k in self._links]
+            for k in asked:
+                self._heard.pop(k, None)
             self._answer([k for k in asked if k not in here], again=True)
         return here
 
@@ -163,8 +178,9 @@ class JoinRequests:
         self._answer(newcomers, again=True)
 
     def _answer(self, requests: Sequence[int], **answer: Any) -> None:
-        for k in requests:
-            self._store.set(f"{k}/answer", json.dumps(answer))
+        with self._changed:
+            self._unsent.extend((k, answer) for k in requests)
+        self._transport.wake()
 
     def close(self, over: bool = True) -> None:
         """Let nobody in any more; idempotent.
@@ -172,14 +188,13 @@ class JoinRequests:
         Args:
             over: the job has come to its end, and all that wait are refused. Else they ask whoever comes first now.
         """
-        if self._closed.is_set():
+        if self._closed:
             return
-        self._closed.set()
-        self._thread.join(2.0)
         answer: dict[str, Any] = {"refused": "it has come to its end"} if over else {"again": True}
-        with suppress(RuntimeError), self._lock:
-            self._look()
-            self._answer(list(self._alive), **answer)
+        self._answer(list(self._heard), **answer)
+        self._closed = True
+        self._transport.wake()
+        self._thread.join(2.0)
 
 
 def request_to_join(
@@ -197,67 +212,75 @@ def request_to_join(
         JobGoneError: nobody answers, or not any more.
         JoinRefusedError: the job refuses this process.
     """
+    transport, link = _reached(address)
     try:
-        store = _reached(address)
-        k = store.add("requests", 1)
-        store.add(f"{k}/alive", 1)
-        store.set(f"{k}/compatibility", json.dumps(compatibility))
+        link.send({"compatibility": compatibility})
         waits()
-        return _wait(store, k, limit.total_seconds())
-    except dist.DistError as error:
-        raise JobGoneError(f"the job at {address[0]}:{address[1]} does not answer: {error}") from error
+        return _wait(transport, link, limit.total_seconds())
+    finally:
+        transport.close()
 
 
 def job_answers(address: Sequence[Any]) -> bool:
     """Whether a job runs at an address."""
-    with suppress(JobGoneError, dist.DistError):
-        return bool(_reached(address))
+    with suppress(JobGoneError):
+        _reached(address)[0].close()
+        return True
     return False
 
 
 def is_other_job(address: Sequence[Any]) -> bool:
     """Whether a job runs at an address that does not know its secret."""
     try:
-        _reached(address)
+        _reached(address)[0].close()
     except OtherJobError:
         return True
-    except (JobGoneError, dist.DistError):
+    except JobGoneError:
         return False
     return False
 
 
-def _reached(address: Sequence[Any]) -> dist.Store:
+def _reached(address: Sequence[Any]) -> tuple[MessageTransport, MessageLink]:
+    """A connection to a job."""
     host, port, secret = address
-    try:  # the store itself would try again and again
-        socket.create_connection((host, port), _CONNECTED).close()
-    except OSError as error:
-        raise JobGoneError(f"nobody answers at {host}:{port}, where the job was: {error}") from error
-    store = dist.PrefixStore(str(secret), store_at((host, port), timedelta(seconds=_CONNECTED)))
-    if not store.check(["beat"]):
+    transport = MessageTransport(secrets.randbits(62), str(secret))
+    transport.addresses = {0: (host, port)}
+    until, what = time.monotonic() + _CONNECTED, "late"
+    while what == "late" and time.monotonic() < until:
+        link = transport.connect(0)
+        while not (events := transport.poll(until - time.monotonic())) and time.monotonic() < until:
+            pass
+        what = [what, *(event.what for event in events)][-1]
+    if link.open and not link.closed:
+        return transport, link
+    transport.close()
+    if what == "closed":  # without a word, as on everybody who does not know the secret
         raise OtherJobError(f"another job answers at {host}:{port}, where the job was")
-    return store
+    raise JobGoneError(f"nobody answers at {host}:{port}, where the job was: the connection is {what}")
 
 
-def _wait(store: dist.Store, k: int, limit: float) -> Admission:
-    beat, heard, ready = -1, time.monotonic(), False
+def _wait(transport: MessageTransport, link: MessageLink, limit: float) -> Admission:
+    heard, beaten, ready = time.monotonic(), 0.0, False
     while True:
-        store.add(f"{k}/alive", 1)
-        answer = json.loads(store.get(f"{k}/answer")) if store.check([f"{k}/answer"]) else {}
-        if "refused" in answer:
-            raise JoinRefusedError(f"the job does not let this process in: {answer['refused']}")
-        if "again" in answer:
-            raise JobGoneError("the job has gone on without this process, which was not there in time")
-        if "place" in answer:
-            return Admission(*answer["place"])
-        if "come" in answer and not ready:
-            store.set(f"{k}/ready", "1")
-            ready, heard = True, time.monotonic()
-        now, latest = time.monotonic(), store.add("beat", 0)
-        if latest != beat:
-            beat, heard = latest, now
+        for what, _, answer in transport.poll(_BEAT / 4):
+            if what != "message":
+                raise JobGoneError("the job has ended, or its first rank is another one now")
+            heard = time.monotonic()
+            if "refused" in answer:
+                raise JoinRefusedError(f"the job does not let this process in: {answer['refused']}")
+            if "again" in answer:
+                raise JobGoneError("the job has gone on without this process, which was not there in time")
+            if "place" in answer:
+                return Admission(*answer["place"])
+            if "come" in answer:
+                ready = True
+                link.send({"ready": True})
+        now = time.monotonic()
+        if now - beaten >= _BEAT:
+            beaten = now
+            link.send({"beat": True})
         if now - heard > (limit if ready else _SILENT):
             raise JobGoneError(f"the job has been silent for {now - heard:.0f} s")
-        time.sleep(0.02)  # the ranks of the job wait for the answer
 
 
 _KEY = "lightning_hetero/job"

@@ -30,7 +30,6 @@ over            must end: ``agree()`` raises                                    
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,8 +44,6 @@ _PATIENCE = 1.5  # seconds to let others know that this member ends
 _AGAIN = 1.0  # seconds after which a training thread that has not come is called again
 _BUSY, _QUIET = 0.02, 0.25  # seconds between two turns of the thread
 _TEXT = 500  # characters of an error's text that are sent
-
-_all: weakref.WeakSet["Membership"] = weakref.WeakSet()
 
 
 class Membership:
@@ -94,7 +91,6 @@ class Membership:
         self._pid = os.getpid()
         self._called = -_AGAIN
         self._last_turn = time.monotonic()
-        _all.add(self)
         close_at_exit(self)
 
     @property
@@ -218,11 +214,6 @@ class Membership:
         elif self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE)
 
-    def after_fork(self) -> None:
-        """Close the connections in a child process, which would keep them open for as long as it lives."""
-        if not self._closed:
-            self._transport.after_fork()
-
     # -- what the member's part needs --------------------------------------------------------------
 
     def now(self) -> float:
@@ -307,14 +298,6 @@ class Membership:
                 self.note("error", self.me, f"on_change failed with {type(error).__name__}: {error}")
         elif not member.changing:
             self._called = -_AGAIN
-
-
-def _after_fork() -> None:
-    for membership in list(_all):
-        membership.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 __all__ = ["AgreedView", "Membership", "MembershipEvent", "MembershipTerms", "decide"]

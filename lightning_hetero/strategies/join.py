@@ -164,7 +164,6 @@ class ElasticJoin(Newcomers):
         self._strategy = strategy
         self._between = False  # the fit has ended, and has not begun again
         self._requests: JoinRequests | None = None  # on the first rank
-        self._ended: JoinRequests | None = None
         self._first_store: dist.Store | None = None  # the launcher's, which later processes ask as well
         self._written: list[JobAddress] = []
         self._leaving: JoinTicket | None = None  # how this rank is about to begin again
@@ -372,8 +371,9 @@ class ElasticJoin(Newcomers):
         if strategy.job.view.rank != 0:
             return
         if self._requests is None:
-            interface, limit = strategy.interface, strategy.options.limit
-            self._requests = JoinRequests(interface, limit, lambda other: incompatibility(self.compatibility(), other))
+            self._requests = JoinRequests(
+                strategy.interface, lambda other: incompatibility(self.compatibility(), other)
+            )
             self._claim()
         self._written = self._written or self.addresses()
         for place in self._written:
@@ -478,7 +478,7 @@ class ElasticJoin(Newcomers):
             for place in self._written if over else ():  # else the next first rank writes its own address there
                 place.remove(self._requests.address)
             self._requests.close(over)
-            self._ended, self._requests = self._requests, None  # its store stays, to give the answer
+            self._requests = None
 
     # -- begin again -------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """How a job takes requests to join: those that have gone, come late, or are for another job."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.comm import threads
+from lightning_hetero.comm import threads, transport
+from lightning_hetero.comm.transport import MessageLink, MessageTransport
 from lightning_hetero.elastic import join_requests
 from lightning_hetero.elastic.join_requests import (
     Admission,
@@ -25,7 +27,7 @@ LIMIT = timedelta(seconds=20)
 
 @pytest.fixture
 def requests() -> Iterator[JoinRequests]:
-    made = JoinRequests("127.0.0.1", LIMIT, lambda compatibility: compatibility.get("problem"))
+    made = JoinRequests("127.0.0.1", lambda compatibility: compatibility.get("problem"))
     yield made
     made.close()
 
@@ -95,13 +97,18 @@ def test_who_does_not_fit_is_told_why(requests: JoinRequests) -> None:
     assert requests.waiting == 0
 
 
-def test_who_has_gone_is_not_waited_for_twice(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One asks and dies: it is left out when the others come, and forgotten."""
+def _silent(requests: JoinRequests) -> tuple[MessageTransport, MessageLink]:
+    """A process that asks, and then says nothing."""
+    wire, link = join_requests._reached(requests.address)
+    link.send({"compatibility": {}})
+    return wire, link
+
+
+def test_who_does_not_answer_is_not_waited_for_twice(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One asks and freezes: it is left out when the others come."""
     monkeypatch.setattr(join_requests, "_READY", 0.5)
-    store = join_requests._reached(requests.address)
-    store.set("1/compatibility", "{}")
-    store.add("1/alive", 1)
-    assert store.add("requests", 1) == 1
+    wire, _ = _silent(requests)
+    _until(lambda: requests.waiting == 1)
     alive = Asks(requests.address)
     alive.start()
     _until(lambda: requests.waiting == 2)
@@ -110,16 +117,22 @@ def test_who_has_gone_is_not_waited_for_twice(requests: JoinRequests, monkeypatc
     requests.admit([2], 1, 1, ["host", 1])
     alive.join(20)
     assert alive.outcome == Admission(1, 1, 2, 1, ["host", 1])
-    assert store.get("1/answer") == b'{"again": true}'
+    told: list[dict[str, Any]] = []
+    _until(lambda: told.extend(message for *_, message in wire.poll(0.1)) or {"again": True} in told)
+    wire.close()
 
 
-def test_who_is_silent_does_not_wait_any_more(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_requests, "_GONE", 0.5)
-    store = join_requests._reached(requests.address)
-    store.add("1/alive", 1)
-    store.set("1/compatibility", "{}")
-    _until(lambda: requests.waiting == 1)
-    _until(lambda: requests.waiting == 0)
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_is_silent_or_ends_does_not_wait_any_more(
+    requests: JoinRequests, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(join_requests, "_GONE", 60.0 if ends else 0.5)
+    wire, _ = _silent(requests)
+    if ends:
+        _until(lambda: requests.waiting == 1)
+        wire.close()
+    _until(lambda: requests._requests == 1 and requests.waiting == 0)
+    wire.close()
 
 
 def test_another_secret_is_another_job(requests: JoinRequests) -> None:
@@ -134,9 +147,53 @@ def test_another_secret_is_another_job(requests: JoinRequests) -> None:
 
 
 def test_a_job_that_falls_silent_is_given_up(requests: JoinRequests, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen first rank: its store may answer, but nothing counts up any more."""
+    """A first rank that freezes: its connections stay."""
     monkeypatch.setattr(join_requests, "_SILENT", 1.0)
-    requests._closed.set()
-    requests._thread.join()
+    frozen = threading.Event()
+    monkeypatch.setattr(requests, "_incompatibility", lambda _: frozen.wait(20) or None)
     with pytest.raises(JobGoneError, match="silent for 1 s"):
         request_to_join(requests.address, {}, LIMIT, lambda: None)
+    frozen.set()
+
+
+def test_a_job_that_ends_is_given_up_at_once(requests: JoinRequests) -> None:
+    other = Asks(requests.address)
+    other.start()
+    _until(lambda: requests.waiting == 1)
+    requests._closed = True  # as if its process had been killed: no answer
+    other.join(10)
+    assert isinstance(other.outcome, JobGoneError)
+
+
+def test_what_is_no_job_is_not_taken_for_one() -> None:
+    """Another program listens at the address of a job that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"220 mail.example.com ESMTP\r\n")
+                connection.recv(100)
+
+        threading.Thread(target=greet, daemon=True).start()
+        assert not is_other_job([*server.getsockname(), "0" * 32])
+
+
+def test_a_job_that_is_busy_for_a_while_is_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process accepts connections, as the kernel does for it, and answers late."""
+    monkeypatch.setattr(transport, "HURRY", 0.2)
+    made = JoinRequests("127.0.0.1", lambda _: None)
+    poll, busy_until = made._transport.poll, time.monotonic() + 1.0
+
+    def late(seconds: float) -> Any:
+        time.sleep(max(busy_until - time.monotonic(), 0.0))
+        return poll(seconds)
+
+    monkeypatch.setattr(made._transport, "poll", late)
+    assert job_answers(made.address)
+    monkeypatch.setattr(join_requests, "_CONNECTED", 0.5)
+    busy_until = time.monotonic() + 2.0
+    time.sleep(0.5)  # until it is busy again
+    assert not job_answers(made.address)
+    assert not is_other_job(made.address)
+    made.close()
