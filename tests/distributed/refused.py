@@ -1,6 +1,5 @@
 """Models, data and settings that strategies refuse, for the table of ``test_refusals``."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,17 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from tasks import GanLike, Net, TokenNet, dataset
+from tasks import GanLike, Net, TokenNet, dataset, rank
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hetero import Averager, SharedStream, StepContext, strategy_for
 
 HEAVY = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-
-
-def rank() -> int:
-    return int(os.environ["RANK"])
 
 
 # -- models --------------------------------------------------------------------------------------------------
