@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tasks import GanLike, Net, TokenNet, dataset, rank
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from lightning_hetero import Averager, SharedStream, StepContext, strategy_for
 
@@ -99,6 +99,31 @@ class Backboned(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
+class Logs(Net):
+    """Logs a number in each step of an evaluation, or gathers one."""
+
+    def __init__(self, **log: Any) -> None:
+        super().__init__()
+        self.log_options, self.steps = {"sync_dist": True, **log}, 0
+
+    def evaluate(self, batch: Any) -> None:
+        self.steps += 1
+        if self.log_options.get("gather"):
+            self.all_gather(batch[0][:1])
+        else:
+            self.log("number", batch[3].double().mean(), **self.log_options)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
+        self.steps += 1
+        return batch[3].tolist()
+
+
 # -- what becomes trainable, or frozen -----------------------------------------------------------------------
 
 
@@ -176,6 +201,22 @@ class SizedOnRank1(OnRank1):
         return 12 * rank()
 
 
+class Part(IterableDataset):
+    """Some samples, as a stream."""
+
+    def __init__(self, samples: range) -> None:
+        self.data, self.samples = dataset(), samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i] for i in self.samples)
+
+
+def parts(kind: str, sizes: list[int]) -> DataLoader:
+    """So many samples of each rank, as a "stream" or "sized"."""
+    samples = range(50 * rank(), 50 * rank() + sizes[rank()])
+    return DataLoader(Part(samples) if kind == "stream" else Subset(dataset(), samples), batch_size=4)
+
+
 def on_rank_1(kind: type[OnRank1] = OnRank1) -> DataLoader:
     return DataLoader(kind(), batch_size=4)
 
@@ -208,8 +249,8 @@ def grouped() -> DataLoader:
     return DataLoader(dataset(96), batch_sampler=[[0, 1], [2, 3, 4], [5, 6], [7, 8]])
 
 
-def tiny() -> DataLoader:
-    return DataLoader(dataset(1), batch_size=4)
+def tiny(samples: int = 1) -> DataLoader:
+    return DataLoader(dataset(samples), batch_size=4)
 
 
 def sizeless() -> DataLoader:

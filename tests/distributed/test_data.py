@@ -153,6 +153,8 @@ def test_own_shards_of_unequal_size() -> None:
                     else:  # the shorter ones repeat their last batch, with weight 0
                         assert seen[step] == seen[step - 1], name
                 assert sorted(i for batch in seen[first : step + 1] for i in batch if i in own)
-        assert sorted(i for batch in batches for i in batch) == sorted(2 * [i for r in range(3) for i in _of_rank(r, workers)])
+        assert sorted(i for batch in batches for i in batch) == sorted(
+            2 * [i for r in range(3) for i in _of_rank(r, workers)]
+        )
         truth = one_process(SAMPLES, batches, epochs=1)  # whose global batches get smaller as shards end
         assert all(error(found[name][1], truth) <= 1e-10 for found in ranks), name

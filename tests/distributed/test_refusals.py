@@ -59,6 +59,8 @@ class Row:
         loader: makes the data.
         trainer: settings of the Trainer, or what makes them.
         env: environment variables of a rank.
+        stage: of the Trainer, which gets the data.
+        validated: makes the data that a fit validates on.
         late: it cannot be known before the end of an epoch, for which there is a checkpoint then.
     """
 
@@ -71,11 +73,21 @@ class Row:
     loader: Callable[[], Any] = lambda: DataLoader(dataset(96), batch_size=4)
     trainer: Any = field(default_factory=dict)
     env: Callable[[int], dict[str, str]] = lambda rank: {}
+    stage: str = "fit"
+    validated: Callable[[], Any] = lambda: None
     late: bool = False
 
 
 def ddp(error: type[HeteroError], *words: str, options: Any = None, **more: Any) -> Row:
     return Row(HeteroDDPStrategy, options or {}, error, list(words), **more)
+
+
+def evaluated(stage: str, kind: str, sizes: list[int], *words: str, **log: Any) -> Row:
+    """Evaluation data of which each rank has its own."""
+    data = partial(bad.parts, kind, sizes)
+    fits = {"loader": partial(bad.parts, "stream", [8, 8]), "validated": data}
+    given = {"trainer": OWN_PARTS, **(fits if stage == "fit" else {"loader": data})}
+    return ddp(DataError, *words, module=partial(bad.Logs, **log), stage=stage, **given)
 
 
 def replicas(kind: Any, options: dict[str, Any], error: type[HeteroError], *words: str, **more: Any) -> Row:
@@ -117,6 +129,7 @@ DIFFER = (
     "the ranks differ in the parameters that have become trainable or frozen",
     "net.0.weight: rank 0: (missing), rank 1: frozen",
 )
+OWN_PARTS = {"use_distributed_sampler": False}
 UNUSED = {"find_unused_parameters": True}
 GOES_ON = {"on_peer_loss": "continue"}
 NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
@@ -183,6 +196,16 @@ TWO_RANKS = [
         for loader in (bad.without_end, partial(bad.without_end, "sampler"))
     ),
     ddp(UnsupportedError, "outside of `training_step`", options=UNUSED, module=bad.LateBackward, late=True),
+    *(evaluated(stage, kind, [8, 0], "rank(s) 1 got no") for stage in ("fit", "test") for kind in ("stream", "sized")),
+    *(
+        evaluated("validate", kind, sizes, "different numbers of validation batches", "on_step=False", on_step=True)
+        for kind in ("stream", "sized")
+        for sizes in ([4, 12], [12, 4], [8, 12])
+    ),
+    *(
+        evaluated("test", kind, [4, 12], "different numbers of test batches", gather=True)
+        for kind in ("stream", "sized")
+    ),
     ddp(LaunchError, "WORLD_SIZE", "torchrun", env=lambda rank: {"WORLD_SIZE": ""}),
     ddp(LaunchError, "LOCAL_RANK", "torchrun", env=lambda rank: {"LOCAL_RANK": ""}),
     ddp(LaunchError, "MASTER_ADDR", "torchrun", env=lambda rank: {"MASTER_ADDR": ""}),
@@ -263,6 +286,9 @@ TWO_NODES = [
     gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
 ]
 THREE_RANKS = [
+    ddp(
+        DataError, "2 samples for 3 ranks", module=EvaluatedNet, loader=lambda: DataLoader(dataset(2)), stage="validate"
+    ),
     ddp(DataError, "[96, 95]", "equal proportions", "drop_last", module=bad.TwoLoaders, loader=bad.incommensurable),
 ]
 #: Rows, and ranks of each node.
@@ -280,7 +306,9 @@ def _train(row: Row, folder: str) -> None:
     trainer = dict(row.trainer() if callable(row.trainer) else row.trainer)
     trainer["callbacks"] = [keep, *trainer.pop("callbacks", [])]
     settings = {**FAST, "max_epochs": 1, "enable_checkpointing": True, **trainer}
-    pl.Trainer(strategy=row.strategy(**row.options, **mine), **settings).fit(row.module(), row.loader())
+    fit = pl.Trainer(strategy=row.strategy(**row.options, **mine), **settings)
+    given = (row.loader(), row.validated()) if row.stage == "fit" else (row.loader(),)
+    getattr(fit, row.stage)(row.module(), *given)
 
 
 def _try_all(folder: str, job: str, ports: list[int]) -> list[tuple[str, str, list[str]]]:
@@ -332,17 +360,6 @@ def test_an_unsupported_setting_on_one_rank_only() -> None:
     assert isinstance(outcomes[1].error, UnsupportedError), outcomes[1].trace
     assert isinstance(outcomes[0].error, DisagreementError), outcomes[0].trace
     assert "rank 1" in str(outcomes[0].error)
-
-
-def _validate() -> None:
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), **FAST)
-    trainer.validate(EvaluatedNet(), DataLoader(dataset(2), batch_size=4), verbose=False)
-
-
-def test_too_few_samples_to_validate() -> None:
-    for outcome in attempt(_validate, 3):
-        assert isinstance(outcome.error, DataError), outcome.trace
-        assert "2 samples for 3 ranks" in str(outcome.error)
 
 
 def test_16_mixed_over_cpus_and_gpus() -> None:
