@@ -203,10 +203,12 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def train(module: pl.LightningModule, strategy: Any, data: Any, *others: Any, **options: Any) -> pl.Trainer:
-    """The Trainer of a fit of an epoch, unless the options say otherwise."""
+def train(
+    module: pl.LightningModule, strategy: Any, data: Any, validated: Any = None, path: Any = None, **options: Any
+) -> pl.Trainer:
+    """The Trainer of a fit, perhaps from a checkpoint; of one epoch unless the options say otherwise."""
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, **options})
-    trainer.fit(module, data, *others)
+    trainer.fit(module, data, validated, ckpt_path=path)
     return trainer
 
 
