@@ -9,9 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import Logger
 from ranks import run
-from tasks import FAST, Net, dataset
+from tasks import FAST, Memory, Net, dataset
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
@@ -27,21 +26,6 @@ from lightning_hetero.callbacks.monitor_data import (
     thin,
 )
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
-
-
-class Memory(Logger):
-    """Keeps what is logged."""
-
-    name, version = "memory", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
 
 class Endless(IterableDataset):

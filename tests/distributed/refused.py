@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from lightning_hetero import Averager, SharedStream, StepContext, strategy_for
+from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
+from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 
 HEAVY = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
@@ -46,6 +48,14 @@ class Normed(Net):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+class Synced(Net):
+    """Has PyTorch's own layer, which needs GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.SyncBatchNorm(16).double())
 
 
 class TrainsItself(Net):
@@ -153,6 +163,18 @@ class OwnAverager(Averager):
 
 
 OwnStrategy = strategy_for(OwnAverager, "of_the_table")
+
+
+@dataclass
+class Unlocked(AsyncElasticAverager):
+    """Asks for a center without a lock, wherever it lives."""
+
+    locked = False
+
+
+@with_options_of(Unlocked, replica="rank")
+class UnlockedStrategy(ReplicaStrategy):
+    """The strategy of that averager."""
 
 
 # -- data ----------------------------------------------------------------------------------------------------

@@ -12,13 +12,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, GradientAccumulationScheduler
-from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from namesakes import both
 from oracles import oracle
 from ranks import run
-from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
+from tasks import FAST, EvaluatedNet, Memory, Net, dataset, error, fit, parameters
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -241,21 +240,10 @@ def test_all_stop_at_the_same_time() -> None:
 # -- logs ----------------------------------------------------------------------------------------------------
 
 
-class Rows(Logger):
+class Rows(Memory):
     """Keeps what rank 0 logs."""
 
-    name, version = "rows", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        pass
+    log_metrics = rank_zero_only(Memory.log_metrics)
 
 
 class Logging(EvaluatedNet):
