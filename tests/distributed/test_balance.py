@@ -153,7 +153,7 @@ def _unasked() -> list[dict[str, Any]]:
     ]
 
 
-def test_shares_of_shards_are_even_or_as_the_user_says_and_epochs_as_long_as_with_ddp() -> None:
+def test_shards_keep_their_shares_and_epochs_their_length() -> None:
     for number, (*even, fixed) in enumerate(run(_unasked, 2)):
         for found in even:
             assert [len(batch) for batch in found["seen"]] == [4] * 2 * 26
