@@ -187,73 +187,34 @@ class Rows(IterableDataset):
         yield from ("text" for _ in range(8))
 
 
-class Shard(IterableDataset):
-    def __iter__(self) -> Iterator[Any]:
-        yield from (dataset(96)[i] for i in range(rank(), 96, 2))
+class Stream(IterableDataset):
+    """Some samples; by default this rank's half."""
 
-
-def streamed() -> DataLoader:
-    return DataLoader(Shard(), batch_size=4)
-
-
-def shared_stream(samples: int = 96, size: int | None = 4, several: bool = False) -> Any:
-    def made() -> DataLoader:
-        return DataLoader(SharedStream(Whole(samples)), batch_size=size)
-
-    return {"a": made(), "b": made()} if several else made()
-
-
-class Whole(IterableDataset):
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return (dataset(96)[i] for i in range(self.samples))
-
-
-class OnRank1(IterableDataset):
-    """Nothing on rank 0; with or without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return (dataset(96)[i] for i in range(12 * rank()))
-
-
-class SizedOnRank1(OnRank1):
-    def __len__(self) -> int:
-        return 12 * rank()
-
-
-class Part(IterableDataset):
-    """Some samples, as a stream."""
-
-    def __init__(self, samples: range) -> None:
-        self.data, self.samples = dataset(), samples
+    def __init__(self, samples: range | None = None) -> None:
+        self.data, self.samples = dataset(), range(rank(), 96, 2) if samples is None else samples
 
     def __iter__(self) -> Iterator[Any]:
         return (self.data[i] for i in self.samples)
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def on_rank_1(kind: type[Stream]) -> Stream:
+    """Nothing on rank 0."""
+    return kind(range(12 * rank()))
+
+
 def parts(kind: str, sizes: list[int]) -> DataLoader:
     """So many samples of each rank, as a "stream" or "sized"."""
     samples = range(50 * rank(), 50 * rank() + sizes[rank()])
-    return DataLoader(Part(samples) if kind == "stream" else Subset(dataset(), samples), batch_size=4)
+    return DataLoader(Stream(samples) if kind == "stream" else Subset(dataset(), samples), batch_size=4)
 
 
-def on_rank_1(kind: type[OnRank1] = OnRank1) -> DataLoader:
-    return DataLoader(kind(), batch_size=4)
-
-
-class SizedShard(Shard):
-    def __len__(self) -> int:
-        return 48
-
-
-def of_known_length() -> DataLoader:
-    return DataLoader(SizedShard(), batch_size=4)
-
-
-def own_sampler() -> DataLoader:
-    return DataLoader(dataset(96), batch_size=4, sampler=DistributedSampler(dataset(96), 2, rank()))
+def shared(samples: int = 96) -> SharedStream:
+    return SharedStream(Stream(range(samples)))
 
 
 class Unending:
@@ -262,37 +223,12 @@ class Unending:
             yield [0, 1]
 
 
-def without_end(at: str = "batch_sampler") -> DataLoader:
-    batches = {"batch_sampler": Unending()} if at == "batch_sampler" else {"sampler": Unending(), "batch_size": None}
-    return DataLoader(dataset(96), **batches)
+def own_sampler() -> DataLoader:
+    return DataLoader(dataset(96), batch_size=4, sampler=DistributedSampler(dataset(96), 2, rank()))
 
 
-def grouped() -> DataLoader:
-    return DataLoader(dataset(96), batch_sampler=[[0, 1], [2, 3, 4], [5, 6], [7, 8]])
-
-
-def tiny(samples: int = 1) -> DataLoader:
-    return DataLoader(dataset(samples), batch_size=4)
-
-
-def sizeless() -> DataLoader:
-    return DataLoader(Rows(), batch_size=4)
-
-
-def unbatched() -> DataLoader:
-    return DataLoader(dataset(96), batch_size=None)
-
-
-def unordered() -> DataLoader:
-    return DataLoader(dataset(96), batch_size=4, num_workers=2, in_order=False)
-
-
-def incommensurable() -> dict[str, DataLoader]:
-    return {"a": DataLoader(dataset(192), batch_size=32), "b": DataLoader(dataset(191), batch_size=32)}
-
-
-def of_rank() -> DataLoader:
-    return DataLoader(dataset(96 + rank()), batch_size=4)
+def two(first: Any, second: Any, size: int) -> dict[str, DataLoader]:
+    return {"a": DataLoader(first, batch_size=size), "b": DataLoader(second, batch_size=size)}
 
 
 # -- settings of the Trainer ---------------------------------------------------------------------------------

@@ -56,7 +56,9 @@ class Row:
         words: of its message.
         by_rank: options that differ between ranks.
         module: makes the model.
-        loader: makes the data.
+        data: makes a dataset.
+        load: options of its DataLoader.
+        loader: makes the DataLoader, or several, instead.
         trainer: settings of the Trainer, or what makes them.
         env: environment variables of a rank.
         stage: of the Trainer, which gets the data.
@@ -70,7 +72,9 @@ class Row:
     words: list[str]
     by_rank: dict[str, list[Any]] = field(default_factory=dict)
     module: Callable[[], Any] = Net
-    loader: Callable[[], Any] = lambda: DataLoader(dataset(96), batch_size=4)
+    data: Callable[[], Any] = lambda: dataset(96)
+    load: dict[str, Any] = field(default_factory=dict)
+    loader: Callable[[], Any] | None = None
     trainer: Any = field(default_factory=dict)
     env: Callable[[int], dict[str, str]] = lambda rank: {}
     stage: str = "fit"
@@ -130,6 +134,7 @@ DIFFER = (
     "net.0.weight: rank 0: (missing), rank 1: frozen",
 )
 OWN_PARTS = {"use_distributed_sampler": False}
+ENDLESS = bad.Unending()
 UNUSED = {"find_unused_parameters": True}
 GOES_ON = {"on_peer_loss": "continue"}
 NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
@@ -139,10 +144,10 @@ TWO_RANKS = [
     ddp(ShareError, "8 samples is too small", options={"min_batch_size": 5}),
     ddp(ShareError, "1 samples is too small for 2 ranks", options={"global_batch_size": 1}),
     ddp(ConfigurationError, "does not fit 2 ranks", options={"ranks_per_node": 3}),
-    ddp(DataError, "1 samples for 2 ranks", loader=bad.tiny),
-    ddp(DataError, "is unknown", "batch_weight", loader=bad.sizeless, options={"balance_iterable": True}),
-    ddp(UnsupportedError, "batch_size=None", "use_distributed_sampler=False", loader=bad.unbatched),
-    ddp(UnsupportedError, "in_order=True", loader=bad.unordered),
+    ddp(DataError, "1 samples for 2 ranks", data=partial(dataset, 1)),
+    ddp(DataError, "is unknown", "batch_weight", data=bad.Rows, options={"balance_iterable": True}),
+    ddp(UnsupportedError, "batch_size=None", "use_distributed_sampler=False", load={"batch_size": None}),
+    ddp(UnsupportedError, "in_order=True", load={"num_workers": 2, "in_order": False}),
     ddp(UnsupportedError, "dataloader_iter", module=bad.FetchesItself),
     ddp(UnsupportedError, "sync_batchnorm", "CPU", module=bad.Normed, trainer={"sync_batchnorm": True}),
     ddp(UnsupportedError, "val_check_interval", "own clock", trainer=TIMED),
@@ -159,13 +164,18 @@ TWO_RANKS = [
         "accumulate_grad_batches: rank 0: 1, rank 1: 2",
         trainer=bad.settings_of_rank,
     ),
-    ddp(DisagreementError, "samples: rank 0: 96, rank 1: 97", loader=bad.of_rank),
+    ddp(DisagreementError, "samples: rank 0: 96, rank 1: 97", data=lambda: dataset(96 + bad.rank())),
     ddp(DisagreementError, "seed_everything", env=lambda rank: {"PL_GLOBAL_SEED": str(rank)}),
     ddp(ConfigurationError, "on cpu (rank ", "needs a limit", "max_batch_memory", options={"max_batch_size": "auto"}),
     ddp(ConfigurationError, "3 limits for 2 ranks", options={**SEARCHED, "max_batch_memory": [1000, "1kB", None]}),
     ddp(UnsupportedError, "manual optimization", "as numbers", options=SEARCHED, module=bad.TrainsItself),
-    ddp(UnsupportedError, "needs a map-style dataset", options=SEARCHED, loader=bad.streamed),
-    ddp(UnsupportedError, "needs a map-style dataset", options=SEARCHED, loader=bad.grouped),
+    ddp(UnsupportedError, "needs a map-style dataset", options=SEARCHED, data=bad.Stream),
+    ddp(
+        UnsupportedError,
+        "needs a map-style dataset",
+        options=SEARCHED,
+        load={"batch_size": 1, "batch_sampler": [[0, 1], [2, 3, 4], [5, 6]]},
+    ),
     ddp(
         UnsupportedError,
         "rank 1 could not try a batch: ValueError: Default process",
@@ -175,25 +185,25 @@ TWO_RANKS = [
     ddp(ShareError, "not even a batch of 1 fits", "rank(s) [1]", options={**SEARCHED, "max_batch_memory": ["1GB", 99]}),
     ddp(ShareError, "but a global batch has 8", "raise max_batch", options={**SEARCHED, "max_batch_memory": 14_250}),
     ddp(ConfigurationError, "min_replicas=3, but this job has 2 ranks", options={**GOES_ON, "min_replicas": 3}),
-    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, loader=bad.streamed),
-    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, loader=bad.shared_stream),
+    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, data=bad.Stream),
+    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, data=bad.shared),
     ddp(UnsupportedError, "with a DistributedSampler that you have made", options=GOES_ON, loader=bad.own_sampler),
-    ddp(UnsupportedError, "cannot be one of several", loader=partial(bad.shared_stream, several=True)),
-    ddp(UnsupportedError, "needs a batch_size", loader=partial(bad.shared_stream, size=None)),
-    ddp(DataError, "the training stream is empty", loader=partial(bad.shared_stream, samples=0)),
+    ddp(UnsupportedError, "cannot be one of several", loader=lambda: bad.two(bad.shared(), bad.shared(), 4)),
+    ddp(UnsupportedError, "needs a batch_size", data=bad.shared, load={"batch_size": None}),
+    ddp(DataError, "the training stream is empty", data=partial(bad.shared, 0)),
     *(
-        ddp(UnsupportedError, "remove these options", options=options, loader=bad.of_known_length)
+        ddp(UnsupportedError, "remove these options", options=options, data=bad.SizedStream)
         for options in ({"balance": [3.0, 1.0]}, {"global_batch_size": 16}, {"max_batch_size": 2})
     ),
     ddp(
         UnsupportedError,
         "Remove the option, or the dataset's `__len__`",
         options={"balance_iterable": True},
-        loader=bad.of_known_length,
+        data=bad.SizedStream,
     ),
     *(
-        ddp(UnsupportedError, "Unending has no length", "use_distributed_sampler=False", loader=loader)
-        for loader in (bad.without_end, partial(bad.without_end, "sampler"))
+        ddp(UnsupportedError, "Unending has no length", "use_distributed_sampler=False", load=load)
+        for load in ({"batch_size": 1, "batch_sampler": ENDLESS}, {"batch_size": None, "sampler": ENDLESS})
     ),
     ddp(UnsupportedError, "outside of `training_step`", options=UNUSED, module=bad.LateBackward, late=True),
     *(evaluated(stage, kind, [8, 0], "rank(s) 1 got no") for stage in ("fit", "test") for kind in ("stream", "sized")),
@@ -214,7 +224,7 @@ TWO_RANKS = [
 TWO_NODES = [
     daso({"warmup": 10, "cooldown": 10}, ConfigurationError, "of 16 optimizer steps"),
     daso({"warmup": "1 epoch", "cooldown": "2 epochs"}, ConfigurationError, "of 16 optimizer steps"),
-    daso({"warmup": "1 epochs"}, ConfigurationError, "length of an epoch is unknown: give steps", loader=bad.streamed),
+    daso({"warmup": "1 epochs"}, ConfigurationError, "length of an epoch is unknown: give steps", data=bad.Stream),
     daso({"monitor": "val_loss", "warmup": 0}, ConfigurationError, "monitor='val_loss' is NaN, or has not", late=True),
     daso({}, DisagreementError, "wire: rank 0: fp32, rank 1: bf16", by_rank={"wire": ["fp32", "bf16"]}),
     center("easgd", {"moving_rate": 1.0, "beta": 1.0}, ConfigurationError, "unstable"),
@@ -272,9 +282,9 @@ TWO_NODES = [
         trainer={**TWO_EPOCHS, "callbacks": [StochasticWeightAveraging(0.1)]},
     ),
     *(
-        replicas(kind, EVEN, DataError, "1 rank(s) got no training batch at all", loader=partial(bad.on_rank_1, data))
+        replicas(kind, EVEN, DataError, "1 rank(s) got no training batch at all", data=partial(bad.on_rank_1, data))
         for kind in (NODE, GossipAsyncStrategy)
-        for data in (bad.OnRank1, bad.SizedOnRank1)
+        for data in (bad.Stream, bad.SizedStream)
     ),
     replicas(NODE, UNUSED, UnsupportedError, "outside of `training_step`", module=bad.LateBackward, late=True),
     daso(UNUSED, UnsupportedError, "phase is", module=bad.Complex),
@@ -294,10 +304,15 @@ TWO_NODES = [
     gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
 ]
 THREE_RANKS = [
+    ddp(DataError, "2 samples for 3 ranks", module=EvaluatedNet, data=partial(dataset, 2), stage="validate"),
     ddp(
-        DataError, "2 samples for 3 ranks", module=EvaluatedNet, loader=lambda: DataLoader(dataset(2)), stage="validate"
+        DataError,
+        "[96, 95]",
+        "equal proportions",
+        "drop_last",
+        module=bad.TwoLoaders,
+        loader=lambda: bad.two(dataset(192), dataset(191), 32),
     ),
-    ddp(DataError, "[96, 95]", "equal proportions", "drop_last", module=bad.TwoLoaders, loader=bad.incommensurable),
 ]
 #: Rows, and ranks of each node.
 JOBS = {"two ranks": (TWO_RANKS, [2]), "two nodes": (TWO_NODES, [1, 1]), "three ranks": (THREE_RANKS, [3])}
@@ -315,7 +330,8 @@ def _train(row: Row, folder: str) -> None:
     trainer["callbacks"] = [keep, *trainer.pop("callbacks", [])]
     settings = {**FAST, "max_epochs": 1, "enable_checkpointing": True, **trainer}
     fit = pl.Trainer(strategy=row.strategy(**row.options, **mine), **settings)
-    given = (row.loader(), row.validated()) if row.stage == "fit" else (row.loader(),)
+    data = row.loader() if row.loader else DataLoader(row.data(), **{"batch_size": 4, **row.load})
+    given = (data, row.validated()) if row.stage == "fit" else (data,)
     getattr(fit, row.stage)(row.module(), *given)
 
 
