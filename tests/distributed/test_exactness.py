@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from oracles import oracle
 from ranks import run
 from tasks import GanLike, Net, TokenNet, error, fits, parameters
@@ -39,6 +40,27 @@ class Logs(Net):
         self.log("largest", batch[3].max().float(), reduce_fx="max", on_step=False, **options)
         self.log("least", batch[3].min().float(), reduce_fx="min", on_step=False, **options)
         return super().training_step(batch, batch_idx)
+
+
+class Thaw(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.05)
+
+
+class Thawing(Net):
+    """Its optimizer begins with what is trainable."""
+
+    def configure_callbacks(self) -> Any:
+        return [Thaw()]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
 class Silent(Net):
@@ -106,6 +128,9 @@ JOBS: dict[str, dict[str, Case]] = {
             {"strategy": {"find_unused_parameters": True}, "changes": {1: [4.0, 1.0, 2.0], 12: [1.0, 0.0, 1.0]}},
             GanLike,
         ),
+        # Lightning's own strategy lets the ranks drift apart here: DDP does not know of such layers.
+        "unfrozen": Case(UNEVEN, Thawing),
+        "unfrozen, accumulated": Case(UNEVEN, Thawing, {"accumulate_grad_batches": 3}),
         "float32": Case(UNEVEN, **SINGLE, limit=1e-5),
         "bf16": Case(UNEVEN, FLOATS, {**SINGLE["both"], "precision": "bf16-mixed"}, limit=0.02),  # of 3 digits
     },
