@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections import UserDict, UserList
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,32 +39,19 @@ class Opaque:
         return Opaque(self.x.to(*args, **kwargs))
 
 
-def dict_like(rows: list[Tensor]) -> Any:
-    return UserDict(x=torch.stack([row[0] for row in rows]))
+def firsts(rows: list[Tensor]) -> Tensor:
+    return torch.stack([row[0] for row in rows])
 
 
-def dataclass_like(rows: list[Tensor]) -> Any:
-    return Points(torch.stack([row[0] for row in rows]))
-
-
-def nested(rows: list[Tensor]) -> Any:
-    return UserDict(inner=[Points(torch.stack([row[0] for row in rows]))], scale=torch.tensor(2.0))
-
-
-def listed(rows: list[Tensor]) -> Any:
-    return UserList([torch.stack([row[0] for row in rows]), "names"])
-
-
-def ragged(rows: list[Tensor]) -> Any:
-    return {"x": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
-
-
-def list_of_lengths(rows: list[Tensor]) -> Any:
-    return rows
-
-
-def opaque(rows: list[Tensor]) -> Any:
-    return Opaque(torch.cat(rows))
+COLLATE: dict[str, Callable[[list[Tensor]], Any]] = {
+    "a mapping": lambda rows: UserDict(x=firsts(rows)),
+    "a dataclass": lambda rows: Points(firsts(rows)),
+    "nested": lambda rows: UserDict(inner=[Points(firsts(rows))], scale=torch.tensor(2.0)),
+    "a sequence": lambda rows: UserList([firsts(rows), "names"]),
+    "ragged": lambda rows: {"x": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])},
+    "tensors": lambda rows: rows,
+    "opaque": lambda rows: Opaque(torch.cat(rows)),
+}
 
 
 def tensor_of(batch: Any) -> Tensor:
@@ -107,9 +94,9 @@ class WeighedNet(Net):
         return len(tensor_of(batch))
 
 
-def _fit(strategy: Any, collate: Any, sizes: tuple[int, ...], module: Any = Net) -> tuple[Tensor, list[str], int]:
+def _fit(strategy: Any, collate: str, sizes: tuple[int, ...], module: Any = Net) -> tuple[Tensor, list[str], int]:
     net = module()
-    loader = DataLoader(Shard(), batch_size=sizes[rank()], collate_fn=collate)
+    loader = DataLoader(Shard(), batch_size=sizes[rank()], collate_fn=COLLATE[collate])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = train(net, strategy(), loader, devices=WORLD, max_steps=STEPS, max_epochs=-1)
@@ -121,21 +108,21 @@ def _fits(*cases: Any) -> list[Any]:
     return [_fit(*case) for case in cases]
 
 
-def whole(collate: Any, sizes: tuple[int, ...]) -> Tensor:
+def whole(collate: str, sizes: tuple[int, ...]) -> Tensor:
     """One process on the samples of all ranks."""
     rows, net = samples(), Net()
     optimizer = net.configure_optimizers()
     for step in range(STEPS):
         parts = (rows[first::WORLD][step * n : (step + 1) * n] for first, n in enumerate(sizes))
         optimizer.zero_grad()
-        net.training_step(collate(list(itertools.chain(*parts))), step).backward()
+        net.training_step(COLLATE[collate](list(itertools.chain(*parts))), step).backward()
         optimizer.step()
     return parameters(net)
 
 
 def test_a_batch_counts_by_its_tensors_wherever_they_are_or_by_the_weight_that_is_given() -> None:
-    cases: list[Any] = [(collate, Net) for collate in (dict_like, dataclass_like, nested, listed)]
-    cases += [(ragged, WeighedNet), (list_of_lengths, WeighedNet)]
+    cases: list[Any] = [(collate, Net) for collate in ("a mapping", "a dataclass", "nested", "a sequence")]
+    cases += [("ragged", WeighedNet), ("tensors", WeighedNet)]
     ranks = run(_fits, WORLD, *((HeteroDDPStrategy, collate, (6, 2), module) for collate, module in cases))
     for (collate, _), *results in zip(cases, *ranks, strict=True):
         truth = whole(collate, (6, 2))
@@ -145,9 +132,9 @@ def test_a_batch_counts_by_its_tensors_wherever_they_are_or_by_the_weight_that_i
 
 
 def test_a_batch_of_unknown_size_counts_as_under_ddp() -> None:
-    cases = [(collate, (4, 4)) for collate in (ragged, list_of_lengths, opaque)]
+    cases = [(collate, (4, 4)) for collate in ("ragged", "tensors", "opaque")]
     truths = run(_fits, WORLD, *((DDPStrategy, *case) for case in cases))[0]
-    ranks = run(_fits, WORLD, *((HeteroDDPStrategy, *case) for case in cases), (DiLoCoStrategy, ragged, (4, 4)))
+    ranks = run(_fits, WORLD, *((HeteroDDPStrategy, *case) for case in cases), (DiLoCoStrategy, "ragged", (4, 4)))
     assert [results[-1][2] for results in ranks] == [STEPS] * WORLD  # replicas
     for case, (truth, *_), *results in zip(cases, truths, *(results[:-1] for results in ranks), strict=True):
         for own, _, steps in results:
@@ -155,7 +142,7 @@ def test_a_batch_of_unknown_size_counts_as_under_ddp() -> None:
             assert steps == STEPS
         assert [len(told) for _, told, _ in results] == [1, 0]
         assert "count the same" in results[0][1][0]
-        assert case[0] is not list_of_lengths or "first dimensions [2, 3, 4]" in results[0][1][0]
+        assert case[0] != "tensors" or "first dimensions [2, 3, 4]" in results[0][1][0]
 
 
 def test_ranks_that_have_come_to_their_end_do_not_count_where_sizes_are_unknown() -> None:
@@ -179,7 +166,7 @@ def _ends() -> tuple[Tensor, int]:
     net = Net()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = train(net, HeteroDDPStrategy(), DataLoader(Short(), batch_size=2, collate_fn=ragged))
+        trainer = train(net, HeteroDDPStrategy(), DataLoader(Short(), batch_size=2, collate_fn=COLLATE["ragged"]))
     return parameters(net), trainer.global_step
 
 
@@ -188,7 +175,7 @@ def _ends_alone() -> Tensor:
     optimizer = net.configure_optimizers()
     for step in range(3):
         parts = [part[2 * step : 2 * step + 2] for part in SHORT]
-        losses = [net.training_step(ragged(part), step) for part in parts if part]
+        losses = [net.training_step(COLLATE["ragged"](part), step) for part in parts if part]
         optimizer.zero_grad()
         (sum(losses) / len(losses)).backward()
         optimizer.step()
@@ -198,6 +185,6 @@ def _ends_alone() -> Tensor:
 @pytest.mark.parametrize("options", [{}, {"balance": [3.0, 1.0], "global_batch_size": 8}])
 def test_batches_of_unknown_and_unequal_size_are_refused(options: dict[str, Any]) -> None:
     sizes = (4, 4) if options else (6, 2)
-    for outcome in attempt(_fit, WORLD, partial(HeteroDDPStrategy, **options), ragged, sizes):
+    for outcome in attempt(_fit, WORLD, partial(HeteroDDPStrategy, **options), "ragged", sizes):
         assert isinstance(outcome.error, DataError), outcome.trace
         assert "batch_weight" in str(outcome.error)

@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -68,15 +69,10 @@ def _stream(kind: Any, options: dict[str, Any], data: Any, module: Any = Net, **
 # -- who has ended ---------------------------------------------------------------------
 
 
-class AdamW(Net):
-    def __init__(self) -> None:
-        super().__init__("adamw")
-
-
 def test_a_replica_that_has_ended_stays_where_it_is_between_meetings() -> None:
     """Momentum and weight decay would move it, though no sample does."""
     options = {"every_n_steps": None}
-    ended, other = run(_stream, 2, NodeAverageStrategy, options, Shard(), module=AdamW, max_epochs=1)
+    ended, other = run(_stream, 2, NodeAverageStrategy, options, Shard(), module=partial(Net, "adamw"), max_epochs=1)
     for later in ended["after"][LENGTHS[0] : -1]:
         assert error(later, ended["after"][LENGTHS[0] - 1]) == 0.0
     assert error(other["after"][LENGTHS[0]], other["after"][LENGTHS[0] - 1]) > 0.0
