@@ -48,7 +48,7 @@ def _train(
         module, strategy = Emulated(per_sample), (kind or HeteroDDPStrategy)(**options)
         data = DataLoader(dataset(64 * 20), batch_size=16, shuffle=True) if data is None else data
         trainer = train(module, strategy, data, **more)
-    shares = strategy.share.planner.shares(strategy.share.step)
+    shares = strategy.accounting.planner.shares(strategy.accounting.step)
     return {"seen": module.seen, "lr": trainer.optimizers[0].param_groups[0]["lr"], "shares": shares}
 
 

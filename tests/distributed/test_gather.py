@@ -149,7 +149,7 @@ def _slow_backward() -> list[float]:
     module, work = SlowBackward(), []
     strategy = HeteroDDPStrategy(balance="off")
     callback = pl.callbacks.LambdaCallback(
-        on_train_start=lambda *_: strategy.share.watchers.append(lambda lap: work.append(lap.work))
+        on_train_start=lambda *_: strategy.accounting.watchers.append(lambda lap: work.append(lap.work))
     )
     train(module, strategy, DataLoader(dataset(40), batch_size=4), callbacks=[callback])
     return work[1:]
