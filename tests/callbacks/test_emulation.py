@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from ranks import run
-from tasks import FAST, EvaluatedNet, GanLike, Net, dataset
+from tasks import EvaluatedNet, GanLike, Net, dataset, train
 from torch.utils.data import DataLoader
 from virtual_time import virtual_time
 
@@ -38,9 +38,8 @@ class Clock(pl.Callback):
 
 
 def _fit(emulated: EmulatedSpeed, module: pl.LightningModule | None = None, **options: Any) -> Clock:
-    clock = Clock()
-    trainer = pl.Trainer(max_epochs=1, callbacks=[clock, emulated], **{**FAST, "devices": 1, **options})
-    trainer.fit(module or Net(), DataLoader(dataset(120), batch_size=10))
+    clock, data = Clock(), DataLoader(dataset(120), batch_size=10)
+    train(module or Net(), "auto", data, callbacks=[clock, emulated], **{"devices": 1, **options})
     return clock
 
 
@@ -87,9 +86,9 @@ def test_a_device_that_waits_in_its_backward_pass_still_has_its_own_work_to_do()
 
 def test_validation_is_not_slowed() -> None:
     module = EvaluatedNet()
+    data = DataLoader(dataset(10), batch_size=10), DataLoader(dataset(40), batch_size=10)
     with virtual_time() as clock:
-        trainer = pl.Trainer(max_epochs=1, callbacks=[EmulatedSpeed([(1.0, 0.0)])], devices=1, **FAST)
-        trainer.fit(module, DataLoader(dataset(10), batch_size=10), DataLoader(dataset(40), batch_size=10))
+        train(module, "auto", *data, callbacks=[EmulatedSpeed([(1.0, 0.0)])], devices=1)
     assert clock.now == 1.0
     assert len(module.evaluated) >= 40
 
@@ -150,10 +149,8 @@ def _in_virtual_time() -> list[tuple[int, ...]]:
     with virtual_time():
         monitor = HeteroMonitor(report=None)
         emulated = EmulatedSpeed([(0.005, 0.001), (0.005, 0.004)], {40: [(0.005, 0.004), (0.005, 0.001)]})
-        trainer = pl.Trainer(
-            strategy=HeteroDDPStrategy(), devices=2, max_epochs=8, callbacks=[monitor, emulated], **FAST
-        )
-        trainer.fit(Net(), DataLoader(dataset(400), batch_size=20))  # 10 steps of 40 samples an epoch
+        data = DataLoader(dataset(400), batch_size=20)  # 10 steps of 40 samples an epoch
+        train(Net(), HeteroDDPStrategy(), data, devices=2, max_epochs=8, callbacks=[monitor, emulated])
         return [record.shares for record in monitor.history]
 
 

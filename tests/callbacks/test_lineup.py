@@ -18,8 +18,7 @@ from growing import fit as grown
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from ranks import attempt
-from tasks import FAST, Killed, Net, dataset
-from test_monitor import Memory
+from tasks import FAST, Killed, Memory, Net, dataset
 from test_report import fit
 from torch.utils.data import DataLoader
 

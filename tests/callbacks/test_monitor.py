@@ -9,9 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import Logger
 from ranks import run
-from tasks import FAST, Net, dataset
+from tasks import FAST, Memory, Net, dataset
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import DASOStrategy, HeteroDDPStrategy, NodeAverageStrategy
@@ -27,21 +26,6 @@ from lightning_hetero.callbacks.monitor_data import (
     thin,
 )
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
-
-
-class Memory(Logger):
-    """Keeps what is logged."""
-
-    name, version = "memory", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
 
 class Endless(IterableDataset):
@@ -103,21 +87,24 @@ def test_all_ranks_keep_the_same_history_and_rank_zero_logs_it() -> None:
     assert 0 <= int(first["bar"]["waiting"].removesuffix("%")) <= 100
 
 
-def test_the_shares_are_those_of_the_plan_even_for_a_rank_that_only_repeats_a_sample() -> None:
-    first, _ = run(_fit, 2, ddp(balance=[1.0, 0.0]))
-    assert first["history"][0][1] == (8, 0)
-    assert first["history"][0][2] == (8.0, 1.0)
+def _fits() -> dict[str, dict[str, Any]]:
+    return {
+        "padding": _fit(ddp(balance=[1.0, 0.0])),
+        "epochs": _fit(ddp(rebalance_every_n_steps=8), epochs=3),
+        "accumulation": _fit(accumulate_grad_batches=2),
+        "a stream": _fit(ddp(balance="off"), Endless(), limit_train_batches=6),
+    }
 
 
-def test_reports_are_logged_once_across_epochs() -> None:
-    first, _ = run(_fit, 2, ddp(rebalance_every_n_steps=8), epochs=3)  # 60 steps
-    assert [row[0] for row in first["history"]] == [9, 17, 25, 33, 41, 49, 57]
-
-
-def test_accumulation_counts_batches_and_logs_at_optimizer_steps() -> None:
-    first, _ = run(_fit, 2, accumulate_grad_batches=2)
-    assert [row[0] for row in first["history"]] == [5, 9, 13, 17]
-    assert [step for step, _ in rows_with(first, "hetero/waiting")] == [2, 4, 6, 8]
+def test_what_is_kept_and_logged_whatever_the_fit() -> None:
+    first, _ = run(_fits, 2)
+    # The shares are those of the plan, even for a rank that only repeats a sample; a stream has what ranks process.
+    assert first["padding"]["history"][0][1:3] == ((8, 0), (8.0, 1.0))
+    assert first["a stream"]["history"][0][1] == (4, 4)
+    assert [row[0] for row in first["epochs"]["history"]] == [9, 17, 25, 33, 41, 49, 57]  # once, of 60 steps
+    # Batches are counted; what is logged is logged at optimizer steps.
+    assert [row[0] for row in first["accumulation"]["history"]] == [5, 9, 13, 17]
+    assert [step for step, _ in rows_with(first["accumulation"], "hetero/waiting")] == [2, 4, 6, 8]
 
 
 def test_other_strategies_are_refused() -> None:
@@ -219,8 +206,3 @@ def test_coarser_and_thin() -> None:
     assert records == list(range(8))
     thin(records, most=8)
     assert records == [0, 2, 4, 6, 7]
-
-
-def test_streams_show_what_each_rank_processed() -> None:
-    first, _ = run(_fit, 2, ddp(balance="off"), Endless(), limit_train_batches=6)
-    assert first["history"][0][1] == (4, 4)

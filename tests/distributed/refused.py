@@ -1,6 +1,5 @@
 """Models, data and settings that strategies refuse, for the table of ``test_refusals``."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,17 +8,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from tasks import GanLike, Net, TokenNet, dataset
+from tasks import GanLike, Net, TokenNet, dataset, rank
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from lightning_hetero import Averager, SharedStream, StepContext, strategy_for
+from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
+from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 
 HEAVY = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-
-
-def rank() -> int:
-    return int(os.environ["RANK"])
 
 
 # -- models --------------------------------------------------------------------------------------------------
@@ -51,6 +48,14 @@ class Normed(Net):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+class Synced(Net):
+    """Has PyTorch's own layer, which needs GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.SyncBatchNorm(16).double())
 
 
 class TrainsItself(Net):
@@ -104,6 +109,31 @@ class Backboned(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
+class Logs(Net):
+    """Logs a number in each step of an evaluation, or gathers one."""
+
+    def __init__(self, **log: Any) -> None:
+        super().__init__()
+        self.log_options, self.steps = {"sync_dist": True, **log}, 0
+
+    def evaluate(self, batch: Any) -> None:
+        self.steps += 1
+        if self.log_options.get("gather"):
+            self.all_gather(batch[0][:1])
+        else:
+            self.log("number", batch[3].double().mean(), **self.log_options)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
+        self.steps += 1
+        return batch[3].tolist()
+
+
 # -- what becomes trainable, or frozen -----------------------------------------------------------------------
 
 
@@ -135,6 +165,18 @@ class OwnAverager(Averager):
 OwnStrategy = strategy_for(OwnAverager, "of_the_table")
 
 
+@dataclass
+class Unlocked(AsyncElasticAverager):
+    """Asks for a center without a lock, wherever it lives."""
+
+    locked = False
+
+
+@with_options_of(Unlocked, replica="rank")
+class UnlockedStrategy(ReplicaStrategy):
+    """The strategy of that averager."""
+
+
 # -- data ----------------------------------------------------------------------------------------------------
 
 
@@ -145,57 +187,34 @@ class Rows(IterableDataset):
         yield from ("text" for _ in range(8))
 
 
-class Shard(IterableDataset):
-    def __iter__(self) -> Iterator[Any]:
-        yield from (dataset(96)[i] for i in range(rank(), 96, 2))
+class Stream(IterableDataset):
+    """Some samples; by default this rank's half."""
 
-
-def streamed() -> DataLoader:
-    return DataLoader(Shard(), batch_size=4)
-
-
-def shared_stream(samples: int = 96, size: int | None = 4, several: bool = False) -> Any:
-    def made() -> DataLoader:
-        return DataLoader(SharedStream(Whole(samples)), batch_size=size)
-
-    return {"a": made(), "b": made()} if several else made()
-
-
-class Whole(IterableDataset):
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: range | None = None) -> None:
+        self.data, self.samples = dataset(), range(rank(), 96, 2) if samples is None else samples
 
     def __iter__(self) -> Iterator[Any]:
-        return (dataset(96)[i] for i in range(self.samples))
+        return (self.data[i] for i in self.samples)
 
 
-class OnRank1(IterableDataset):
-    """Nothing on rank 0; with or without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return (dataset(96)[i] for i in range(12 * rank()))
-
-
-class SizedOnRank1(OnRank1):
+class SizedStream(Stream):
     def __len__(self) -> int:
-        return 12 * rank()
+        return len(self.samples)
 
 
-def on_rank_1(kind: type[OnRank1] = OnRank1) -> DataLoader:
-    return DataLoader(kind(), batch_size=4)
+def on_rank_1(kind: type[Stream]) -> Stream:
+    """Nothing on rank 0."""
+    return kind(range(12 * rank()))
 
 
-class SizedShard(Shard):
-    def __len__(self) -> int:
-        return 48
+def parts(kind: str, sizes: list[int]) -> DataLoader:
+    """So many samples of each rank, as a "stream" or "sized"."""
+    samples = range(50 * rank(), 50 * rank() + sizes[rank()])
+    return DataLoader(Stream(samples) if kind == "stream" else Subset(dataset(), samples), batch_size=4)
 
 
-def of_known_length() -> DataLoader:
-    return DataLoader(SizedShard(), batch_size=4)
-
-
-def own_sampler() -> DataLoader:
-    return DataLoader(dataset(96), batch_size=4, sampler=DistributedSampler(dataset(96), 2, rank()))
+def shared(samples: int = 96) -> SharedStream:
+    return SharedStream(Stream(range(samples)))
 
 
 class Unending:
@@ -204,37 +223,12 @@ class Unending:
             yield [0, 1]
 
 
-def without_end(at: str = "batch_sampler") -> DataLoader:
-    batches = {"batch_sampler": Unending()} if at == "batch_sampler" else {"sampler": Unending(), "batch_size": None}
-    return DataLoader(dataset(96), **batches)
+def own_sampler() -> DataLoader:
+    return DataLoader(dataset(96), batch_size=4, sampler=DistributedSampler(dataset(96), 2, rank()))
 
 
-def grouped() -> DataLoader:
-    return DataLoader(dataset(96), batch_sampler=[[0, 1], [2, 3, 4], [5, 6], [7, 8]])
-
-
-def tiny() -> DataLoader:
-    return DataLoader(dataset(1), batch_size=4)
-
-
-def sizeless() -> DataLoader:
-    return DataLoader(Rows(), batch_size=4)
-
-
-def unbatched() -> DataLoader:
-    return DataLoader(dataset(96), batch_size=None)
-
-
-def unordered() -> DataLoader:
-    return DataLoader(dataset(96), batch_size=4, num_workers=2, in_order=False)
-
-
-def incommensurable() -> dict[str, DataLoader]:
-    return {"a": DataLoader(dataset(192), batch_size=32), "b": DataLoader(dataset(191), batch_size=32)}
-
-
-def of_rank() -> DataLoader:
-    return DataLoader(dataset(96 + rank()), batch_size=4)
+def two(first: Any, second: Any, size: int) -> dict[str, DataLoader]:
+    return {"a": DataLoader(first, batch_size=size), "b": DataLoader(second, batch_size=size)}
 
 
 # -- settings of the Trainer ---------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -126,6 +128,32 @@ class GanLike(Net):
         ]
 
 
+class Predictions(BasePredictionWriter):
+    """Keeps the indices of each batch, and what was predicted of it."""
+
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.pairs: list[tuple[list[int], list[int]]] = []
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.pairs = list(zip(batch_indices[0], predictions, strict=True))
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
 class Save(pl.Callback):
     """Saves a checkpoint after a step, and there stops if told to, as a preempted job does."""
 
@@ -169,6 +197,26 @@ class Killed(pl.Callback):
 def parameters(module: nn.Module) -> torch.Tensor:
     """All parameters, flat, float64."""
     return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def train(
+    module: pl.LightningModule, strategy: Any, data: Any, validated: Any = None, path: Any = None, **options: Any
+) -> pl.Trainer:
+    """The Trainer of a fit, perhaps from a checkpoint; of one epoch unless the options say otherwise."""
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, **options})
+    trainer.fit(module, data, validated, ckpt_path=path)
+    return trainer
+
+
+def one_process(samples: int, batches: list[list[int]], epochs: int = 2, make: Any = Net) -> torch.Tensor:
+    """The parameters that one process of Lightning's comes to on these batches of a dataset."""
+    module = make()
+    train(module, "auto", DataLoader(dataset(samples), batch_sampler=batches), devices=1, max_epochs=epochs)
+    return parameters(module)
 
 
 def fit(

@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections import UserDict, UserList
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import attempt, run
-from tasks import FAST, error, parameters
-from test_data import _env
+from tasks import error, parameters, rank, train
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -40,32 +39,19 @@ class Opaque:
         return Opaque(self.x.to(*args, **kwargs))
 
 
-def dict_like(rows: list[Tensor]) -> Any:
-    return UserDict(x=torch.stack([row[0] for row in rows]))
+def firsts(rows: list[Tensor]) -> Tensor:
+    return torch.stack([row[0] for row in rows])
 
 
-def dataclass_like(rows: list[Tensor]) -> Any:
-    return Points(torch.stack([row[0] for row in rows]))
-
-
-def nested(rows: list[Tensor]) -> Any:
-    return UserDict(inner=[Points(torch.stack([row[0] for row in rows]))], scale=torch.tensor(2.0))
-
-
-def listed(rows: list[Tensor]) -> Any:
-    return UserList([torch.stack([row[0] for row in rows]), "names"])
-
-
-def ragged(rows: list[Tensor]) -> Any:
-    return {"x": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
-
-
-def list_of_lengths(rows: list[Tensor]) -> Any:
-    return rows
-
-
-def opaque(rows: list[Tensor]) -> Any:
-    return Opaque(torch.cat(rows))
+COLLATE: dict[str, Callable[[list[Tensor]], Any]] = {
+    "a mapping": lambda rows: UserDict(x=firsts(rows)),
+    "a dataclass": lambda rows: Points(firsts(rows)),
+    "nested": lambda rows: UserDict(inner=[Points(firsts(rows))], scale=torch.tensor(2.0)),
+    "a sequence": lambda rows: UserList([firsts(rows), "names"]),
+    "ragged": lambda rows: {"x": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])},
+    "tensors": lambda rows: rows,
+    "opaque": lambda rows: Opaque(torch.cat(rows)),
+}
 
 
 def tensor_of(batch: Any) -> Tensor:
@@ -78,13 +64,16 @@ def tensor_of(batch: Any) -> Tensor:
     return torch.cat(batch) if isinstance(batch, list) else batch.x
 
 
+def samples() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randn(2 + i % 3, 2, generator=draw, dtype=torch.float64) for i in range(80)]
+
+
 class Shard(IterableDataset):
     """Samples of two to four rows, another part of them on each rank."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        draw = torch.Generator().manual_seed(3)
-        rows = [torch.randn(2 + i % 3, 2, generator=draw, dtype=torch.float64) for i in range(80)]
-        yield from rows[int(_env("RANK")) :: WORLD]
+        yield from samples()[rank() :: WORLD]
 
 
 class Net(pl.LightningModule):
@@ -105,48 +94,55 @@ class WeighedNet(Net):
         return len(tensor_of(batch))
 
 
-def _fit(strategy: Any, collate: Any, sizes: tuple[int, ...], module: Any = Net) -> tuple[Tensor, list[str], int]:
-    net, rank = module(), int(_env("RANK"))
-    loader = DataLoader(Shard(), batch_size=sizes[rank], collate_fn=collate)
-    trainer = pl.Trainer(strategy=strategy(), devices=WORLD, max_steps=STEPS, max_epochs=-1, **FAST)
+def _fit(strategy: Any, collate: str, sizes: tuple[int, ...], module: Any = Net) -> tuple[Tensor, list[str], int]:
+    net = module()
+    loader = DataLoader(Shard(), batch_size=sizes[rank()], collate_fn=COLLATE[collate])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(net, loader)
+        trainer = train(net, strategy(), loader, devices=WORLD, max_steps=STEPS, max_epochs=-1)
     told = [str(w.message) for w in caught if "batch_weight" in str(w.message)]
     return parameters(net), told, trainer.global_step
 
 
-def whole(collate: Any, sizes: tuple[int, ...]) -> Tensor:
+def _fits(*cases: Any) -> list[Any]:
+    return [_fit(*case) for case in cases]
+
+
+def whole(collate: str, sizes: tuple[int, ...]) -> Tensor:
     """One process on the samples of all ranks."""
-    draw = torch.Generator().manual_seed(3)
-    rows = [torch.randn(2 + i % 3, 2, generator=draw, dtype=torch.float64) for i in range(80)]
-    net = Net()
+    rows, net = samples(), Net()
     optimizer = net.configure_optimizers()
     for step in range(STEPS):
-        parts = (rows[rank::WORLD][step * n : (step + 1) * n] for rank, n in enumerate(sizes))
+        parts = (rows[first::WORLD][step * n : (step + 1) * n] for first, n in enumerate(sizes))
         optimizer.zero_grad()
-        net.training_step(collate(list(itertools.chain(*parts))), step).backward()
+        net.training_step(COLLATE[collate](list(itertools.chain(*parts))), step).backward()
         optimizer.step()
     return parameters(net)
 
 
-@pytest.mark.parametrize("collate", [dict_like, dataclass_like, nested, listed])
-def test_the_tensors_of_a_batch_are_found_wherever_they_are(collate: Any) -> None:
-    truth = whole(collate, (6, 2))
-    for own, told, _ in run(_fit, WORLD, HeteroDDPStrategy, collate, (6, 2)):
-        assert error(own, truth) <= 1e-12
-        assert not told
+def test_a_batch_counts_by_its_tensors_wherever_they_are_or_by_the_weight_that_is_given() -> None:
+    cases: list[Any] = [(collate, Net) for collate in ("a mapping", "a dataclass", "nested", "a sequence")]
+    cases += [("ragged", WeighedNet), ("tensors", WeighedNet)]
+    ranks = run(_fits, WORLD, *((HeteroDDPStrategy, collate, (6, 2), module) for collate, module in cases))
+    for (collate, _), *results in zip(cases, *ranks, strict=True):
+        truth = whole(collate, (6, 2))
+        for own, told, _ in results:
+            assert error(own, truth) <= 1e-12, collate
+            assert not told
 
 
-@pytest.mark.parametrize("collate", [ragged, list_of_lengths, opaque])
-def test_a_batch_of_unknown_size_counts_as_under_ddp(collate: Any) -> None:
-    truth, *_ = run(_fit, WORLD, DDPStrategy, collate, (4, 4))[0]
-    results = run(_fit, WORLD, HeteroDDPStrategy, collate, (4, 4))
-    for own, _, steps in results:
-        assert error(own, truth) <= 1e-12
-        assert steps == STEPS
-    assert [len(told) for _, told, _ in results] == [1, 0]
-    assert "count the same" in results[0][1][0]
+def test_a_batch_of_unknown_size_counts_as_under_ddp() -> None:
+    cases = [(collate, (4, 4)) for collate in ("ragged", "tensors", "opaque")]
+    truths = run(_fits, WORLD, *((DDPStrategy, *case) for case in cases))[0]
+    ranks = run(_fits, WORLD, *((HeteroDDPStrategy, *case) for case in cases), (DiLoCoStrategy, "ragged", (4, 4)))
+    assert [results[-1][2] for results in ranks] == [STEPS] * WORLD  # replicas
+    for case, (truth, *_), *results in zip(cases, truths, *(results[:-1] for results in ranks), strict=True):
+        for own, _, steps in results:
+            assert error(own, truth) <= 1e-12, case
+            assert steps == STEPS
+        assert [len(told) for _, told, _ in results] == [1, 0]
+        assert "count the same" in results[0][1][0]
+        assert case[0] != "tensors" or "first dimensions [2, 3, 4]" in results[0][1][0]
 
 
 def test_ranks_that_have_come_to_their_end_do_not_count_where_sizes_are_unknown() -> None:
@@ -159,7 +155,7 @@ def test_ranks_that_have_come_to_their_end_do_not_count_where_sizes_are_unknown(
 
 class Short(IterableDataset):
     def __iter__(self) -> Iterator[Tensor]:
-        yield from SHORT[int(_env("RANK"))]
+        yield from SHORT[rank()]
 
 
 _DRAW = torch.Generator().manual_seed(4)
@@ -168,10 +164,9 @@ SHORT = [[torch.randn(1 + i % 2, 2, generator=_DRAW, dtype=torch.float64) for i 
 
 def _ends() -> tuple[Tensor, int]:
     net = Net()
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), **{**FAST, "max_epochs": 1})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(net, DataLoader(Short(), batch_size=2, collate_fn=ragged))
+        trainer = train(net, HeteroDDPStrategy(), DataLoader(Short(), batch_size=2, collate_fn=COLLATE["ragged"]))
     return parameters(net), trainer.global_step
 
 
@@ -180,28 +175,16 @@ def _ends_alone() -> Tensor:
     optimizer = net.configure_optimizers()
     for step in range(3):
         parts = [part[2 * step : 2 * step + 2] for part in SHORT]
-        losses = [net.training_step(ragged(part), step) for part in parts if part]
+        losses = [net.training_step(COLLATE["ragged"](part), step) for part in parts if part]
         optimizer.zero_grad()
         (sum(losses) / len(losses)).backward()
         optimizer.step()
     return parameters(net)
 
 
-def test_replicas_train_on_batches_of_unknown_size() -> None:
-    for _, _, steps in run(_fit, WORLD, DiLoCoStrategy, ragged, (4, 4)):
-        assert steps == STEPS
-
-
-def test_a_given_weight_says_what_no_size_does() -> None:
-    truth = whole(ragged, (6, 2))
-    for own, told, _ in run(_fit, WORLD, HeteroDDPStrategy, ragged, (6, 2), WeighedNet):
-        assert error(own, truth) <= 1e-12
-        assert not told
-
-
 @pytest.mark.parametrize("options", [{}, {"balance": [3.0, 1.0], "global_batch_size": 8}])
 def test_batches_of_unknown_and_unequal_size_are_refused(options: dict[str, Any]) -> None:
     sizes = (4, 4) if options else (6, 2)
-    for outcome in attempt(_fit, WORLD, partial(HeteroDDPStrategy, **options), ragged, sizes):
+    for outcome in attempt(_fit, WORLD, partial(HeteroDDPStrategy, **options), "ragged", sizes):
         assert isinstance(outcome.error, DataError), outcome.trace
         assert "batch_weight" in str(outcome.error)

@@ -1,6 +1,8 @@
 """Gradients travel in buckets that suit the link, while the backward pass goes on, and are summed exactly."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from oracles import oracle
 from ranks import run
-from tasks import FAST, Net, dataset, error, parameters
+from tasks import Net, dataset, error, parameters, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
@@ -32,7 +34,23 @@ class Deep(Net):
         self.net = nn.Sequential(nn.Linear(8, 363), nn.Tanh(), *blocks, nn.Linear(363, 1)).double()
 
 
-def _fit(slow: bool, costs: Any = None, deterministic: bool = False, **strategy: Any) -> dict[str, Any]:
+@contextmanager
+def slow_link(seconds_per_byte: float, latency: float = 0.0) -> Iterator[Any]:
+    """The collective as it is, which takes this long in the block."""
+    real = dist.all_reduce
+
+    def late(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(latency + seconds_per_byte * tensor.numel() * tensor.element_size())
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = late
+    try:
+        yield real
+    finally:
+        dist.all_reduce = real
+
+
+def _fit(costs: Any = None, deterministic: bool = False, **strategy: Any) -> dict[str, Any]:
     """Train on two ranks; the sizes of the buckets that this rank sent, step by step, its laps, and its parameters."""
     sent: list[tuple[int, int]] = []
     laps: list[Any] = []
@@ -51,34 +69,18 @@ def _fit(slow: bool, costs: Any = None, deterministic: bool = False, **strategy:
             nonlocal steps
             steps += 1
 
-    real = dist.all_reduce
-
-    def late(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(1e-6 * tensor.numel() * tensor.element_size())  # a link of 8 Mbit
-        return real(tensor, *args, **kwargs)
-
-    dist.all_reduce = late if slow else real
-    module = Deep()
-    try:
-        trainer = pl.Trainer(
-            strategy=HeteroDDPStrategy(ddp_comm_hook=note, timeout=60, **strategy),
-            devices=2,
-            max_epochs=1,
-            callbacks=[Steps(), *([EmulatedSpeed(costs)] if costs else [])],
-            deterministic=deterministic,
-            **FAST,
-        )
-        trainer.fit(module, DataLoader(dataset(60), batch_size=6, shuffle=True))
-    finally:
-        dist.all_reduce = real
-        torch.use_deterministic_algorithms(False)
+    module, data = Deep(), DataLoader(dataset(60), batch_size=6, shuffle=True)
+    chosen = HeteroDDPStrategy(ddp_comm_hook=note, timeout=60, **strategy)
+    callbacks = [Steps(), *([EmulatedSpeed(costs)] if costs else [])]
+    with slow_link(1e-6) as real:  # of 8 Mbit
+        train(module, chosen, data, devices=2, callbacks=callbacks, deterministic=deterministic)
     sizes = [[size for _, size in group] for _, group in groupby(sent, key=lambda entry: entry[0])]
     return {"buckets": sizes, "laps": laps, "parameters": parameters(module)}
 
 
 def test_on_a_slow_link_gradients_travel_layer_by_layer() -> None:
     truth = oracle(Deep, 12, 60, max_epochs=1)
-    first, second = run(partial(_fit, True, balance=[2.0, 1.0]), 2)
+    first, second = run(partial(_fit, balance=[2.0, 1.0]), 2)
     assert first["buckets"] == second["buckets"]
     assert first["buckets"][0] == [sum(first["buckets"][1])]  # PyTorch lays buckets out after the first step
     for sizes in first["buckets"][1:]:
@@ -92,13 +94,13 @@ def test_on_a_slow_link_gradients_travel_layer_by_layer() -> None:
     "options", [{"bucket_cap_mb": 4}, {"deterministic": True}], ids=["the user's size", "deterministic algorithms"]
 )
 def test_no_size_is_chosen_where_the_user_has_a_say(options: dict[str, Any]) -> None:
-    for rank in run(partial(_fit, True, balance="off", **options), 2):
+    for rank in run(partial(_fit, balance="off", **options), 2):
         assert all(max(sizes) >= 3 * LAYER for sizes in rank["buckets"][1:])
 
 
 @pytest.mark.clock
 def test_waiting_for_buckets_is_not_work() -> None:
-    fast, slow = run(partial(_fit, True, [(0.08, 0.0), (0.3, 0.0)], balance="off"), 2)
+    fast, slow = run(partial(_fit, [(0.08, 0.0), (0.3, 0.0)], balance="off"), 2)
     work = [[lap.work for lap in rank["laps"][4:]] for rank in (fast, slow)]
     assert min(work[0]) < 0.2  # where a step takes 0.3 s
     assert min(work[1]) > 0.29
@@ -106,18 +108,8 @@ def test_waiting_for_buckets_is_not_work() -> None:
 
 def _measure_over_a_slow_link(seconds_per_byte: float, latency: float) -> AllReduceTime:
     dist.init_process_group("gloo")
-    real = dist.all_reduce
-
-    def late(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        time.sleep(latency + tensor.numel() * tensor.element_size() * seconds_per_byte)
-        return real(tensor, *args, **kwargs)
-
-    dist.all_reduce = late
-    try:
+    with slow_link(seconds_per_byte, latency):
         return measure_all_reduce(None, torch.device("cpu"))
-    finally:
-        dist.all_reduce = real
-        dist.destroy_process_group()
 
 
 @pytest.mark.clock

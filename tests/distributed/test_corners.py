@@ -1,38 +1,31 @@
 """What a Trainer can do with Lightning's own strategies, at the corners: copies, profilers, arguments by position."""
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import attempt, run
+from ranks import run
 from tasks import FAST, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
 from lightning_hetero import (
-    DASOStrategy,
     EASGDAsyncStrategy,
-    EASGDStrategy,
     GossipAsyncStrategy,
     HeteroDDPStrategy,
     HeteroMonitor,
     NodeAverageStrategy,
 )
-from lightning_hetero.algorithms.easgd_async import AsyncElasticAverager
 from lightning_hetero.errors import ConfigurationError, HeteroError, UnsupportedError
-from lightning_hetero.strategies.replica import ReplicaStrategy, with_options_of
 
 BASE: dict[str, Any] = {"balance": "off", "timeout": 20}
-REPLICAS: list[tuple[Any, dict[str, Any]]] = [
-    (NodeAverageStrategy, {}),
-    (DASOStrategy, {}),
-    (EASGDStrategy, {"moving_rate": "auto", "tau": 1}),
+COPIED: list[tuple[Any, dict[str, Any]]] = [
+    (HeteroDDPStrategy, {}),
+    (EASGDAsyncStrategy, {"moving_rate": "auto", "center": "thread", "tau": 1}),
     (GossipAsyncStrategy, {}),
 ]
 
@@ -73,10 +66,7 @@ def _copied(kind: Any, options: dict[str, Any]) -> list[torch.Tensor]:
     return trained
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(HeteroDDPStrategy, {}), (EASGDAsyncStrategy, {"moving_rate": "auto", "center": "thread", "tau": 1}), REPLICAS[3]],
-)
+@pytest.mark.parametrize(("kind", "options"), COPIED)
 def test_a_trainer_and_its_callbacks_can_be_copied(kind: Any, options: dict[str, Any]) -> None:
     for one, other in run(_copied, 2, kind, options, nodes=[1, 1]):
         assert one.isfinite().all()
@@ -156,75 +146,3 @@ def test_dataloaders_cannot_be_set_up_outside_of_a_run() -> None:
 def test_dataloaders_cannot_be_set_up_before_the_ranks_have_met(kind: Any) -> None:
     with pytest.raises(UnsupportedError, match="no fit, validation, test or prediction is running"):
         kind(**BASE).process_dataloader(_data())
-
-
-# -- a second average ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Unlocked(AsyncElasticAverager):
-    """Asks for a center without a lock, wherever it lives."""
-
-    locked = False
-
-
-@with_options_of(Unlocked, replica="rank")
-class UnlockedStrategy(ReplicaStrategy):
-    """The strategy of that averager."""
-
-
-def _unlocked(center: str) -> None:
-    strategy = UnlockedStrategy(moving_rate="auto", tau=1, center=center, **BASE)
-    _trainer(strategy).fit(Net(), _data())
-
-
-def test_a_center_without_a_lock_lives_in_shared_memory_only() -> None:
-    for outcome in attempt(_unlocked, 2, "thread", nodes=[1, 1]):
-        assert isinstance(outcome.error, UnsupportedError), outcome.trace
-        assert "locked=False" in str(outcome.error)
-        assert "center='shared_memory'" in str(outcome.error)
-    run(_unlocked, 2, "auto", nodes=[1, 1])
-
-
-# -- parameters that would thaw ------------------------------------------------------------------------------
-
-
-class Backboned(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = self.net[0]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
-
-
-class Thaws(BaseFinetuning):
-    """Trains the first layer later; or, if it does not freeze, from the beginning."""
-
-    def __init__(self, freezes: bool) -> None:
-        super().__init__()
-        self.freezes = freezes
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        if self.freezes:
-            self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 10:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
-
-
-def _thaws(kind: Any, options: dict[str, Any], callback: Any) -> int:
-    module = Backboned()
-    trainer = _trainer(kind(**BASE, **options), callback)
-    trainer.fit(module, _data())
-    return trainer.global_step
-
-
-def _may_thaw() -> list[int]:
-    late = BackboneFinetuning(unfreeze_backbone_at_epoch=10)
-    return [_thaws(*REPLICAS[0], callback) for callback in (Thaws(False), late)] + [_thaws(HeteroDDPStrategy, {}, late)]
-
-
-def test_callbacks_that_can_work_are_not_refused() -> None:
-    assert run(_may_thaw, 2, nodes=[1, 1]) == [[4, 4, 4]] * 2

@@ -1,5 +1,6 @@
-"""What evaluation steps fetch, log and reduce: nothing is skipped, and means weigh ranks by samples."""
+"""Evaluation sees each sample once, whatever its steps fetch; what they log and reduce weighs ranks by samples."""
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -9,15 +10,59 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from ranks import run
-from tasks import FAST, Net, dataset
+from refused import Logs, parts
+from tasks import FAST, EvaluatedNet, Memory, Net, Predictions, dataset, train
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy
 
 SAMPLES = 32
 SHARES = [3.0, 1.0]  # of two ranks
+
+
+class Evaluated(EvaluatedNet):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated += batch[3].tolist()
+        self.log("val", self.loss(batch), sync_dist=True, on_step=True, on_epoch=True)  # all ranks meet in each step
+        self.log("one", torch.tensor(1.0), batch_size=len(batch[0]), sync_dist=True)
+
+
+#: Samples, and those of a rank's batch.
+SIZES = [(101, 4), (7, 4), (10, 1), (12, 4), (5, 1), (49, 4)]
+
+
+def _stages(balance: Any) -> list[dict[str, Any]]:
+    results = []
+    for samples, batch_size in SIZES:
+        module, writer, loader = Evaluated(), Predictions(), DataLoader(dataset(samples), batch_size=batch_size)
+        options = {"num_sanity_val_steps": 0, "callbacks": [writer]}
+        data = DataLoader(dataset(30), batch_size=4)
+        trainer = train(module, HeteroDDPStrategy(balance=balance), data, loader, **options)
+        found: dict[str, Any] = {"val": module.evaluated, "metrics": {**trainer.callback_metrics}}
+        module.evaluated = []
+        found["metrics"] |= trainer.test(module, loader, verbose=False)[0]
+        found["test"] = module.evaluated
+        with torch.no_grad():
+            found["truth"] = module.loss(dataset(samples)[:]).item()
+        found["predict"] = [i for batch in trainer.predict(module, loader) for i in batch]
+        results.append({**found, "written": writer.pairs})
+    return results
+
+
+@pytest.mark.long(after=1)
+@pytest.mark.parametrize("balance", ["auto", [3.0, 2.0, 1.0], [1.0, 0.0, 1.0]])
+def test_evaluation_sees_every_sample_once(balance: Any) -> None:
+    for (samples, _), *results in zip(SIZES, *run(_stages, 3, balance), strict=True):
+        for stage in ("val", "test", "predict"):
+            assert sorted(i for result in results for i in result[stage]) == list(range(samples)), (samples, stage)
+        written = [pair for result in results for pair in result["written"]]
+        assert all(indices == predicted for indices, predicted in written)
+        assert sorted(i for indices, _ in written for i in indices) == list(range(samples))
+        for result in results:  # the mean over samples, however they were split
+            for name in ("val_epoch", "test"):
+                assert float(result["metrics"][name]) == pytest.approx(result["truth"], rel=1e-12), samples
+            assert float(result["metrics"]["one"]) == 1.0
 
 
 class Numbers(Net):
@@ -72,16 +117,10 @@ class FromBoxes(Numbers):
         return 0
 
 
-class Steps(DummyLogger):
-    """Keeps what each evaluation step logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.means: list[float] = []
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        steps = [name for name in metrics if name.startswith("mean") and "epoch" not in name]
-        self.means += [float(metrics[name]) for name in steps]
+def means(logger: Memory) -> list[float]:
+    """What each step has logged."""
+    names = [(name, row) for _, row in logger.rows for name in row if name.startswith("mean") and "epoch" not in name]
+    return [float(row[name]) for name, row in names]
 
 
 STAGES = ("validate", "test", "predict")
@@ -92,14 +131,14 @@ def _evaluate(kind: str) -> dict[str, dict[str, Any]]:
     collate = Box if kind == "boxes" else None
     data = TensorDataset(torch.arange(SAMPLES, dtype=torch.float64))
     loader = DataLoader(data, batch_size=4, collate_fn=collate)
-    logger, module = Steps(), FromBoxes() if kind == "boxes" else FromIterator()
+    logger, module = Memory(), FromBoxes() if kind == "boxes" else FromIterator()
     trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance=SHARES), **{**FAST, "logger": logger})
     results = {}
     for stage in STAGES:
-        module.steps, logger.means = [], []
+        module.steps, logger.rows = [], []
         getattr(trainer, stage)(module, loader)
         epoch = trainer.callback_metrics.get("mean_epoch", torch.tensor(float("nan"))).item()
-        results[stage] = {"steps": module.steps, "logged": logger.means, "epoch": epoch}
+        results[stage] = {"steps": module.steps, "logged": means(logger), "epoch": epoch}
     return results
 
 
@@ -163,11 +202,9 @@ class Tokens(Net):
 
 
 def _tokens() -> dict[str, Any]:
-    module, logger = Tokens(), Steps()
-    strategy = HeteroDDPStrategy(balance=SHARES)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "logger": logger, "log_every_n_steps": 1})
-    trainer.fit(module, DataLoader(dataset(32), batch_size=4))
-    return {"kept": module.kept, "logged": logger.means}
+    module, logger, data = Tokens(), Memory(), DataLoader(dataset(32), batch_size=4)
+    train(module, HeteroDDPStrategy(balance=SHARES), data, logger=logger, log_every_n_steps=1)
+    return {"kept": module.kept, "logged": means(logger)}
 
 
 def test_the_users_batch_size_is_the_weight_in_training_too() -> None:
@@ -196,10 +233,10 @@ class Normed(Net):
 
 
 def _normed() -> list[torch.Tensor]:
-    module, options = Normed(), {"accumulate_grad_batches": 3, "val_check_interval": 2, "max_epochs": 1}
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance=SHARES), **{**FAST, **options})
-    data = dataset(64)
-    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=32))
+    module, data = Normed(), dataset(64)
+    loaders = DataLoader(data, batch_size=4), DataLoader(data, batch_size=32)
+    options = {"accumulate_grad_batches": 3, "val_check_interval": 2}
+    train(module, HeteroDDPStrategy(balance=SHARES), *loaders, **options)
     return module.statistics
 
 
@@ -207,3 +244,63 @@ def test_all_ranks_validate_with_the_same_statistics_also_within_an_accumulation
     first, second = run(_normed, 2)
     assert len(first) == 5
     assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+# -- data of which every rank has its own --------------------------------------------------------------------
+
+
+def _parts(stage: str, kind: str, sizes: list[int], log: dict[str, Any], **options: Any) -> tuple[float, int]:
+    """The mean of what is logged, and how many steps this rank has taken."""
+    module, strategy, data = Logs(**log), HeteroDDPStrategy(timeout=60.0), parts(kind, sizes)
+    options = {"use_distributed_sampler": False, **options}
+    if stage == "fit":
+        trainer = train(module, strategy, parts("stream", [8, 8]), data, **options)
+    else:
+        trainer = pl.Trainer(strategy=strategy, **FAST, **options)
+        getattr(trainer, stage)(module, data)
+    return trainer.callback_metrics.get("number", torch.tensor(torch.nan)).item(), module.steps
+
+
+PARTS: list[tuple[list[int], dict[str, Any], dict[str, Any]]] = [
+    ([4, 12], {}, {}),  # only at the end of the epoch
+    ([8, 8], {"on_step": True}, {}),
+    ([7, 5], {"on_step": True}, {}),  # as many batches, of other sizes
+    ([8, 12], {"on_step": True}, {"limit_val_batches": 1}),
+    ([0, 0], {"on_step": True}, {}),
+]
+KINDS = {"sized": PARTS[:-1], "stream": PARTS}  # Lightning warns of the length 0
+
+
+def _all_parts(kind: str) -> list[Any]:
+    found = [_parts("fit", kind, sizes, log, num_sanity_val_steps=0, **options) for sizes, log, options in KINDS[kind]]
+    return [*found, _parts("predict", "stream", [8, 0], {})]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_unlike_length_are_evaluated_where_no_step_meets_others(kind: str) -> None:
+    *ranks, predicted = zip(*run(_all_parts, 2, kind), strict=True)
+    for (sizes, log, options), results in zip(KINDS[kind], ranks, strict=True):
+        limit = options.get("limit_val_batches", 99)
+        seen = [50 * rank + i for rank, size in enumerate(sizes) for i in range(min(size, 4 * limit))]
+        assert [steps for _, steps in results] == [min(-(-size // 4), limit) for size in sizes]
+        assert log or [mean for mean, _ in results] == pytest.approx([sum(seen) / len(seen)] * 2)
+    assert [steps for _, steps in predicted] == [2, 0]  # a rank may have nothing to predict
+
+
+def _endless(**options: Any) -> list[str]:
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(Keep())
+    _parts("fit", "stream", [8, 8], {}, **options)
+    return [message for message in messages if "limit_val_batches" in message]
+
+
+def test_a_validation_without_an_end_is_announced() -> None:
+    first, second = run(_endless, 2)
+    assert len(first) == 1
+    assert not second
+    assert run(_endless, 2, limit_val_batches=2) == [[], []]

@@ -13,7 +13,7 @@ from lightning.pytorch.core.hooks import DataHooks, ModelHooks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from ranks import run
-from tasks import FAST, GanLike, Net, dataset
+from tasks import GanLike, Net, dataset, train
 from torch.utils.data import DataLoader
 
 #: Of a module; those of a callback are the names in :class:`LambdaCallback`.
@@ -122,12 +122,11 @@ def _fit(make: Any, strings: list[str], options: dict[str, Any], plugins: Any = 
         entry, module = StrategyRegistry[string], make()
         places = {"ranks_per_node": 1} if string in ("hetero_node", "hetero_daso") else {}
         strategy = entry["strategy"](**{**entry["init_params"], **places, **options, "timeout": 60})
-        trainer = pl.Trainer(
-            strategy=strategy, devices=2, plugins=plugins(), callbacks=[count(module)], max_epochs=1, **FAST
-        )
+        data = DataLoader(dataset(SAMPLES, module.net[0].weight.dtype), batch_size=4)
+        counting = count(module)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*on_nan='skip'|No replica has met the center|Replica 1 .* was left out")
-            trainer.fit(module, DataLoader(dataset(SAMPLES, module.net[0].weight.dtype), batch_size=4))
+            trainer = train(module, strategy, data, devices=2, plugins=plugins(), callbacks=[counting])
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         steps = [float(state["step"]) for state in trainer.optimizers[-1].state.values()]
         calls = dict(module.calls)

@@ -1,4 +1,4 @@
-"""Lightning's features over several ranks: each works as in one process."""
+"""Checkpoints that go elsewhere, ranks on nodes of unlike size, and ranks that Lightning starts."""
 
 import subprocess
 import sys
@@ -8,149 +8,44 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from ranks import run
 from scripts import run_script
-from tasks import FAST, EvaluatedNet, Net, Save, dataset, error, fit, parameters
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from tasks import FAST, Net, Save, dataset, parameters, train
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
 
-WORLD = 3
-UNEVEN = [5.0, 1.0, 2.0]
 
-
-# -- checkpoints --------------------------------------------------------------------------------------------
-
-
-def _portable(folder: str) -> dict[str, Any]:
-    module, strategy = Net(), HeteroDDPStrategy()
-    options = {**FAST, "max_epochs": 2, "callbacks": [Save(f"{folder}/step=10.ckpt", 10, False)]}
-    trainer = pl.Trainer(strategy=strategy, **options)
-    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
-    return {"weights": parameters(module)}
+def _portable(path: str) -> None:
+    data = DataLoader(dataset(96), batch_size=4, shuffle=True)
+    train(Net(), HeteroDDPStrategy(), data, max_epochs=2, callbacks=[Save(path, 10, False)])
 
 
 def test_checkpoints_load_without_this_strategy(tmp_path: Path) -> None:
-    run(_portable, 2, str(tmp_path))
-    checkpoint = torch.load(tmp_path / "step=10.ckpt", weights_only=True)
-    assert "lightning_hetero" in checkpoint
-    module = Net()
+    path = str(tmp_path / "step=10.ckpt")
+    run(_portable, 2, path)
+    assert "lightning_hetero" in torch.load(path, weights_only=True)
     trainer = pl.Trainer(devices=1, **{**FAST, "max_epochs": 3})
     with pytest.warns(UserWarning, match="your dataloader is not resumable"):
-        trainer.fit(module, DataLoader(dataset(96), batch_size=8), ckpt_path=str(tmp_path / "step=10.ckpt"))
+        trainer.fit(Net(), DataLoader(dataset(96), batch_size=8), ckpt_path=path)
     assert trainer.current_epoch == 3
 
 
-# -- precision, compilation, hooks ---------------------------------------------------------------------------
-
-
-def test_bf16_mixed() -> None:
-    from functools import partial
-
-    make = partial(Net, dtype=torch.float32)
-    single = run(fit, 1, make, 12, dtype=torch.float32, precision="bf16-mixed")[0]
-    strategy = {"balance": UNEVEN}
-    results = run(fit, WORLD, make, 12, dtype=torch.float32, precision="bf16-mixed", strategy=strategy)
-    for result in results:
-        assert torch.equal(result["parameters"], results[0]["parameters"])
-        assert error(result["parameters"], single["parameters"]) < 0.02  # bf16 keeps 3 digits
-
-
-class Silent(Net):
-    """Logs nothing: torch.compile does not get through `self.log`."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch)
-
-
-def _compiled(balance: Any) -> dict[str, Any]:
-    module, strategy = Silent(), HeteroDDPStrategy(global_batch_size=12, balance=balance)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2})
-    compiled = torch.compile(module, backend="aot_eager", dynamic=True)
-    trainer.fit(compiled, DataLoader(dataset(101), batch_size=2, shuffle=True))
-    return {"parameters": parameters(module)}
-
-
-@pytest.mark.long
-def test_torch_compile() -> None:
-    single = run(fit, 1, Net, 12, max_epochs=2)[0]
-    for result in run(_compiled, WORLD, UNEVEN):
-        assert error(result["parameters"], single["parameters"]) <= 1e-10
-
-
-CALLS: list[int] = []
-
-
-def counting_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    CALLS.append(bucket.index())
-    return fp16_compress_hook(state, bucket)
-
-
-def _hooked() -> dict[str, Any]:
-    result = fit(Net, 12, strategy={"balance": UNEVEN, "ddp_comm_hook": counting_hook})
-    return {**result, "calls": len(CALLS)}
-
-
-def test_comm_hooks_on_cpu() -> None:
-    single = run(fit, 1, Net, 12)[0]
-    for result in run(_hooked, WORLD):
-        assert result["calls"] >= result["steps"]
-        assert 0 < error(result["parameters"], single["parameters"]) < 0.02  # fp16 keeps 3 digits
-
-
-# -- callbacks and signals -----------------------------------------------------------------------------------
-
-
-def _early() -> dict[str, Any]:
-    module, strategy = EvaluatedNet(), HeteroDDPStrategy(balance=UNEVEN)
-    stop = EarlyStopping("val", patience=1, min_delta=10.0)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 9, "callbacks": [stop]})
-    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True), DataLoader(dataset(50), batch_size=4))
-    return {"epochs": trainer.current_epoch, "value": stop.best_score.item()}
-
-
-def test_early_stopping_agrees() -> None:
-    results = run(_early, WORLD)
-    assert {result["epochs"] for result in results} == {2}
-    assert len({result["value"] for result in results}) == 1
-
-
-# -- launches ------------------------------------------------------------------------------------------------
-
-
-def _ragged() -> dict[str, Any]:
-    module = Net()
-    trainer = pl.Trainer(strategy="hetero_ddp", **{**FAST, "max_epochs": 2})
-    trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
-    topology = trainer.strategy.cluster
-    return {"nodes": topology.nodes, "node": topology.node, "weights": parameters(module), "seen": module.seen}
+def _nodes(**options: Any) -> dict[str, Any]:
+    module, strategy = Net(), HeteroDDPStrategy(**options)
+    train(module, strategy, DataLoader(dataset(96), batch_size=4, shuffle=True), max_epochs=2)
+    cluster = strategy.cluster
+    return {"nodes": cluster.nodes, "node": cluster.node, "weights": parameters(module), "seen": module.seen}
 
 
 def test_nodes_with_different_numbers_of_ranks() -> None:
-    results = run(_ragged, 3, nodes=[2, 1])
+    results = run(_nodes, 3, nodes=[2, 1])
     assert [result["nodes"] for result in results] == [((0, 1), (2,))] * 3
     assert [result["node"] for result in results] == [(0, 1), (0, 1), (2,)]
     assert torch.equal(results[0]["weights"], results[2]["weights"])
     assert sorted(i for r in results for batch in r["seen"] for i in batch) == sorted(list(range(96)) * 2)
-
-
-def test_one_machine_tried_as_several_nodes() -> None:
-    results = run(_as_nodes, 3)
-    assert results == [((0,), (1, 2))] * 3
-
-
-def _as_nodes() -> Any:
-    strategy = HeteroDDPStrategy(ranks_per_node=[1, 2])
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "limit_train_batches": 1})
-    trainer.fit(Net(), DataLoader(dataset(96), batch_size=4))
-    return strategy.cluster.nodes
-
-
-def test_one_rank_alone() -> None:
-    result = run(fit, 1, Net, 12)[0]
-    assert result["shares"] == [12]
+    # One machine, tried as several nodes.
+    assert [result["nodes"] for result in run(_nodes, 3, ranks_per_node=[1, 2])] == [((0,), (1, 2))] * 3
 
 
 SCRIPT = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracles import oracle
 from ranks import run
-from tasks import FAST, Net, dataset, error, parameters
+from tasks import Net, dataset, error, parameters, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -50,10 +50,8 @@ class Single(Contrast):
 
 
 def _contrast(balance: Any) -> dict[str, Any]:
-    module = Contrast()
-    strategy = HeteroDDPStrategy(balance=balance, global_batch_size=BATCH)
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 2})
-    trainer.fit(module, DataLoader(dataset(SAMPLES), batch_size=2))
+    module, data = Contrast(), DataLoader(dataset(SAMPLES), batch_size=2)
+    train(module, HeteroDDPStrategy(balance=balance, global_batch_size=BATCH), data, max_epochs=2)
     return {"parameters": parameters(module), "shapes": module.shapes}
 
 
@@ -90,9 +88,7 @@ class Collections(Net):
 
 def _collections() -> tuple[Any, list[str]]:
     module = Collections()
-    strategy = HeteroDDPStrategy()
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "limit_train_batches": 1})
-    trainer.fit(module, DataLoader(dataset(SAMPLES), batch_size=2))
+    train(module, HeteroDDPStrategy(), DataLoader(dataset(SAMPLES), batch_size=2), limit_train_batches=1)
     return {name: tensor.tolist() for name, tensor in module.gathered.items()}, module.messages
 
 
@@ -121,8 +117,7 @@ class Broken(Contrast):
 
 def _broken() -> Tensor:
     module = Broken()
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance=[1.0, 0.0]), **{**FAST, "max_epochs": 1})
-    trainer.fit(module, DataLoader(dataset(24), batch_size=6))
+    train(module, HeteroDDPStrategy(balance=[1.0, 0.0]), DataLoader(dataset(24), batch_size=6))
     return parameters(module)
 
 
@@ -156,8 +151,7 @@ def _slow_backward() -> list[float]:
     callback = pl.callbacks.LambdaCallback(
         on_train_start=lambda *_: strategy.accounting.watchers.append(lambda lap: work.append(lap.work))
     )
-    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "callbacks": [callback]})
-    trainer.fit(module, DataLoader(dataset(40), batch_size=4))
+    train(module, strategy, DataLoader(dataset(40), batch_size=4), callbacks=[callback])
     return work[1:]
 
 

@@ -138,11 +138,10 @@ def test_of_one_rank(tmp_path: Path) -> None:
 
 
 class Emptyhanded(Net):
-    """The loss of a rank without samples is not finite."""
+    """The loss of rank 1, which has no sample, is not finite; and it is logged."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss if self.trainer.strategy.accounting.drawn.samples else loss * float("nan")
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * (float("nan") if self.global_rank == 1 else 1.0)
 
 
 class Mended(BrokenGradient):
@@ -162,12 +161,13 @@ def _harmless() -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.long
 def test_padding_and_mended_gradients_are_no_error() -> None:
     truth = oracle(Net, 12)
     for results in run(_harmless, 3):
         for padded, mended in (results[:2], results[2:]):
             assert error(padded["parameters"], parameters(truth)) <= 1e-10
+            logged = {name: value.item() for name, value in truth.trainer.callback_metrics.items()}
+            assert padded["metrics"] == pytest.approx(logged, rel=1e-10)
             assert mended["parameters"].isfinite().all()
 
 

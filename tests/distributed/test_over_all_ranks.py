@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
-from tasks import FAST, Net, dataset, parameters
+from tasks import Net, dataset, parameters, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -39,12 +39,12 @@ class Weights(pl.Callback):
 
 def _trained(make: Callable[[], pl.LightningModule] = Net, kind: Any = NodeAverageStrategy, **options: Any) -> Any:
     """The weights after each step, and the module, of a fit in which no exchange is due before its end."""
-    if kind is not HeteroDDPStrategy:
-        options.setdefault("every_n_steps", 1000)
+    if kind is NodeAverageStrategy:
+        options = {"every_n_steps": 1000, **options}
     weights, module = Weights(), make()
     strategy = kind(**{"balance": "off", "global_batch_size": 16, "timeout": 60, **options})
-    trainer = pl.Trainer(strategy=strategy, max_steps=STEPS, callbacks=[weights], **FAST)
-    trainer.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
+    data = DataLoader(dataset(), batch_size=4, shuffle=True)
+    train(module, strategy, data, max_steps=STEPS, callbacks=[weights])
     return torch.stack(weights.kept), module
 
 
@@ -125,45 +125,20 @@ class SyncedNet(Net):
         self.net.insert(1, Synced(16))
 
 
-def _normalised(kind: Any) -> tuple[float | None, Any]:
-    layer = _trained(SyncedNet, kind)[1].net[1]
-    return layer.mean, layer.process_group
+def _normalised() -> list[tuple[float | None, Any]]:
+    found = []
+    kinds = [(NodeAverageStrategy, {}), (HeteroDDPStrategy, {}), (DiLoCoStrategy, {"replica": "rank", "tau": 2})]
+    for kind, options in kinds:
+        layer = _trained(SyncedNet, kind, **options)[1].net[1]
+        found.append((layer.mean, layer.process_group))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "means"),
-    [(NodeAverageStrategy, [0.5, 0.5, 2.5, 2.5]), (HeteroDDPStrategy, [1.5] * 4)],
-)
-def test_batch_norm_of_the_users_own(kind: Any, means: list[float]) -> None:
-    assert run(_normalised, 4, kind, nodes=NODES) == [(mean, None) for mean in means]
-
-
-class GpuOnly(Net):
-    """Has PyTorch's own layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, nn.SyncBatchNorm(16).double())
-
-
-def _on_cpus() -> None:
-    with pytest.raises(UnsupportedError, match="a SyncBatchNorm in the model needs GPUs"):
-        _trained(GpuOnly)
-
-
-def test_batch_norm_of_the_users_own_on_cpus() -> None:
-    run(_on_cpus, 2)
-
-
-def _alone() -> tuple[float | None, Any]:
-    module = SyncedNet()
-    strategy = DiLoCoStrategy(replica="rank", tau=2, global_batch_size=16, timeout=60)
-    pl.Trainer(strategy=strategy, max_steps=STEPS, **FAST).fit(module, DataLoader(dataset(), batch_size=4))
-    return module.net[1].mean, module.net[1].process_group
-
-
-def test_batch_norm_of_a_replica_of_one_rank() -> None:
-    assert run(_alone, 2) == [(None, None)] * 2
+def test_batch_norm_of_the_users_own() -> None:
+    nodes, everyone, alone = zip(*run(_normalised, 4, nodes=NODES), strict=True)
+    assert nodes == ((0.5, None), (0.5, None), (2.5, None), (2.5, None))
+    assert everyone == ((1.5, None),) * 4
+    assert alone == ((None, None),) * 4  # a replica of one rank
 
 
 def optim() -> Any:

@@ -56,9 +56,13 @@ class Row:
         words: of its message.
         by_rank: options that differ between ranks.
         module: makes the model.
-        loader: makes the data.
+        data: makes a dataset.
+        load: options of its DataLoader.
+        loader: makes the DataLoader, or several, instead.
         trainer: settings of the Trainer, or what makes them.
         env: environment variables of a rank.
+        stage: of the Trainer, which gets the data.
+        validated: makes the data that a fit validates on.
         late: it cannot be known before the end of an epoch, for which there is a checkpoint then.
     """
 
@@ -68,14 +72,26 @@ class Row:
     words: list[str]
     by_rank: dict[str, list[Any]] = field(default_factory=dict)
     module: Callable[[], Any] = Net
-    loader: Callable[[], Any] = lambda: DataLoader(dataset(96), batch_size=4)
+    data: Callable[[], Any] = lambda: dataset(96)
+    load: dict[str, Any] = field(default_factory=dict)
+    loader: Callable[[], Any] | None = None
     trainer: Any = field(default_factory=dict)
     env: Callable[[int], dict[str, str]] = lambda rank: {}
+    stage: str = "fit"
+    validated: Callable[[], Any] = lambda: None
     late: bool = False
 
 
 def ddp(error: type[HeteroError], *words: str, options: Any = None, **more: Any) -> Row:
     return Row(HeteroDDPStrategy, options or {}, error, list(words), **more)
+
+
+def evaluated(stage: str, kind: str, sizes: list[int], *words: str, **log: Any) -> Row:
+    """Evaluation data of which each rank has its own."""
+    data = partial(bad.parts, kind, sizes)
+    fits = {"loader": partial(bad.parts, "stream", [8, 8]), "validated": data}
+    given = {"trainer": OWN_PARTS, **(fits if stage == "fit" else {"loader": data})}
+    return ddp(DataError, *words, module=partial(bad.Logs, **log), stage=stage, **given)
 
 
 def replicas(kind: Any, options: dict[str, Any], error: type[HeteroError], *words: str, **more: Any) -> Row:
@@ -117,6 +133,8 @@ DIFFER = (
     "the ranks differ in the parameters that have become trainable or frozen",
     "net.0.weight: rank 0: (missing), rank 1: frozen",
 )
+OWN_PARTS = {"use_distributed_sampler": False}
+ENDLESS = bad.Unending()
 UNUSED = {"find_unused_parameters": True}
 GOES_ON = {"on_peer_loss": "continue"}
 NODE, TWO_EPOCHS = STRATEGIES["node"], {"max_epochs": 2}
@@ -126,10 +144,10 @@ TWO_RANKS = [
     ddp(ShareError, "8 samples is too small", options={"min_batch_size": 5}),
     ddp(ShareError, "1 samples is too small for 2 ranks", options={"global_batch_size": 1}),
     ddp(ConfigurationError, "does not fit 2 ranks", options={"ranks_per_node": 3}),
-    ddp(DataError, "1 samples for 2 ranks", loader=bad.tiny),
-    ddp(DataError, "is unknown", "batch_weight", loader=bad.sizeless, options={"balance_iterable": True}),
-    ddp(UnsupportedError, "batch_size=None", "use_distributed_sampler=False", loader=bad.unbatched),
-    ddp(UnsupportedError, "in_order=True", loader=bad.unordered),
+    ddp(DataError, "1 samples for 2 ranks", data=partial(dataset, 1)),
+    ddp(DataError, "is unknown", "batch_weight", data=bad.Rows, options={"balance_iterable": True}),
+    ddp(UnsupportedError, "batch_size=None", "use_distributed_sampler=False", load={"batch_size": None}),
+    ddp(UnsupportedError, "in_order=True", load={"num_workers": 2, "in_order": False}),
     ddp(UnsupportedError, "dataloader_iter", module=bad.FetchesItself),
     ddp(UnsupportedError, "sync_batchnorm", "CPU", module=bad.Normed, trainer={"sync_batchnorm": True}),
     ddp(UnsupportedError, "val_check_interval", "own clock", trainer=TIMED),
@@ -146,13 +164,18 @@ TWO_RANKS = [
         "accumulate_grad_batches: rank 0: 1, rank 1: 2",
         trainer=bad.settings_of_rank,
     ),
-    ddp(DisagreementError, "samples: rank 0: 96, rank 1: 97", loader=bad.of_rank),
+    ddp(DisagreementError, "samples: rank 0: 96, rank 1: 97", data=lambda: dataset(96 + bad.rank())),
     ddp(DisagreementError, "seed_everything", env=lambda rank: {"PL_GLOBAL_SEED": str(rank)}),
     ddp(ConfigurationError, "on cpu (rank ", "needs a limit", "max_batch_memory", options={"max_batch_size": "auto"}),
     ddp(ConfigurationError, "3 limits for 2 ranks", options={**SEARCHED, "max_batch_memory": [1000, "1kB", None]}),
     ddp(UnsupportedError, "manual optimization", "as numbers", options=SEARCHED, module=bad.TrainsItself),
-    ddp(UnsupportedError, "needs a map-style dataset", options=SEARCHED, loader=bad.streamed),
-    ddp(UnsupportedError, "needs a map-style dataset", options=SEARCHED, loader=bad.grouped),
+    ddp(UnsupportedError, "needs a map-style dataset", options=SEARCHED, data=bad.Stream),
+    ddp(
+        UnsupportedError,
+        "needs a map-style dataset",
+        options=SEARCHED,
+        load={"batch_size": 1, "batch_sampler": [[0, 1], [2, 3, 4], [5, 6]]},
+    ),
     ddp(
         UnsupportedError,
         "rank 1 could not try a batch: ValueError: Default process",
@@ -162,27 +185,37 @@ TWO_RANKS = [
     ddp(ShareError, "not even a batch of 1 fits", "rank(s) [1]", options={**SEARCHED, "max_batch_memory": ["1GB", 99]}),
     ddp(ShareError, "but a global batch has 8", "raise max_batch", options={**SEARCHED, "max_batch_memory": 14_250}),
     ddp(ConfigurationError, "min_replicas=3, but this job has 2 ranks", options={**GOES_ON, "min_replicas": 3}),
-    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, loader=bad.streamed),
-    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, loader=bad.shared_stream),
+    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, data=bad.Stream),
+    ddp(UnsupportedError, "needs a map-style training dataset", options=GOES_ON, data=bad.shared),
     ddp(UnsupportedError, "with a DistributedSampler that you have made", options=GOES_ON, loader=bad.own_sampler),
-    ddp(UnsupportedError, "cannot be one of several", loader=partial(bad.shared_stream, several=True)),
-    ddp(UnsupportedError, "needs a batch_size", loader=partial(bad.shared_stream, size=None)),
-    ddp(DataError, "the training stream is empty", loader=partial(bad.shared_stream, samples=0)),
+    ddp(UnsupportedError, "cannot be one of several", loader=lambda: bad.two(bad.shared(), bad.shared(), 4)),
+    ddp(UnsupportedError, "needs a batch_size", data=bad.shared, load={"batch_size": None}),
+    ddp(DataError, "the training stream is empty", data=partial(bad.shared, 0)),
     *(
-        ddp(UnsupportedError, "remove these options", options=options, loader=bad.of_known_length)
+        ddp(UnsupportedError, "remove these options", options=options, data=bad.SizedStream)
         for options in ({"balance": [3.0, 1.0]}, {"global_batch_size": 16}, {"max_batch_size": 2})
     ),
     ddp(
         UnsupportedError,
         "Remove the option, or the dataset's `__len__`",
         options={"balance_iterable": True},
-        loader=bad.of_known_length,
+        data=bad.SizedStream,
     ),
     *(
-        ddp(UnsupportedError, "Unending has no length", "use_distributed_sampler=False", loader=loader)
-        for loader in (bad.without_end, partial(bad.without_end, "sampler"))
+        ddp(UnsupportedError, "Unending has no length", "use_distributed_sampler=False", load=load)
+        for load in ({"batch_size": 1, "batch_sampler": ENDLESS}, {"batch_size": None, "sampler": ENDLESS})
     ),
     ddp(UnsupportedError, "outside of `training_step`", options=UNUSED, module=bad.LateBackward, late=True),
+    *(evaluated(stage, kind, [8, 0], "rank(s) 1 got no") for stage in ("fit", "test") for kind in ("stream", "sized")),
+    *(
+        evaluated("validate", kind, sizes, "different numbers of validation batches", "on_step=False", on_step=True)
+        for kind in ("stream", "sized")
+        for sizes in ([4, 12], [12, 4], [8, 12])
+    ),
+    *(
+        evaluated("test", kind, [4, 12], "different numbers of test batches", gather=True)
+        for kind in ("stream", "sized")
+    ),
     ddp(LaunchError, "WORLD_SIZE", "torchrun", env=lambda rank: {"WORLD_SIZE": ""}),
     ddp(LaunchError, "LOCAL_RANK", "torchrun", env=lambda rank: {"LOCAL_RANK": ""}),
     ddp(LaunchError, "MASTER_ADDR", "torchrun", env=lambda rank: {"MASTER_ADDR": ""}),
@@ -191,7 +224,7 @@ TWO_RANKS = [
 TWO_NODES = [
     daso({"warmup": 10, "cooldown": 10}, ConfigurationError, "of 16 optimizer steps"),
     daso({"warmup": "1 epoch", "cooldown": "2 epochs"}, ConfigurationError, "of 16 optimizer steps"),
-    daso({"warmup": "1 epochs"}, ConfigurationError, "length of an epoch is unknown: give steps", loader=bad.streamed),
+    daso({"warmup": "1 epochs"}, ConfigurationError, "length of an epoch is unknown: give steps", data=bad.Stream),
     daso({"monitor": "val_loss", "warmup": 0}, ConfigurationError, "monitor='val_loss' is NaN, or has not", late=True),
     daso({}, DisagreementError, "wire: rank 0: fp32, rank 1: bf16", by_rank={"wire": ["fp32", "bf16"]}),
     center("easgd", {"moving_rate": 1.0, "beta": 1.0}, ConfigurationError, "unstable"),
@@ -229,6 +262,14 @@ TWO_NODES = [
     ),
     replicas(DiLoCoAsyncStrategy, {"center": "shared_memory"}, UnsupportedError, "Use center='thread'", by_rank=HOSTS),
     replicas(DiLoCoAsyncStrategy, {"exclude": ["*.bais"]}, ConfigurationError, "exclude: '*.bais' is the name of no"),
+    replicas(NODE, {}, UnsupportedError, "a SyncBatchNorm in the model needs GPUs", module=bad.Synced),
+    replicas(
+        bad.UnlockedStrategy,
+        {**AUTO, "center": "thread"},
+        UnsupportedError,
+        "locked=False with center='thread'",
+        "center='shared_memory'",
+    ),
     replicas(NODE, {}, UnsupportedError, "acts at certain times", trainer={"max_time": "00:00:01:00"}),
     replicas(NODE, {}, DisagreementError, "every_n_steps: rank 0: 3, rank 1: 4", by_rank={"every_n_steps": [3, 4]}),
     replicas(AutoStrategy, {"replica": "rank"}, ConfigurationError, "chooses the replicas"),
@@ -241,9 +282,9 @@ TWO_NODES = [
         trainer={**TWO_EPOCHS, "callbacks": [StochasticWeightAveraging(0.1)]},
     ),
     *(
-        replicas(kind, EVEN, DataError, "1 rank(s) got no training batch at all", loader=partial(bad.on_rank_1, data))
+        replicas(kind, EVEN, DataError, "1 rank(s) got no training batch at all", data=partial(bad.on_rank_1, data))
         for kind in (NODE, GossipAsyncStrategy)
-        for data in (bad.OnRank1, bad.SizedOnRank1)
+        for data in (bad.Stream, bad.SizedStream)
     ),
     replicas(NODE, UNUSED, UnsupportedError, "outside of `training_step`", module=bad.LateBackward, late=True),
     daso(UNUSED, UnsupportedError, "phase is", module=bad.Complex),
@@ -263,7 +304,15 @@ TWO_NODES = [
     gossip(GossipAsyncStrategy, "deadline: rank 0: 1.0, rank 1: 2.0", {"deadline": [1.0, 2.0]}),
 ]
 THREE_RANKS = [
-    ddp(DataError, "[96, 95]", "equal proportions", "drop_last", module=bad.TwoLoaders, loader=bad.incommensurable),
+    ddp(DataError, "2 samples for 3 ranks", module=EvaluatedNet, data=partial(dataset, 2), stage="validate"),
+    ddp(
+        DataError,
+        "[96, 95]",
+        "equal proportions",
+        "drop_last",
+        module=bad.TwoLoaders,
+        loader=lambda: bad.two(dataset(192), dataset(191), 32),
+    ),
 ]
 #: Rows, and ranks of each node.
 JOBS = {"two ranks": (TWO_RANKS, [2]), "two nodes": (TWO_NODES, [1, 1]), "three ranks": (THREE_RANKS, [3])}
@@ -280,7 +329,10 @@ def _train(row: Row, folder: str) -> None:
     trainer = dict(row.trainer() if callable(row.trainer) else row.trainer)
     trainer["callbacks"] = [keep, *trainer.pop("callbacks", [])]
     settings = {**FAST, "max_epochs": 1, "enable_checkpointing": True, **trainer}
-    pl.Trainer(strategy=row.strategy(**row.options, **mine), **settings).fit(row.module(), row.loader())
+    fit = pl.Trainer(strategy=row.strategy(**row.options, **mine), **settings)
+    data = row.loader() if row.loader else DataLoader(row.data(), **{"batch_size": 4, **row.load})
+    given = (data, row.validated()) if row.stage == "fit" else (data,)
+    getattr(fit, row.stage)(row.module(), *given)
 
 
 def _try_all(folder: str, job: str, ports: list[int]) -> list[tuple[str, str, list[str]]]:
@@ -332,17 +384,6 @@ def test_an_unsupported_setting_on_one_rank_only() -> None:
     assert isinstance(outcomes[1].error, UnsupportedError), outcomes[1].trace
     assert isinstance(outcomes[0].error, DisagreementError), outcomes[0].trace
     assert "rank 1" in str(outcomes[0].error)
-
-
-def _validate() -> None:
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(), **FAST)
-    trainer.validate(EvaluatedNet(), DataLoader(dataset(2), batch_size=4), verbose=False)
-
-
-def test_too_few_samples_to_validate() -> None:
-    for outcome in attempt(_validate, 3):
-        assert isinstance(outcome.error, DataError), outcome.trace
-        assert "2 samples for 3 ranks" in str(outcome.error)
 
 
 def test_16_mixed_over_cpus_and_gpus() -> None:

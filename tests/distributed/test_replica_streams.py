@@ -5,14 +5,14 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from ranks import attempt, run
-from tasks import FAST, EvaluatedNet, Net, dataset, error, parameters
-from torch.utils.data import DataLoader, IterableDataset
+from tasks import EvaluatedNet, Net, dataset, error, one_process, parameters, rank, train
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_hetero import (
     DASOStrategy,
@@ -27,10 +27,10 @@ LENGTHS = (3, 7)  # batches of each rank
 ONE_EACH = {"ranks_per_node": 1, "balance": "off"}
 
 
-def indices(rank: int, lengths: tuple[int, ...] = LENGTHS) -> list[int]:
+def indices(number: int, lengths: tuple[int, ...] = LENGTHS) -> list[int]:
     """Samples of a rank: it has so many batches."""
-    first = BATCH * sum(lengths[:rank])
-    return list(range(first, first + BATCH * lengths[rank]))
+    first = BATCH * sum(lengths[:number])
+    return list(range(first, first + BATCH * lengths[number]))
 
 
 class Shard(IterableDataset):
@@ -40,12 +40,12 @@ class Shard(IterableDataset):
         self.data, self.lengths = dataset(BATCH * sum(lengths)), lengths
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.data[i] for i in indices(int(os.environ.get("RANK", 0)), self.lengths))
+        return (self.data[i] for i in indices(rank(), self.lengths))
 
 
 class SizedShard(Shard):
     def __len__(self) -> int:
-        return len(indices(int(os.environ.get("RANK", 0)), self.lengths))
+        return len(indices(rank(), self.lengths))
 
 
 class Steps(pl.Callback):
@@ -58,36 +58,21 @@ class Steps(pl.Callback):
         self.after.append(parameters(module))
 
 
-def _fit(strategy: Any, data: Any, kind: Any = Net, **options: Any) -> dict[str, Any]:
-    module, steps = kind(), Steps()
-    settings = {**FAST, "max_epochs": 2, "callbacks": [steps], **options}
-    warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # by Lightning, always
-    trainer = pl.Trainer(strategy=strategy, **settings)
-    trainer.fit(module, DataLoader(data, batch_size=BATCH))
-    return {
-        "seen": module.seen,
-        "steps": trainer.global_step,
-        "parameters": parameters(module),
-        "after": steps.after,
-    }
-
-
 def _stream(kind: Any, options: dict[str, Any], data: Any, module: Any = Net, **more: Any) -> dict[str, Any]:
-    return _fit(kind(**{**ONE_EACH, **options}), data, module, **more)
+    net, steps = module(), Steps()
+    warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # by Lightning, always
+    strategy, loader = kind(**{**ONE_EACH, **options}), DataLoader(data, batch_size=BATCH)
+    trainer = train(net, strategy, loader, **{"max_epochs": 2, "callbacks": [steps], **more})
+    return {"seen": net.seen, "steps": trainer.global_step, "parameters": parameters(net), "after": steps.after}
 
 
 # -- who has ended ---------------------------------------------------------------------
 
 
-class AdamW(Net):
-    def __init__(self) -> None:
-        super().__init__("adamw")
-
-
 def test_a_replica_that_has_ended_stays_where_it_is_between_meetings() -> None:
     """Momentum and weight decay would move it, though no sample does."""
     options = {"every_n_steps": None}
-    ended, other = run(_stream, 2, NodeAverageStrategy, options, Shard(), module=AdamW, max_epochs=1)
+    ended, other = run(_stream, 2, NodeAverageStrategy, options, Shard(), module=partial(Net, "adamw"), max_epochs=1)
     for later in ended["after"][LENGTHS[0] : -1]:
         assert error(later, ended["after"][LENGTHS[0] - 1]) == 0.0
     assert error(other["after"][LENGTHS[0]], other["after"][LENGTHS[0] - 1]) > 0.0
@@ -96,41 +81,39 @@ def test_a_replica_that_has_ended_stays_where_it_is_between_meetings() -> None:
 # -- against one process -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("data", [Shard, SizedShard])
-@pytest.mark.parametrize("lengths", [(3, 7), (7, 3), (4, 4)])
-def test_averaging_at_every_step_is_one_process(lengths: tuple[int, int], data: Any) -> None:
-    """Who has ended weighs nothing from its first padding batch on."""
+def batches_of(lengths: tuple[int, ...]) -> list[list[int]]:
+    """The global batches, in which those who have ended have no part."""
+    steps = [slice(BATCH * step, BATCH * (step + 1)) for step in range(max(lengths))]
+    return [[i for number in range(len(lengths)) for i in indices(number, lengths)[step]] for step in steps]
+
+
+#: The batches of two streams, with or without a length.
+STREAMS = [(data, lengths) for data in (Shard, SizedShard) for lengths in ((3, 7), (7, 3), (4, 4))]
+
+
+def _averaged() -> list[torch.Tensor]:
     options = {"every_n_steps": 1, "average_optimizer_state": True}
-    results = run(_stream, 2, NodeAverageStrategy, options, data(lengths))
-    batches = []
-    for step in range(max(lengths)):
-        own = [indices(rank, lengths)[BATCH * step : BATCH * (step + 1)] for rank in (0, 1)]
-        batches.append(own[0] + own[1])
-    module = Net()
-    loader = DataLoader(dataset(BATCH * sum(lengths)), batch_sampler=batches)
-    pl.Trainer(devices=1, **{**FAST, "max_epochs": 2}).fit(module, loader)
-    for result in results:
-        assert error(result["parameters"], parameters(module)) <= 1e-10
+    return [_stream(NodeAverageStrategy, options, data(lengths))["parameters"] for data, lengths in STREAMS]
 
 
-def _unlike_sizes() -> list[torch.Tensor]:
-    rank = int(os.environ["RANK"])
-    module, data = Net(), dataset(40)
-    own = list(range(10)) if rank == 0 else list(range(10, 40))
-    loader = DataLoader(torch.utils.data.Subset(data, own), batch_size=2 if rank == 0 else 6)
+def test_averaging_at_every_step_is_one_process() -> None:
+    """Who has ended weighs nothing from its first padding batch on."""
+    for case, *results in zip(STREAMS, *run(_averaged, 2), strict=True):
+        truth = one_process(BATCH * sum(case[1]), batches_of(case[1]))
+        assert all(error(result, truth) <= 1e-10 for result in results), case
+
+
+def _unlike_sizes() -> torch.Tensor:
+    module, own = Net(), range(10) if rank() == 0 else range(10, 40)
+    loader = DataLoader(Subset(dataset(40), own), batch_size=2 if rank() == 0 else 6)
     strategy = NodeAverageStrategy(every_n_steps=1, **ONE_EACH)
-    trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **{**FAST, "max_epochs": 2})
-    trainer.fit(module, loader)
+    train(module, strategy, loader, use_distributed_sampler=False, max_epochs=2)
     return parameters(module)
 
 
 def test_replicas_weigh_by_the_batch_sizes_of_their_own_loaders() -> None:
-    batches = [[2 * s, 2 * s + 1, *range(10 + 6 * s, 16 + 6 * s)] for s in range(5)]
-    module = Net()
-    pl.Trainer(devices=1, **{**FAST, "max_epochs": 2}).fit(module, DataLoader(dataset(40), batch_sampler=batches))
-    for result in run(_unlike_sizes, 2):
-        assert error(result, parameters(module)) <= 1e-10
+    truth = one_process(40, [[2 * s, 2 * s + 1, *range(10 + 6 * s, 16 + 6 * s)] for s in range(5)])
+    assert all(error(result, truth) <= 1e-10 for result in run(_unlike_sizes, 2))
 
 
 def test_nodes_of_several_ranks() -> None:
@@ -148,11 +131,20 @@ def test_nodes_of_several_ranks() -> None:
 # -- limits, validation, other steps within an epoch -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [{"max_steps": 5, "max_epochs": -1}, {"limit_train_batches": 5, "max_epochs": 1}])
-@pytest.mark.parametrize("kind", [NodeAverageStrategy, GossipAsyncStrategy])
-def test_limits_end_all_at_once(kind: Any, limit: dict[str, Any]) -> None:
-    for result in run(_stream, 2, kind, {}, Shard(), **limit):
-        assert result["steps"] == 5
+LIMITS: list[dict[str, Any]] = [{"max_steps": 5, "max_epochs": -1}, {"limit_train_batches": 5, "max_epochs": 1}]
+
+
+def _limited() -> list[dict[str, Any]]:
+    kinds = (NodeAverageStrategy, GossipAsyncStrategy)
+    found = [_stream(kind, {}, Shard(), **limit) for kind in kinds for limit in LIMITS]
+    return [*found, _stream(DASOStrategy, {"ranks_per_node": 2}, Shard(), **LIMITS[1])]  # one node
+
+
+def test_limits_end_all_at_once() -> None:
+    first, second = run(_limited, 2)
+    assert [result["steps"] for result in first + second] == [5] * 10
+    assert torch.equal(first[-1]["parameters"], second[-1]["parameters"])
+    assert not torch.equal(first[-1]["parameters"], parameters(Net()))
 
 
 class Slow(EvaluatedNet):
@@ -164,26 +156,19 @@ class Slow(EvaluatedNet):
         return super().training_step(batch, batch_idx)
 
 
-def _validated(kind: Any) -> tuple[int, int]:
-    module = Slow()
-    trainer = pl.Trainer(
-        strategy=kind(**ONE_EACH), val_check_interval=5, **{**FAST, "max_epochs": 1, "num_sanity_val_steps": 0}
-    )
-    trainer.fit(module, DataLoader(Shard(), batch_size=BATCH), DataLoader(dataset(8), batch_size=BATCH))
-    return trainer.global_step, len(module.evaluated)
+def _validated() -> list[tuple[int, int]]:
+    found, daso = [], {"warmup": 2, "cooldown": 2}
+    for kind in (NodeAverageStrategy, DASOStrategy, GossipAsyncStrategy, GossipStrategy):
+        module, strategy = Slow(), kind(**ONE_EACH, **(daso if kind is DASOStrategy else {}))
+        data = DataLoader(Shard(), batch_size=BATCH), DataLoader(dataset(8), batch_size=BATCH)
+        trainer = train(module, strategy, *data, val_check_interval=5, num_sanity_val_steps=0)
+        found.append((trainer.global_step, len(module.evaluated)))
+    return found
 
 
-@pytest.mark.parametrize("kind", [NodeAverageStrategy, DASOStrategy, GossipAsyncStrategy, GossipStrategy])
-def test_all_validate_together_within_an_epoch(kind: Any) -> None:
-    if kind is DASOStrategy:
-        kind = _daso
-    results = run(_validated, 2, kind)
-    assert [steps for steps, _ in results] == [max(LENGTHS)] * 2
-    assert sum(evaluated for _, evaluated in results) == 8
-
-
-def _daso(**options: Any) -> DASOStrategy:
-    return DASOStrategy(warmup=2, cooldown=2, **options)
+def test_all_validate_together_within_an_epoch() -> None:
+    for one, other in zip(*run(_validated, 2), strict=True):
+        assert (one[0], other[0], one[1] + other[1]) == (max(LENGTHS), max(LENGTHS), 8)
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------
@@ -201,20 +186,22 @@ def _same(kind: Any) -> list[str]:
     return [str(warning.message) for warning in said if "same" in str(warning.message)]
 
 
-@pytest.mark.parametrize("kind", [NodeAverageStrategy, GossipAsyncStrategy])
-def test_ranks_that_read_the_same_samples_are_told(kind: Any) -> None:
-    first, second = run(_same, 2, kind)
-    assert len(first) == 1
-    assert "The first batch is the same on ranks [0, 1]" in first[0]
-    assert second == []  # one message for the job
+def _all_same() -> list[list[str]]:
+    return [_same(kind) for kind in (NodeAverageStrategy, GossipAsyncStrategy)]
+
+
+def test_ranks_that_read_the_same_samples_are_told() -> None:
+    for first, second in zip(*run(_all_same, 2), strict=True):
+        assert len(first) == 1
+        assert "The first batch is the same on ranks [0, 1]" in first[0]
+        assert second == []  # one message for the job
 
 
 class Long(Shard):
     """More steps than a warm-up of unknown part has."""
 
     def __iter__(self) -> Iterator[Any]:
-        rank = int(os.environ["RANK"])
-        return (self.data[(2 * i + rank) % len(self.data)] for i in range(56 * BATCH))
+        return (self.data[(2 * i + rank()) % len(self.data)] for i in range(56 * BATCH))
 
 
 def _phases(options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[str]]:
@@ -229,8 +216,7 @@ def _phases(options: dict[str, Any]) -> tuple[torch.Tensor, list[str], list[str]
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
-    trainer = pl.Trainer(strategy=strategy, max_epochs=2, callbacks=[Watch()], **FAST)
-    trainer.fit(net, DataLoader(Long(), batch_size=BATCH))
+    train(net, strategy, DataLoader(Long(), batch_size=BATCH), max_epochs=2, callbacks=[Watch()])
     return parameters(net), phases, [text for text in told if "nobody knows" in text]
 
 

@@ -3,13 +3,12 @@
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from oracles import oracle, split
 from ranks import attempt, run
-from tasks import FAST, Net, TokenNet, dataset, error, fit, parameters
+from tasks import Net, TokenNet, dataset, error, fit, parameters, train
 from test_left_out import POISON
 from torch.utils.data import DataLoader
 
@@ -103,10 +102,9 @@ def _apart(strings: list[str], everywhere: bool) -> list[Any]:
         entry, module = StrategyRegistry[string], EveryOther(everywhere)
         apart = {"ranks_per_node": 1} if string in ("hetero_node", "hetero_daso") else {}
         options = {**entry["init_params"], **apart, "on_nan": "skip", "timeout": 60}
-        trainer = pl.Trainer(strategy=entry["strategy"](**options), devices=2, max_epochs=1, **FAST)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No replica has met the center")
-            trainer.fit(module, DataLoader(dataset(48), batch_size=4))
+            trainer = train(module, entry["strategy"](**options), DataLoader(dataset(48), batch_size=4), devices=2)
         moved = [not torch.equal(a, b) for a, b in zip(module.kept[:-1], module.kept[1:], strict=True)]
         results.append((module.steps, moved, trainer.global_step))
     return results

@@ -5,10 +5,9 @@ import os
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from ranks import run
-from tasks import FAST, Net, dataset
+from tasks import Net, dataset, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
@@ -36,8 +35,7 @@ def _said(cards: list[str] | None, **options: Any) -> tuple[list[str], list[str]
             patch.setattr(job, "place_of", lambda *args: place_of(*args)._replace(device=card))
         logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
         logger.addHandler(lines)
-        trainer = pl.Trainer(strategy=HeteroDDPStrategy(timeout=60, **options), max_steps=2, **FAST)
-        trainer.fit(Net(), DataLoader(dataset(), batch_size=4))
+        train(Net(), HeteroDDPStrategy(timeout=60, **options), DataLoader(dataset(), batch_size=4), max_steps=2)
         logger.removeHandler(lines)
     shared = [str(one.message) for one in warned if "share" in str(one.message)]
     return [text for text in lines.texts if "are averaged" in text], shared

@@ -1,30 +1,21 @@
-"""A stream that all ranks read alike: each sample once, shares that move, and a resumed run at the right sample."""
+"""A stream that all ranks read alike: each sample once, and a resumed run at the right sample."""
 
-import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from ranks import run
-from tasks import FAST, Net, Save, dataset, error, parameters
+from tasks import Net, Save, dataset, error, one_process, parameters, train
 from torch.utils.data import DataLoader, IterableDataset
-from virtual_time import virtual_time
 
-from lightning_hetero import (
-    HeteroDDPStrategy,
-    NodeAverageStrategy,
-    SharedStream,
-)
+from lightning_hetero import HeteroDDPStrategy, NodeAverageStrategy, SharedStream
 
 SAMPLES, BATCH = 50, 4  # of 2 ranks: six batches of 8 samples, and one of 2
 KINDS = [(HeteroDDPStrategy, {}), (NodeAverageStrategy, {"ranks_per_node": 1, "every_n_steps": 2})]
-NAMES = [kind.__name__ for kind, _ in KINDS]
 
 
 class Plain(IterableDataset):
@@ -68,87 +59,52 @@ def _fit(kind: Any, options: Any, data: Any, workers: int = 0, path: Any = None,
     warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # by Lightning, always
     module = Net()
     loader = DataLoader(SharedStream(data), batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0)
-    trainer = pl.Trainer(strategy=kind(**{"balance": [3, 1], **options}), **{**FAST, "max_epochs": 2, **more})
-    trainer.fit(module, loader, ckpt_path=path)
+    trainer = train(module, kind(**{"balance": [3, 1], **options}), loader, path=path, **{"max_epochs": 2, **more})
     return {"seen": module.seen, "parameters": parameters(module), "steps": trainer.global_step}
 
 
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("data", [Plain, Jumping, Sized])
-def test_the_global_batches_are_those_of_one_process(data: Any, workers: int) -> None:
-    results = run(_fit, 2, HeteroDDPStrategy, {}, data(), workers)
-    module = Net()
-    loader = DataLoader(dataset(SAMPLES), batch_sampler=orders(2))
-    trainer = pl.Trainer(devices=1, **{**FAST, "max_epochs": 1})
-    trainer.fit(module, loader)
-    for step, batch in enumerate(orders(2)):
-        seen = [i for result in results for i in result["seen"][step]]
-        assert Counter(seen) == Counter(batch) if len(batch) > 2 else set(seen) == set(batch)
-    assert {len(batch) for batch in results[0]["seen"][:6]} == {6}  # three quarters of 8
-    for result in results:
-        assert error(result["parameters"], parameters(module)) <= 1e-10
+#: Streams, and the workers that read them.
+STREAMS = [(data, workers) for data in (Plain, Jumping, Sized) for workers in (0, 2)]
 
 
-class Slow(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        time.sleep(0.01 + 0.01 * (1 + 3 * self.global_rank) * len(batch[0]))
-        return super().training_step(batch, batch_idx)
+def _fits() -> list[dict[str, Any]]:
+    return [_fit(HeteroDDPStrategy, {}, data(), workers) for data, workers in STREAMS]
 
 
-def _measured() -> dict[str, Any]:
-    module = Slow()
-    with virtual_time(sys.modules[__name__]):
-        strategy = HeteroDDPStrategy(rebalance_every_n_steps=2)
-        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
-        trainer.fit(module, DataLoader(SharedStream(Plain(640)), batch_size=8))
-    return {"seen": module.seen}
+def test_the_global_batches_are_those_of_one_process() -> None:
+    truth = one_process(SAMPLES, orders(2), epochs=1)
+    for case, *results in zip(STREAMS, *run(_fits, 2), strict=True):
+        for step, batch in enumerate(orders(2)):
+            seen = [i for result in results for i in result["seen"][step]]
+            assert Counter(seen) == Counter(batch) if len(batch) > 2 else set(seen) == set(batch), case
+        assert {len(batch) for batch in results[0]["seen"][:6]} == {6}  # three quarters of 8
+        assert all(error(result["parameters"], truth) <= 1e-10 for result in results), case
 
 
-def test_shares_follow_measured_speeds() -> None:
-    results = run(_measured, 2)
-    fast, slow = ([len(batch) for batch in result["seen"]] for result in results)
-    assert {a + b for a, b in zip(fast, slow, strict=True)} == {16}
-    assert (fast[0], slow[0]) == (8, 8)
-    assert 12 <= fast[-1] <= 14  # 13 and 3 by hand
-    assert Counter(i for result in results for batch in result["seen"] for i in batch) == Counter(range(640))
+#: How a fit is resumed: strategy, options, stream, workers, after which step: within an epoch, or at its end.
+RESUMED = [(kind, options, data, 0, 7) for kind, options in KINDS for data in (Plain, Sized)]
+RESUMED.append((HeteroDDPStrategy, {}, Jumping, 2, 10))
 
 
-# -- resuming ----------------------------------------------------------------------------------------------------
+def _resumed(folder: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    found = []
+    for number, (kind, options, data, workers, steps) in enumerate(RESUMED):
+        path = f"{folder}/{number}.ckpt"
+        whole = _fit(kind, options, data(), workers, callbacks=[Save(path, steps, False)])
+        found.append((whole, _fit(kind, options, data(), workers, path=path)))
+    return found
 
 
-def _resumed(
-    kind: Any, options: Any, folder: Any, data: Any, workers: int, steps: int = 10
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    path = f"{folder}/{kind.__name__}.ckpt"
-    whole = _fit(kind, options, data(), workers, callbacks=[Save(path, steps, False)])
-    return whole, _fit(kind, options, data(), workers, path=path)
-
-
-@pytest.mark.long(after=1)
-@pytest.mark.parametrize("data", [Plain, Sized])
-@pytest.mark.parametrize(("kind", "options"), KINDS, ids=NAMES)
-def test_a_run_that_stops_with_the_last_batch_of_an_epoch_goes_on_with_the_next_epoch(
-    kind: Any, options: Any, data: Any, tmp_path: Any
-) -> None:
-    for whole, rest in run(_resumed, 2, kind, options, tmp_path, data, 0, 7):
-        assert rest["seen"] == whole["seen"][7:]
-        assert torch.equal(rest["parameters"], whole["parameters"])
-
-
-def test_and_with_workers_and_jumps(tmp_path: Any) -> None:
-    for whole, rest in run(_resumed, 2, HeteroDDPStrategy, {}, tmp_path, Jumping, 2):
-        assert rest["seen"] == whole["seen"][10:]
-        assert torch.equal(rest["parameters"], whole["parameters"])
-
-
-# -- elsewhere, and what cannot be -------------------------------------------------------------------------------
+def test_a_run_goes_on_with_the_next_batch_or_epoch(tmp_path: Any) -> None:
+    for results in run(_resumed, 2, tmp_path):
+        for case, (whole, rest) in zip(RESUMED, results, strict=True):
+            assert rest["seen"] == whole["seen"][case[-1] :], case
+            assert torch.equal(rest["parameters"], whole["parameters"]), case
 
 
 def _under_ddp(workers: int) -> list[int]:
-    module = Net()
-    trainer = pl.Trainer(strategy="ddp", devices=2, **{**FAST, "max_epochs": 1})
-    trainer.fit(module, DataLoader(SharedStream(Plain(48)), batch_size=BATCH, num_workers=workers))
+    module, loader = Net(), DataLoader(SharedStream(Plain(48)), batch_size=BATCH, num_workers=workers)
+    train(module, "ddp", loader, devices=2)
     return [i for batch in module.seen for i in batch]
 
 

@@ -1,6 +1,5 @@
 """Loaders that can tell where they stand go on there, on every rank, within an epoch and between two."""
 
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from ranks import run
-from tasks import FAST, Net, dataset, parameters
+from tasks import Net, dataset, parameters, rank, train
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -36,13 +35,15 @@ class Shard(IterableDataset):
         self.passes, self.at = 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        rank, info = int(os.environ["RANK"]), get_worker_info()
+        info, number = get_worker_info(), rank()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        order = torch.randperm(BATCH * LENGTHS[rank], generator=torch.Generator().manual_seed(100 * rank + self.passes))
+        order = torch.randperm(
+            BATCH * LENGTHS[number], generator=torch.Generator().manual_seed(100 * number + self.passes)
+        )
         own = [i for i in range(len(order)) if i // BATCH % workers == worker]
         for i in own[self.at :]:
             self.at += 1
-            yield self.data[BATCH * sum(LENGTHS[:rank]) + int(order[i])]
+            yield self.data[BATCH * sum(LENGTHS[:number]) + int(order[i])]
         self.passes, self.at = self.passes + 1, 0
 
     def state_dict(self) -> dict[str, int]:
@@ -68,8 +69,7 @@ class SaveAt(pl.Callback):
 
 def _fit(kind: Any, options: Any, loader: Any, path: Any = None, **more: Any) -> dict[str, Any]:
     module = Net("adamw")
-    trainer = pl.Trainer(strategy=kind(**options), **{**FAST, "max_epochs": 3, **more})
-    trainer.fit(module, loader, ckpt_path=path)
+    trainer = train(module, kind(**options), loader, path=path, **{"max_epochs": 3, **more})
     return {"seen": module.seen, "parameters": parameters(module), "steps": trainer.global_step}
 
 
@@ -79,34 +79,44 @@ def _loader(data: str, workers: int) -> Any:
         return StatefulDataLoader(Shard(), batch_size=BATCH, num_workers=workers)
     samples = dataset(56)
     if data == "sharded":
-        sampler = DistributedSampler(samples, num_replicas=2, rank=int(os.environ["RANK"]), seed=3)
+        sampler = DistributedSampler(samples, num_replicas=2, rank=rank(), seed=3)
         return StatefulDataLoader(samples, batch_size=BATCH, sampler=sampler, num_workers=workers)
     return StatefulDataLoader(samples, batch_size=BATCH, shuffle=True, num_workers=workers)
 
 
-def _resumed(kind: Any, options: Any, folder: str, data: str, workers: int, names: list[str]) -> list[dict[str, Any]]:
-    pl.seed_everything(4)
-    whole = _fit(kind, options, _loader(data, workers), callbacks=[SaveAt(folder)])
-    results = [whole]
-    for name in names:
-        pl.seed_everything(4)
-        results.append(_fit(kind, options, _loader(data, workers), f"{folder}/{name}.ckpt"))
-    return results
+#: Data, workers, and the checkpoints that fits go on from: at step 5 rank 0 has come to the end of its stream, at 7 all
+#: have; step 9 is in the second epoch.
+DONE = {"step-2": 2, "step-9": 9, "epoch-0": max(LENGTHS)}
+LOADERS = [
+    ("stream", 0, {**DONE, "step-5": 5, "step-7": 7}),
+    ("stream", 2, DONE),
+    ("sharded", 2, DONE),
+    ("map", 2, DONE),
+]
+
+
+def _resumed(kind: Any, options: Any, folder: str, cases: Any) -> list[list[dict[str, Any]]]:
+    found = []
+    for data, workers, names in cases:
+        results = []
+        for name in (None, *names):
+            pl.seed_everything(4)
+            more = {"path": f"{folder}/{name}.ckpt"} if name else {"callbacks": [SaveAt(folder)]}
+            results.append(_fit(kind, options, _loader(data, workers), **more))
+        found.append(results)
+    return found
 
 
 @pytest.mark.long(after=1)
+@pytest.mark.parametrize("cases", [LOADERS[:1], LOADERS[1:]], ids=["stream", "others"])
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=NAMES)
-@pytest.mark.parametrize(("data", "workers"), [("stream", 0), ("stream", 2), ("sharded", 2), ("map", 2)])
-def test_loaders_go_on_where_they_were(kind: Any, options: Any, data: str, workers: int, tmp_path: Any) -> None:
-    """At step 5 rank 0 has come to the end of its stream, at 7 all have; step 9 is in the second epoch."""
-    done = {"step-2": 2, "step-9": 9, "epoch-0": max(LENGTHS)}
-    if workers == 0:
-        done |= {"step-5": 5, "step-7": 7}
-    for whole, *resumed in run(_resumed, 2, kind, options, str(tmp_path), data, workers, list(done)):
-        assert whole["steps"] == 3 * max(LENGTHS)
-        for (name, steps), rest in zip(done.items(), resumed, strict=True):
-            assert rest["seen"] == whole["seen"][steps:], name
-            assert torch.equal(rest["parameters"], whole["parameters"]), name
+def test_loaders_go_on_where_they_were(kind: Any, options: Any, cases: Any, tmp_path: Any) -> None:
+    for results in run(_resumed, 2, kind, options, str(tmp_path), cases):
+        for case, (whole, *resumed) in zip(cases, results, strict=True):
+            assert whole["steps"] == 3 * max(LENGTHS)
+            for (name, steps), rest in zip(case[2].items(), resumed, strict=True):
+                assert rest["seen"] == whole["seen"][steps:], (case, name)
+                assert torch.equal(rest["parameters"], whole["parameters"]), (case, name)
 
 
 def _elsewhere(folder: str, world: int) -> list[str]:

@@ -11,14 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, GradientAccumulationScheduler
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from namesakes import both
-from oracles import oracle
-from ranks import run
-from tasks import FAST, EvaluatedNet, Net, dataset, error, fit, parameters
+from tasks import FAST, EvaluatedNet, Memory, Net, dataset, parameters
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -129,33 +126,6 @@ def test_models_and_options_of_ddp() -> None:
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
-class Frozen(Net):
-    """Its optimizer begins with what is trainable."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-
-
-class Thaw(BaseFinetuning):
-    """Trains the first layer from the second epoch on."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.05)
-
-
-@pytest.mark.parametrize("windows", [1, 3])
-def test_layers_that_are_unfrozen_during_the_fit(windows: int) -> None:
-    # Lightning's own strategy lets the ranks drift apart here: DDP does not know of such layers.
-    truth = oracle(Frozen, 12, callbacks=[Thaw()], accumulate_grad_batches=windows)
-    trainer = {"callbacks": [Thaw()], "accumulate_grad_batches": windows}
-    for result in run(fit, 3, Frozen, 12, strategy={"balance": [5.0, 1.0, 2.0]}, **trainer):
-        assert error(result["parameters"], parameters(truth)) <= 1e-10
-
-
 # -- loops ---------------------------------------------------------------------------------------------------
 
 
@@ -241,21 +211,10 @@ def test_all_stop_at_the_same_time() -> None:
 # -- logs ----------------------------------------------------------------------------------------------------
 
 
-class Rows(Logger):
+class Rows(Memory):
     """Keeps what rank 0 logs."""
 
-    name, version = "rows", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        pass
+    log_metrics = rank_zero_only(Memory.log_metrics)
 
 
 class Logging(EvaluatedNet):

@@ -5,10 +5,9 @@ import threading
 from typing import Any
 from unittest.mock import Mock
 
-import lightning.pytorch as pl
 import torch
 from ranks import run
-from tasks import FAST, Net, dataset
+from tasks import Net, dataset, train
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
@@ -18,14 +17,8 @@ def fit(path: str, world: int) -> tuple[list[str], int]:
     """The names of the threads that a fit has left, and how often a rank has written a file."""
     before = set(threading.enumerate())
     torch.save = Mock(wraps=torch.save)
-    trainer = pl.Trainer(
-        strategy="hetero_ddp",
-        devices=world,
-        **{**FAST, "enable_checkpointing": True},
-        max_epochs=2,
-        default_root_dir=path,
-    )
-    trainer.fit(Net(), DataLoader(dataset(16), batch_size=4))
+    options = {"devices": world, "enable_checkpointing": True, "max_epochs": 2, "default_root_dir": path}
+    train(Net(), "hetero_ddp", DataLoader(dataset(16), batch_size=4), **options)
     return [thread.name for thread in set(threading.enumerate()) - before], torch.save.call_count
 
 
@@ -39,8 +32,7 @@ def test_only_rank_0_saves_and_once_per_checkpoint(tmp_path: Any) -> None:
 
 def after_a_fit() -> tuple[int, int]:
     """How many wrapped optimizers a strategy has after a fit, and how many of them a copy gets."""
-    trainer = pl.Trainer(strategy="hetero_ddp", devices=1, **FAST, max_epochs=1)
-    trainer.fit(Net(), DataLoader(dataset(16), batch_size=4))
+    trainer = train(Net(), "hetero_ddp", DataLoader(dataset(16), batch_size=4), devices=1)
     return len(trainer.strategy._lightning_optimizers), len(trainer.strategy.__getstate__()["_lightning_optimizers"])
 
 

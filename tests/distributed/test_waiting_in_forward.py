@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
-from tasks import FAST, Net, dataset
+from tasks import Net, dataset, train
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -111,10 +110,10 @@ def _shares(way: str) -> list[int]:
             patch.setattr(dist, name, meeting.ending_together(getattr(dist, name)))
         module = Slow(way)
         strategy = HeteroDDPStrategy(global_batch_size=BATCH, rebalance_every_n_steps=4, timeout=60)
-        trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": STEPS, "max_epochs": -1})
+        data = DataLoader(dataset(64 * 20), batch_size=16, shuffle=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*normalised over")  # it is only a step's collective
-            trainer.fit(module, DataLoader(dataset(64 * 20), batch_size=16, shuffle=True))
+            train(module, strategy, data, max_steps=STEPS, max_epochs=-1)
     return module.shares
 
 
