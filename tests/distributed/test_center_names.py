@@ -10,9 +10,9 @@ from center_tasks import APART, STRATEGIES, Line, fit
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from ranks import run
-from tasks import FAST, Net, dataset
-from torch.utils.data import DataLoader
+from tasks import FAST
 
+from lightning_hetero import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.strategies import job
 
 AUTO = {"moving_rate": "auto"}
@@ -26,7 +26,12 @@ NAMES = {
     "hetero_eamsgd": "eamsgd",
     "hetero_diloco": "diloco",
 }
-ELASTIC = [name for name in STRATEGIES if name not in ("diloco", "node")]
+KINDS = {
+    **{name: STRATEGIES[kind] for name, kind in NAMES.items()},
+    "hetero_gossip": GossipStrategy,
+    "hetero_gossip_push_sum": GossipPushSumStrategy,
+    "hetero_gossip_async": GossipAsyncStrategy,
+}
 
 
 # -- what they choose and warn of ---------------------------------------------------------------------------
@@ -64,10 +69,10 @@ def test_auto_takes_what_serves_several_hosts() -> None:
 # -- names ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "kind"), NAMES.items())
-def test_strategy_strings(name: str, kind: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), KINDS.items())
+def test_strategy_strings(name: str, kind: type[Strategy]) -> None:
     strategy = pl.Trainer(strategy=name, **{**FAST, "devices": 2}).strategy
-    assert type(strategy) is STRATEGIES[kind]
+    assert type(strategy) is kind
     assert strategy.launcher is not None
     for suffix, method in (("_spawn", "spawn"), ("_fork", "fork"), ("_find_unused_parameters_true", "popen")):
         assert name + suffix in StrategyRegistry.available_strategies()
@@ -87,20 +92,3 @@ def test_classes_from_a_typed_configuration(kind: str) -> None:
     made = make(parsed).strategy
     assert type(made) is STRATEGIES[kind]
     assert (made.tau, made.exclude, made.replica) == (7, ("*bias",), "node")
-
-
-def _by_name(names: list[str]) -> list[list[float]]:
-    found = []
-    warnings.filterwarnings("ignore", "No replica has met the center in this fit: tau=50")  # of hetero_diloco
-    for name in names:
-        module = Net()
-        trainer = pl.Trainer(strategy=name, **{**FAST, "max_epochs": 1, "limit_train_batches": 12})
-        trainer.fit(module, DataLoader(dataset(96), batch_size=4))
-        found.append([p.abs().sum().item() for p in module.parameters()])
-    return found
-
-
-def test_strings_train() -> None:
-    first, second = run(_by_name, 2, [name for name in NAMES if "eamsgd" not in name], nodes=[1, 1])
-    assert first == second
-    assert [p.abs().sum().item() for p in Net().parameters()] not in first
