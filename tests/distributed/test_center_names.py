@@ -10,7 +10,8 @@ from center_tasks import APART, STRATEGIES, Line, fit
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from ranks import run
-from tasks import FAST
+from tasks import FAST, Net, dataset
+from torch.utils.data import DataLoader
 
 from lightning_hetero import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.strategies import job
@@ -92,3 +93,20 @@ def test_classes_from_a_typed_configuration(kind: str) -> None:
     made = make(parsed).strategy
     assert type(made) is STRATEGIES[kind]
     assert (made.tau, made.exclude, made.replica) == (7, ("*bias",), "node")
+
+
+def _by_name(names: list[str]) -> list[list[float]]:
+    found = []
+    warnings.filterwarnings("ignore", "No replica has met the center in this fit: tau=50")  # of hetero_diloco
+    for name in names:
+        module = Net()
+        trainer = pl.Trainer(strategy=name, **{**FAST, "max_epochs": 1, "limit_train_batches": 12})
+        trainer.fit(module, DataLoader(dataset(96), batch_size=4))
+        found.append([p.abs().sum().item() for p in module.parameters()])
+    return found
+
+
+def test_strings_train() -> None:
+    first, second = run(_by_name, 2, [name for name in NAMES if "eamsgd" not in name], nodes=[1, 1])
+    assert first == second
+    assert [p.abs().sum().item() for p in Net().parameters()] not in first
