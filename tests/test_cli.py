@@ -39,7 +39,7 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_end(self) -> None:
-        share, rank = self.trainer.strategy.share, self.trainer.global_rank
+        share, rank = self.trainer.strategy.accounting, self.trainer.global_rank
         print(f"rank {rank}: shares {share.planner.shares(share.step)}, started as {sys.argv[0]}", flush=True)
 
 

@@ -57,7 +57,7 @@ class Rank:
     def __init__(self, rank, world, rows, sizes, batch_size, workers, persistent):
         self.rank, self.epoch, self.clock = rank, 0, Clock()
         self.planner = Planner(world)
-        self.share = None
+        self.accounting = None
         loaders = Loaders(
             rank,
             tuple(range(world)),
@@ -71,7 +71,7 @@ class Rank:
             balance_iterable=False,
         )
         timer = StepTimer(torch.device("cpu"), clock=self.clock)
-        self.share = BatchAccounting(
+        self.accounting = BatchAccounting(
             self.planner,
             timer,
             loaders,
@@ -98,17 +98,17 @@ class Rank:
         loaders.combined = lambda: self.combined
 
     def position(self):
-        step = 0 if self.share is None else self.share.step
-        if self.share is not None:
-            self.share.begin_pass()
+        step = 0 if self.accounting is None else self.accounting.step
+        if self.accounting is not None:
+            self.accounting.begin_pass()
         return Position(self.epoch, 0, step)
 
     def step(self, batches, seconds_per_sample):
         """What happens between the arrival of a batch and the end of the step."""
-        self.share.begin()
-        drawn = self.share.drawn
+        self.accounting.begin()
+        drawn = self.accounting.drawn
         self.clock.now += 0.010 + seconds_per_sample * max(drawn.samples, 1)
-        self.share.end(report=(self.share.step + 1) % 4 == 0)
+        self.accounting.end(report=(self.accounting.step + 1) % 4 == 0)
         return [batch.tolist() for batch in batches], drawn
 
     def close(self):
@@ -185,6 +185,6 @@ def test_loading_counts_in_every_step_also_after_a_report(cluster):
     (rank,) = cluster([512], 32, [0])
     run_epoch([rank], 0, [0.001])
     # Without the first step of the epoch, in which workers start.
-    assert rank.share.step == 16
-    compute = rank.share._gathering.rows[0][5]  # of the last four steps
+    assert rank.accounting.step == 16
+    compute = rank.accounting._gathering.rows[0][5]  # of the last four steps
     assert compute == pytest.approx(0.010 + 0.001 * 32 + LOADING)

@@ -145,7 +145,7 @@ class ChangePlan(pl.Callback):
         self.changes = changes
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        planner = trainer.strategy.share.planner
+        planner = trainer.strategy.accounting.planner
         for step, shares in self.changes.items():
             costs = tuple(Cost(0.0, 1 / s) if s else Cost(0.0, 1.0) for s in shares)
             high = tuple(0 if s == 0 else 10**6 for s in shares)
@@ -192,7 +192,7 @@ def fit(
         "parameters": parameters(module),
         "seen": module.seen,
         "metrics": {name: value.item() for name, value in instance.callback_metrics.items()},
-        "shares": chosen.share.planner.shares(chosen.share.step),
+        "shares": chosen.accounting.planner.shares(chosen.accounting.step),
         "steps": instance.global_step,
     }
 

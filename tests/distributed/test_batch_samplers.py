@@ -190,7 +190,7 @@ def _measured() -> dict[str, Any]:
         strategy = HeteroDDPStrategy(rebalance_every_n_steps=2)
         trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 8})
         trainer.fit(module, DataLoader(dataset(SAMPLES), batch_sampler=Lists()))
-    return {"seen": module.seen, "shares": strategy.share.planner.shares(strategy.share.step)}
+    return {"seen": module.seen, "shares": strategy.accounting.planner.shares(strategy.accounting.step)}
 
 
 def test_shares_move_although_sizes_are_unknown() -> None:

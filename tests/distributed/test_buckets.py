@@ -45,7 +45,7 @@ def _fit(slow: bool, costs: Any = None, deterministic: bool = False, **strategy:
     class Steps(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
             dist.all_reduce = real  # the hook sends with it as well
-            trainer.strategy.share.watchers.append(laps.append)  # type: ignore[attr-defined]
+            trainer.strategy.accounting.watchers.append(laps.append)  # type: ignore[attr-defined]
 
         def on_train_batch_end(self, *_: Any) -> None:
             nonlocal steps

@@ -78,7 +78,7 @@ def test_a_value_that_is_not_finite_ends_all(tmp_path: Path, name: str) -> None:
 
 def _slow_to_hear(*args: Any, **kwargs: Any) -> Any:
     """A fit in which all but rank 1 get what replicas tell each other late, or not at all if connections are cut."""
-    gather, noticed, lost = ReplicaLinks.gather, PeerRecovery._noticed, Event()
+    gather, noticed, lost = ReplicaLinks.gather, PeerRecovery._on_change, Event()
 
     def late(links: ReplicaLinks, own: Any) -> list[Any]:
         everyone = gather(links, own)
@@ -93,7 +93,7 @@ def _slow_to_hear(*args: Any, **kwargs: Any) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReplicaLinks, "gather", late)
-        patch.setattr(PeerRecovery, "_noticed", notice)
+        patch.setattr(PeerRecovery, "_on_change", notice)
         return fit(*args, **kwargs)
 
 

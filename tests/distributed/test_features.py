@@ -165,7 +165,7 @@ class Model(pl.LightningModule):
         return self.net(batch[0]).square().mean()
     def on_train_end(self):
         if self.trainer.is_global_zero:
-            print("ranks", len(self.trainer.strategy.share.planner.shares(0)))
+            print("ranks", len(self.trainer.strategy.accounting.planner.shares(0)))
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 

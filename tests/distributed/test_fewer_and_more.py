@@ -65,7 +65,7 @@ def _train(folder: str, kind: Any, data: str = "list", size: int = 3, **limits: 
     trainer = pl.Trainer(strategy=strategy(balance="off", ranks_per_node=1, **options), **settings)
     module = Net()
     trainer.fit(module, _loader(data, size), ckpt_path=str(path) if resumes else None)
-    return module.seen, begun.momenta, begun.outer, begun.best, trainer.strategy.share.planner.total
+    return module.seen, begun.momenta, begun.outer, begun.best, trainer.strategy.accounting.planner.total
 
 
 def _moved(folder: str, before: int, after: int, kind: Any, **options: Any) -> tuple[Any, Any]:

@@ -154,7 +154,7 @@ def _slow_backward() -> list[float]:
     module, work = SlowBackward(), []
     strategy = HeteroDDPStrategy(balance="off")
     callback = pl.callbacks.LambdaCallback(
-        on_train_start=lambda *_: strategy.share.watchers.append(lambda lap: work.append(lap.work))
+        on_train_start=lambda *_: strategy.accounting.watchers.append(lambda lap: work.append(lap.work))
     )
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1, "callbacks": [callback]})
     trainer.fit(module, DataLoader(dataset(40), batch_size=4))

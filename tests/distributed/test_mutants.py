@@ -22,7 +22,7 @@ class Unweighted(HeteroDDPStrategy):
 
     def build(self, job: Any) -> None:
         super().build(job)
-        self.share.weights = lambda: (1.0, float(len(self.share.replica)))  # type: ignore[method-assign]
+        self.accounting.weights = lambda: (1.0, float(len(self.accounting.replica)))  # type: ignore[method-assign]
 
 
 class DoubleMean(HeteroDDPStrategy):
@@ -30,13 +30,13 @@ class DoubleMean(HeteroDDPStrategy):
 
     def build(self, job: Any) -> None:
         super().build(job)
-        right = self.share.weights
+        right = self.accounting.weights
 
         def weights() -> tuple[float, float]:
             own, total = right()
-            return own, total * len(self.share.replica)
+            return own, total * len(self.accounting.replica)
 
-        self.share.weights = weights  # type: ignore[method-assign]
+        self.accounting.weights = weights  # type: ignore[method-assign]
 
 
 class NominalTail(HeteroDDPStrategy):
@@ -44,7 +44,7 @@ class NominalTail(HeteroDDPStrategy):
 
     def build(self, job: Any) -> None:
         super().build(job)
-        share: BatchAccounting = self.share
+        share: BatchAccounting = self.accounting
 
         def weights() -> tuple[float, float]:
             nominal = share.planner.shares(share.step)
@@ -126,7 +126,7 @@ def _balance(strategy_class: Any) -> dict[str, Any]:
     module, strategy = Sleeper(), strategy_class()
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 3})
     trainer.fit(module, DataLoader(dataset(96), batch_size=6, shuffle=True))
-    return {"shares": strategy.share.planner.shares(strategy.share.step)}
+    return {"shares": strategy.accounting.planner.shares(strategy.accounting.step)}
 
 
 @pytest.mark.clock

@@ -142,7 +142,7 @@ class Emptyhanded(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss if self.trainer.strategy.share.drawn.samples else loss * float("nan")
+        return loss if self.trainer.strategy.accounting.drawn.samples else loss * float("nan")
 
 
 class Mended(BrokenGradient):

@@ -83,7 +83,7 @@ def _train(strategy_class: Any, workers: int = 0, **options: Any) -> tuple[list[
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": -1, "max_epochs": 1})
     loader = DataLoader(Numbered(), batch_size=BATCH, shuffle=True, num_workers=workers)
     trainer.fit(module, loader)
-    return module.taken, [[p.start, *p.split([BATCH * len(PER_SAMPLE)])[0]] for p in strategy.share.planner.plans]
+    return module.taken, [[p.start, *p.split([BATCH * len(PER_SAMPLE)])[0]] for p in strategy.accounting.planner.plans]
 
 
 @measured_exactly()
@@ -110,7 +110,7 @@ def _train_until_one_is_killed(rank: int) -> Any:
     module, strategy = Slow(), GossipAsyncStrategy(ranks_per_node=1, on_peer_loss="continue", grace=2.0)
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_steps": -1, "max_epochs": 1})
     trainer.fit(module, DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
-    return [len(batch) for batch in module.taken], [[p.start, p.costs] for p in strategy.share.planner.plans]
+    return [len(batch) for batch in module.taken], [[p.start, p.costs] for p in strategy.accounting.planner.plans]
 
 
 def check_each_sample_once(ranks: list[list[list[int]]]) -> None:

@@ -39,7 +39,7 @@ class Missed(pl.Callback):
 
             averager.meet = meet
         if self.what == "report" and self.rank == 0:
-            share = trainer.strategy.share
+            share = trainer.strategy.accounting
             send = share.send_report
 
             def broken() -> None:

@@ -21,10 +21,10 @@ def _fits(kind: Any, options: dict[str, Any], again: bool) -> torch.Tensor:
     trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 1})
     for epochs in (1, 2):
         if epochs == 2 and again:
-            before = strategy.share, strategy.engine
+            before = strategy.accounting, strategy.engine
             strategy.build(Job(replace(strategy.job.view, number=1), strategy.job.timeout))
             assert strategy.job.view.number == 1
-            assert strategy.share is not before[0]
+            assert strategy.accounting is not before[0]
             assert strategy.engine is not before[1]
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(module, DataLoader(dataset(96), batch_size=6, shuffle=True))

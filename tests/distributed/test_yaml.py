@@ -46,7 +46,7 @@ def train_all(folder: str) -> dict[str, dict]:
         results[name] = {
             "class": type(strategy),
             "options": strategy.algorithm_options(),
-            "shares": strategy.share.planner.shares(strategy.share.step),
+            "shares": strategy.accounting.planner.shares(strategy.accounting.step),
             "limit": strategy.options.limit.total_seconds(),
             "steps": cli.trainer.global_step,
             "weights": torch.nn.utils.parameters_to_vector(cli.model.parameters()).detach(),

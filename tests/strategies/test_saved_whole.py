@@ -18,20 +18,20 @@ def _saves(
         lost: when this rank learns of a loss: "never", while it "saves", or while ranks "gather".
         others: what other ranks tell.
     """
-    strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view=3))
+    strategy: Any = SimpleNamespace(recovery=SimpleNamespace(view_number=3))
     saves, told = [], []
 
     def gather(value: tuple[int, int], what: str) -> list[tuple[int, int]]:
         told.append(value)
         if lost == "gather":
-            strategy.recovery.view = 4
+            strategy.recovery.view_number = 4
         return [value, *(others or [])]
 
     @saving.retry_on_peer_loss
     def save(strategy: Any) -> None:
-        saves.append(strategy.recovery.view)
+        saves.append(strategy.recovery.view_number)
         if lost == "saves":
-            strategy.recovery.view = 4
+            strategy.recovery.view_number = 4
 
     monkeypatch.setattr(saving, "gather", gather)
     save(strategy)
