@@ -24,18 +24,24 @@ def course(schedule: RateSchedule, losses: list[float]) -> list[tuple[int, int]]
 
 
 @pytest.mark.parametrize(
-    ("threshold", "losses", "rates"),
+    ("options", "losses", "rates"),
     [
-        (0.01, [1.0] * 15, [(4, 1), (2, 1), (1, 1), (8, 2), (4, 1), (2, 1), (1, 1), (8, 2)]),
-        (0.01, [0.9**i for i in range(40)], [(4, 1)]),
-        (0.05, [1.0, 0.96, 0.96], [(4, 1), (2, 1)]),  # a fall within the threshold is none
-        (0.03, [1.0, 0.96, 0.96], [(4, 1)]),
-        (0.05, [-1.0, -0.97, -1.04], [(4, 1), (2, 1)]),  # a metric below zero falls, too
-        (0.05, [-1.0, -1.06, -1.13], [(4, 1)]),
+        ({"threshold": 0.01}, [1.0] * 15, [(4, 1), (2, 1), (1, 1), (8, 2), (4, 1), (2, 1), (1, 1), (8, 2)]),
+        ({"threshold": 0.01}, [0.9**i for i in range(40)], [(4, 1)]),
+        ({"threshold": 0.05}, [1.0, 0.96, 0.96], [(4, 1), (2, 1)]),  # a fall within the threshold is none
+        ({"threshold": 0.03}, [1.0, 0.96, 0.96], [(4, 1)]),
+        ({"threshold": 0.05}, [-1.0, -0.97, -1.04], [(4, 1), (2, 1)]),  # a metric below zero falls, too
+        ({"threshold": 0.05}, [-1.0, -1.06, -1.13], [(4, 1)]),
+        # What blocks stays blocking. NaN is no progress, and no mark to measure progress by; the first 1.0 is.
+        (
+            {"wait": 0, "patience": 1},
+            [math.nan, *[1.0] * 6],
+            [(4, 0), (2, 0), (1, 0), (8, 0), (4, 0), (2, 0), (1, 0)],
+        ),
     ],
 )
-def test_rates_follow_the_loss(threshold: float, losses: list[float], rates: list[tuple[int, int]]) -> None:
-    assert course(RateSchedule(threshold=threshold), losses) == rates
+def test_rates_follow_the_loss(options: dict, losses: list[float], rates: list[tuple[int, int]]) -> None:
+    assert course(RateSchedule(**options), losses) == rates
 
 
 @pytest.mark.parametrize("options", [{"wait": True}, {"wait": -1}, {"patience": 0}, {"every": 2.5}, {"threshold": "1"}])
@@ -53,7 +59,7 @@ def test_the_rates_stay_sane(every: int, wait: int, largest: int, patience: int,
     for loss in losses:
         schedule.observe_loss(loss)
         assert 1 <= schedule.every <= max(every, largest)
-        assert 0 <= schedule.wait <= schedule.every
+        assert (min(wait, every) > 0) <= schedule.wait <= schedule.every  # what is in the background stays there
 
 
 def test_phases() -> None:

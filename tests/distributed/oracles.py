@@ -157,7 +157,7 @@ def in_numpy(
             w = np.tile(shares @ w, (count, 1))
         else:
             since += 1
-            if since >= every:
+            if since >= every and not flight:  # one at a time
                 flight, since = (step, hold + (mutant == "late"), w.copy()), 0
                 begun.append(step)
                 if flight[1] == 0:
@@ -176,7 +176,7 @@ def in_numpy(
                     if every > 1:
                         every, hold = every // 2, hold and max(hold // 2, 1)
                     else:
-                        every, hold = max_global_every, max(max_global_every // 4, 1)
+                        every, hold = max_global_every, hold and max(max_global_every // 4, 1)
         path.append(w.copy())
         rates.append((every, hold))
     return Course(np.array(path), rates, begun)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from ranks import run
-from tasks import FAST, Net, dataset, parameters
+from tasks import FAST, Net, Save, dataset, parameters
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -197,21 +197,10 @@ def test_replicas_exchange_and_end_alike(name: str) -> None:
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-class SaveAt(pl.Callback):
-    """Saves once."""
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def _resumed(path: str) -> Any:
     _measured_as(SLOW_LINK, ("hetero_node",))
     whole = Net()
-    _trainer(_strategy(), callbacks=[SaveAt(15, path)]).fit(whole, _data())
+    _trainer(_strategy(), callbacks=[Save(path, 15, False)]).fit(whole, _data())
     said, strategy, module = _said(), _strategy(), Net()
     _measured_as(FAST_LINK)  # the choice is the checkpoint's
     _trainer(strategy).fit(module, _data(), ckpt_path=path)
@@ -230,7 +219,7 @@ def test_the_choice_is_in_the_checkpoint(tmp_path: Path) -> None:
 def _stayed(path: str) -> Any:
     _measured_as(FAST_LINK)
     whole = Net()
-    _trainer(_strategy(deterministic=True), callbacks=[SaveAt(15, path)]).fit(whole, _data())
+    _trainer(_strategy(deterministic=True), callbacks=[Save(path, 15, False)]).fit(whole, _data())
     said, strategy, module = _said(), _strategy(deterministic=True), Net()
     _measured_as(SLOW_LINK)  # it has chosen before
     _trainer(strategy).fit(module, _data(), ckpt_path=path)

@@ -1,6 +1,7 @@
 """What goes wrong with replicas that have a center: one is not finite, one fails, one is told to stop."""
 
 import os
+import pickle
 import signal
 import time
 import warnings
@@ -15,6 +16,8 @@ from ranks import attempt, run
 from tasks import FAST, Net, dataset, parameters
 from torch.utils.data import DataLoader
 
+from lightning_hetero import DASOStrategy
+from lightning_hetero.algorithms.engine import nonfinite_message
 from lightning_hetero.errors import CommunicationError, NotFiniteError
 
 PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 2}
@@ -82,26 +85,49 @@ def test_a_replica_that_takes_over_the_center_has_all_values_again(name: str) ->
         assert result["final"].isfinite().all()
 
 
-def test_nobody_is_left_to_go_on_with() -> None:
-    for result in run(_explode, 2, "easgd", {**PULL, "on_nan": "skip"}, True, nodes=[1, 1]):
-        assert "replica 0 (ranks [0])" in result["error"]
-        assert "replica 1 (ranks [1])" in result["error"]
+@pytest.mark.parametrize(("name", "options"), [("easgd", PULL), ("node", {"every_n_steps": 2})])
+def test_nobody_is_left_to_go_on_with(name: str, options: dict[str, Any]) -> None:
+    for result in run(_explode, 3, name, {**options, "on_nan": "skip"}, True, nodes=[2, 1]):
+        assert ("replica 0 (ranks [0, 1])" if name == "node" else "replica 0 (ranks [0])") in result["error"]
+        assert ("replica 1 (ranks [2])" if name == "node" else "replica 2 (ranks [2])") in result["error"]
 
 
-def _too_far(name: str) -> None:
-    fit(name, Far(), DataLoader(dataset(96), batch_size=4), epochs=1, **PULL, wire="fp16")
+def test_where_several_replicas_are_not_finite_the_first_is_named_as_the_cause() -> None:
+    replicas, fine = [[0], [1], [2]], (None, None)
+    one = nonfinite_message([1], replicas, 20, [fine, ("w", 17), fine], "the mean")
+    assert "No value that is not finite has reached the others" in one
+    several = nonfinite_message([0, 1, 2], replicas, 20, [("w", 18), ("w", 13), ("w", 18)], "the mean")
+    assert "has reached the others" not in several
+    assert "The loss of rank 1 was the first that was not finite, at step 13" in several
 
 
 class Far(Net):
+    """On rank 1 a weight is far away from the others', and a buffer moves far, if there is one."""
+
+    def __init__(self, level: bool) -> None:
+        super().__init__()
+        if level:
+            self.register_buffer("level", torch.zeros(2, dtype=torch.float64))
+
     def on_train_start(self) -> None:
         with torch.no_grad():
-            self.net[0].bias.add_(1e6 if self.global_rank == 1 else 0.0)
+            values = self.level if hasattr(self, "level") else self.net[0].bias
+            values.add_(1e6 if self.global_rank == 1 else 0.0)
 
 
-def test_differences_that_are_too_large_for_the_wire() -> None:
-    for outcome in attempt(_too_far, 2, "easgd", nodes=[1, 1]):
+def _too_far(name: Any, level: bool, options: dict[str, Any]) -> None:
+    fit(name, Far(level), DataLoader(dataset(96), batch_size=4), epochs=1, wire="fp16", **options)
+
+
+CYCLING = {"warmup": 0, "cooldown": 0, "patience": 99}
+
+
+@pytest.mark.parametrize(("name", "level", "options"), [("easgd", False, PULL), (DASOStrategy, True, CYCLING)])
+def test_differences_that_are_too_large_for_the_wire(name: Any, level: bool, options: dict[str, Any]) -> None:
+    for outcome in attempt(_too_far, 2, name, level, options, nodes=[1, 1]):
         assert isinstance(outcome.error, NotFiniteError), outcome.trace
-        assert "the changes of replica 1 (ranks [1]) are too large for the wire" in str(outcome.error)
+        assert "the changes of replica 1 (ranks [1]) are too large for the wire; use 'bf16'" in str(outcome.error)
+        assert str(pickle.loads(pickle.dumps(outcome.error))) == str(outcome.error)
 
 
 # -- failures and signals ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from ranks import run
 from tasks import FAST, Net, dataset
 from torch.utils.data import DataLoader
 
+from lightning_hetero import GossipAsyncStrategy, GossipPushSumStrategy, GossipStrategy
 from lightning_hetero.strategies import job
 
 AUTO = {"moving_rate": "auto"}
@@ -26,7 +27,12 @@ NAMES = {
     "hetero_eamsgd": "eamsgd",
     "hetero_diloco": "diloco",
 }
-ELASTIC = [name for name in STRATEGIES if name not in ("diloco", "node")]
+KINDS = {
+    **{name: STRATEGIES[kind] for name, kind in NAMES.items()},
+    "hetero_gossip": GossipStrategy,
+    "hetero_gossip_push_sum": GossipPushSumStrategy,
+    "hetero_gossip_async": GossipAsyncStrategy,
+}
 
 
 # -- what they choose and warn of ---------------------------------------------------------------------------
@@ -64,10 +70,10 @@ def test_auto_takes_what_serves_several_hosts() -> None:
 # -- names ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "kind"), NAMES.items())
-def test_strategy_strings(name: str, kind: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), KINDS.items())
+def test_strategy_strings(name: str, kind: type[Strategy]) -> None:
     strategy = pl.Trainer(strategy=name, **{**FAST, "devices": 2}).strategy
-    assert type(strategy) is STRATEGIES[kind]
+    assert type(strategy) is kind
     assert strategy.launcher is not None
     for suffix, method in (("_spawn", "spawn"), ("_fork", "fork"), ("_find_unused_parameters_true", "popen")):
         assert name + suffix in StrategyRegistry.available_strategies()

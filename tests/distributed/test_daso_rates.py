@@ -1,8 +1,15 @@
 """Rates of `hetero_daso`: exchanges per batch and steps of waiting, never stuck and never out of bounds."""
 
+import warnings
+
+import lightning.pytorch as pl
 import numpy as np
 import pytest
+from ranks import run
+from tasks import FAST, Net, dataset
+from torch.utils.data import DataLoader
 
+from lightning_hetero import DASOStrategy
 from lightning_hetero.algorithms.schedules import RateSchedule
 
 # -- the schedule --------------------------------------------------------------------------------------------
@@ -38,16 +45,6 @@ def test_rates_never_stick_at_0(every: int, largest: int) -> None:
     assert cycle(Naive(every, 1, largest, patience=1))[-1] == (0, 0)
 
 
-def test_an_exchange_waits_neither_less_than_0_nor_more_than_b_steps() -> None:
-    for every in range(1, 13):
-        for largest in range(1, 13):
-            for wait in range(every + 1):
-                for b, w in cycle(RateSchedule(every, wait, largest, patience=1), 12):
-                    assert 0 <= w <= b
-                    assert b >= 1
-                    assert w > 0 or wait == 0  # what is in the background stays there
-
-
 def test_an_automatic_wait_lies_between_1_and_b() -> None:
     draw = np.random.default_rng(0)
     for every in range(1, 13):
@@ -59,3 +56,33 @@ def test_an_automatic_wait_lies_between_1_and_b() -> None:
                 else:
                     schedule.observe_loss(1.0)
                 assert 1 <= schedule.wait <= schedule.every
+
+
+# -- what it looks at -----------------------------------------------------------------------------------------
+
+
+class Logging(Net):
+    """Logs a level that rises on one rank as it falls on the other: its mean stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[tuple[int, int]] = []
+
+    def on_train_epoch_end(self) -> None:
+        schedule = self.trainer.strategy.averager.schedule
+        self.rates.append((schedule.every, schedule.wait))
+        self.log("level", 10.0 + self.current_epoch * (1 if self.global_rank else -1))
+
+
+def _monitored() -> list[tuple[int, int]]:
+    warnings.filterwarnings("ignore", ".*recommended to use.*sync_dist=True")
+    module = Logging()
+    strategy = DASOStrategy(balance="off", global_batch_size=12, warmup=0, cooldown=0, patience=1, monitor="level")
+    trainer = pl.Trainer(strategy=strategy, **{**FAST, "max_epochs": 4})
+    trainer.fit(module, DataLoader(dataset(96), batch_size=4))
+    return module.rates
+
+
+def test_the_monitored_metric_is_the_mean_of_all_ranks() -> None:
+    for rates in run(_monitored, 2, nodes=[1, 1]):
+        assert rates == [(4, 1), (4, 1), (2, 1), (1, 1)]

@@ -16,8 +16,20 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 
-def by_hand(outer: Callable[[Iterable[Any]], torch.optim.Optimizer], tau: int, mutant: str = "") -> Any:
-    """Two replicas on 8 and 4 of each 12 samples, for 60 steps; the center after each, and in the end."""
+def by_hand(
+    outer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+    tau: int,
+    mutant: str = "",
+    wire: Callable[[int, torch.Tensor], torch.Tensor] = lambda replica, part: part,
+) -> Any:
+    """Two replicas on 8 and 4 of each 12 samples, for 60 steps; the center after each, and in the end.
+
+    Args:
+        outer: the outer optimizer of these parameters.
+        tau: steps of a round.
+        mutant: a mistake.
+        wire: what arrives of a replica's part of the change.
+    """
     models = [Line(momentum=0.9), Line(momentum=0.9)]
     inner = [model.configure_optimizers() for model in models]
     center = nn.Parameter(models[0].w.detach().clone())
@@ -35,7 +47,8 @@ def by_hand(outer: Callable[[Iterable[Any]], torch.optim.Optimizer], tau: int, m
         weights = (1 / 2, 1 / 2) if mutant == "unweighted" else (2 / 3, 1 / 3)
         if (step + 1) % tau == 0:
             with torch.no_grad():
-                center.grad = -sum(w * (model.w - center) for w, model in zip(weights, models, strict=True))
+                parts = [w * (model.w - center) for w, model in zip(weights, models, strict=True)]
+                center.grad = -sum(wire(i, part) for i, part in enumerate(parts))
                 optimizer.step()
                 for model in models:
                     model.w.copy_(center)

@@ -6,11 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-import torch
-from center_tasks import APART, Line, Recorder, fit
-from oracles import LR, MOMENTUM, SAMPLES, START, data, loader, order, split
+from center_tasks import APART, Line, fit
+from oracles import LR, MOMENTUM, SAMPLES, START, data, order, split
 from ranks import run
-from tasks import FAST, parameters
 
 from lightning_hetero import DiLoCoAsyncStrategy
 
@@ -33,12 +31,11 @@ class Visits(pl.Callback):
             self.seen.append((trainer.global_step, sum(rates[-1][1])))
 
 
-def _fit(**options: Any) -> Any:
-    module, recorder, visits = Line(momentum=MOMENTUM), Recorder(), Visits(PAUSES)
-    strategy = DiLoCoAsyncStrategy(balance=SHARES, global_batch_size=BATCH, **options)
-    trainer = pl.Trainer(strategy=strategy, callbacks=[recorder, visits], **{**FAST, "max_epochs": 4})
-    trainer.fit(module, loader())
-    return torch.stack(recorder.weights).numpy(), parameters(module).numpy(), visits.seen
+def _visited(**options: Any) -> Any:
+    module, visits = Line(momentum=MOMENTUM), Visits(PAUSES)
+    given = {"trainer": {"callbacks": [visits]}, "balance": SHARES, "global_batch_size": BATCH, **options}
+    found = fit(DiLoCoAsyncStrategy, module, epochs=4, **given)
+    return found["path"].numpy(), found["final"].numpy(), visits.seen
 
 
 def replay(visits: list[list[tuple[int, int]]], lr: float, mu: float, mutant: str = "") -> Any:
@@ -79,7 +76,7 @@ def replay(visits: list[list[tuple[int, int]]], lr: float, mu: float, mutant: st
     "options", [{"tau": 3, "center": "thread"}, {"tau": 4, "outer_lr": 0.5, "outer_momentum": 0.6}]
 )
 def test_against_a_replay_of_the_arrivals(options: dict[str, Any]) -> None:
-    results = run(_fit, 4, nodes=[1, 1, 1, 1], **options)
+    results = run(_visited, 4, nodes=[1, 1, 1, 1], **options)
     visits = [seen for *_, seen in results]
     turns = sorted(turn for seen in visits for _, turn in seen)
     assert turns == list(range(1, len(turns) + 1))

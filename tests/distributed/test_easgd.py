@@ -6,50 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from center_tasks import APART, SHARES, Line, StartAt, fit, line, lines, same
+from center_tasks import APART, Line, StartAt, fit, line, lines, same
 from oracles import data, loader, order
 from ranks import run
-from tasks import GanLike, dataset, parameters
+from tasks import parameters
 from torch import nn
-from torch.utils.data import DataLoader
-
-from lightning_hetero import EASGDStrategy
-from lightning_hetero.algorithms.easgd import ElasticAverager
 
 PULL = {"moving_rate": 0.2, "beta": 0.7}
 NESTEROV = {"momentum": 0.8, "nesterov": True}
-
-
-# -- conservation --------------------------------------------------------------------------------------------
-
-
-class OwnAlphaAverager(ElasticAverager):
-    """The mutant: alpha in proportion to the weight."""
-
-    def move(self, own: Any, average: Any) -> None:
-        weights = SHARES[self.links.count]
-        self.replica.add(own, -0.7 * weights[self.links.index] / sum(weights))
-        self.center[0].add_(average.difference[0], alpha=0.7)
-
-
-class OwnAlpha(EASGDStrategy):
-    def make_averager(self) -> Any:
-        return OwnAlphaAverager(**self.algorithm.options())
-
-
-def test_without_gradients_a_sum_is_conserved() -> None:
-    starts = [1.0, -2.0, 4.0]
-    options = {**PULL, "tau": 2, "epochs": 1, "model": {"lr": 0.0}, "trainer": {"callbacks": [StartAt(starts)]}}
-    fits = [("easgd", options), (OwnAlpha, options)]
-    results = run(lines, 3, *fits, nodes=APART)
-    for number, (kind, _) in enumerate(fits):
-        path = np.array([result[number]["path"].numpy() for result in results])
-        sums = 0.2 * results[0][number]["centers"].numpy() + 0.7 * np.einsum("i,isn->sn", np.array([3, 1, 2]) / 6, path)
-        moved = np.abs(sums - sums[0]).max()
-        assert moved <= 1e-14 if kind == "easgd" else moved > 1e-2
-        start = Line().w.detach().numpy()
-        assert (path - start).max() <= 4 + 1e-12
-        assert (path - start).min() >= -2 - 1e-12
 
 
 # -- bit for bit ---------------------------------------------------------------------------------------------
@@ -156,28 +120,6 @@ def test_a_node_counts_by_its_samples() -> None:
     node, rank = run(line, 3, "easgd", replica="node", tau=2, nodes=[2, 1], **PULL)[::2]
     for one, other in zip(run(line, 2, "easgd", tau=2, **PULL), (node, rank), strict=True):
         assert (one["path"] - other["path"]).abs().max() <= 1e-12
-
-
-def _by_hand() -> list[Any]:
-    results = []
-    for kind in ("easgd", "async"):
-        data = DataLoader(dataset(96), batch_size=4, shuffle=True)
-        results.append(fit(kind, GanLike(), data, epochs=2, tau=3, **PULL))
-    return results
-
-
-def test_two_optimizers_by_hand_meet_once_per_batch() -> None:
-    for result, alone in run(_by_hand, 2, nodes=[1, 1]):
-        assert result["traffic"]["exchanges"] == alone["traffic"]["exchanges"] == 16 // 3
-        centers = result["centers"]
-        moved = [number + 1 for number in range(1, 16) if (centers[number] != centers[number - 1]).any()]
-        assert moved == [3, 6, 9, 12, 15]
-
-
-def test_accumulation_meets_once_per_window() -> None:
-    fits = [(name, {"tau": 2, **PULL, "trainer": {"accumulate_grad_batches": 3}}) for name in ("easgd", "async")]
-    for plain, exchanges in run(lines, 2, *fits, nodes=[1, 1]):
-        assert plain["traffic"]["exchanges"] == exchanges["traffic"]["exchanges"] == 3 * 7 // 2  # 7 windows an epoch
 
 
 # -- alpha by the learning rate ------------------------------------------------------------------------------

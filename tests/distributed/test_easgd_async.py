@@ -1,4 +1,4 @@
-"""Exchanges with a center: who is served when, who waits for whom, and what a replica that is not finite does."""
+"""Exchanges with a center: who waits for whom within an epoch."""
 
 import time
 from pathlib import Path
@@ -6,63 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from center_tasks import APART, Line, fit
 from ranks import run
 
-from lightning_hetero import EASGDAsyncStrategy, EASGDRoundRobinStrategy
-
 PULL = {"moving_rate": 0.2, "beta": 0.7, "tau": 2}
-
-
-# -- the order of service ------------------------------------------------------------------------------------
-
-
-def noting(kind: Any) -> Any:
-    class Noting(kind):
-        """Notes whom the center's host serves."""
-
-        def make_averager(self) -> Any:
-            averager = super().make_averager()
-            make, self.served = averager.make_center, []
-
-            def watched() -> Any:
-                center = make()
-                receive = center._receive
-                center._receive = lambda index, *args: self.served.append(index) or receive(index, *args)
-                return center
-
-            averager.make_center = watched
-            return averager
-
-    return Noting
-
-
-class SlowLine(Line):
-    """Rank 1 takes its time."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1:
-            time.sleep(0.03)
-        return super().training_step(batch, batch_idx)
-
-
-def _served(kind: Any, **options: Any) -> list[int]:
-    module = SlowLine()
-    fit(noting(kind), module, epochs=1, **PULL, **options)
-    return module.trainer.strategy.served
-
-
-def test_round_robin_serves_strictly_in_order_and_async_as_they_come() -> None:
-    turns = run(_served, 3, EASGDRoundRobinStrategy, nodes=APART)
-    assert turns[0] == [0, 1, 2] * 10
-    assert turns[1] == turns[2] == []  # the center lives with rank 0
-    comes = run(_served, 3, EASGDAsyncStrategy, center="thread", nodes=APART)[0]
-    assert sorted(comes) == sorted(turns[0])
-    assert comes != turns[0]
-
-
-# -- nobody waits within an epoch ----------------------------------------------------------------------------
 
 
 class Stops(pl.Callback):

@@ -1,6 +1,5 @@
 """Gossip comes to the weighted mean of where replicas began, by the matrices of its rounds, without a collective."""
 
-import os
 import time
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from center_tasks import SHARES as BY_WORLD
 from center_tasks import Line, StartAt, fit
-from lightning.pytorch.strategies import StrategyRegistry
 from oracles import START, loader, matrix
 from ranks import run
 
@@ -264,14 +262,3 @@ def test_a_sleeper_holds_nobody_up() -> None:
         within = [count for at, count in zip(times, met, strict=True) if began < at < ended]
         assert len(within) >= 8
         assert within[-1] - within[0] >= 5
-
-
-# -- by name -------------------------------------------------------------------------------------------------
-
-
-def test_strategy_strings() -> None:
-    for name, kind in (("hetero_gossip", GossipStrategy), ("hetero_gossip_push_sum", GossipPushSumStrategy),
-                       ("hetero_gossip_async", GossipAsyncStrategy)):  # fmt: skip
-        for suffix in ("", "_spawn", "_find_unused_parameters_true"):
-            assert type(StrategyRegistry.get(name + suffix)) is kind
-    assert os.environ.get("RANK") is None

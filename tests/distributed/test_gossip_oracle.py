@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from center_tasks import Line, fit
-from oracles import BATCH, LR, MOMENTUM, SAMPLES, START, data, in_turn, order, split
+from oracles import BATCH, LR, MOMENTUM, SAMPLES, START, data, in_turn, matrix, order, split
 from ranks import run
 
 from lightning_hetero import GossipPushSumStrategy, GossipStrategy
@@ -75,14 +75,6 @@ def pairs(rule: Rule, every: int, overlap: bool, nodes: list[int], mutant: str =
     return np.array(path)
 
 
-def mixing_of(to: Sends) -> np.ndarray:
-    result = np.zeros((len(to), len(to)))
-    for j, others in enumerate(to):
-        for i in (j, *others):
-            result[i, j] = 1 / (len(others) + 1)
-    return result
-
-
 def push_sum(
     rule: Rule, every: int, nodes: list[int], mutant: str = "", starts: np.ndarray | None = None, still: bool = False
 ) -> np.ndarray:
@@ -93,7 +85,7 @@ def push_sum(
     z = z if starts is None else z + starts[:, None]
     x, w, old = s[:, None] * z, s.copy(), z
     for step, rows in enumerate(steps, 1):
-        mixing = mixing_of(rule(n, step // every, 0))
+        mixing = matrix(rule, n, step // every, 0)
         if mutant == "gradients only":
             z = z if still else trainers.step(z, rows, mixing)
             path.append(z)
@@ -170,7 +162,7 @@ def test_pairs_and_push_sum(nodes: list[int]) -> None:
 def test_push_sum_is_exact_on_an_irregular_graph() -> None:
     nodes, starts = [1, 1, 1], 3.0 * np.arange(3)
     goal = START + starts @ [6, 2, 4] / 12
-    mixing = mixing_of(irregular(3, 1, 0))
+    mixing = matrix(irregular, 3, 1, 0)
     assert abs(mixing.sum(1) - 1).max() > 0.3  # rows do not sum to one
     truth = push_sum(irregular, 1, nodes, starts=starts, still=True)
     assert abs(truth[-1] - goal).max() < 1e-9

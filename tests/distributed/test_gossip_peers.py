@@ -16,7 +16,7 @@ import pytest
 import torch
 from center_tasks import Line, StartAt, fit
 from leftovers import nothing_left_in_memory
-from oracles import START
+from oracles import START, loader
 from ranks import attempt, run
 from test_gossip import Keep, Pause
 
@@ -136,13 +136,15 @@ def test_a_replica_that_is_not_finite_begins_again() -> None:
 
 
 class Naps(pl.Callback):
-    """Rank 2 is frozen for a while in mid-epoch: from outside, so that its threads are, too."""
+    """The last rank is frozen for a while in the first epoch: from outside, so that its threads are, too."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, batch: int = 4, pause: float = 0.0) -> None:
+        self.seconds, self.batch, self.pause = seconds, batch, pause
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 2 and batch_idx == 4 and trainer.current_epoch == 0:
+        time.sleep(self.pause)
+        last = trainer.global_rank == trainer.world_size - 1
+        if last and batch_idx == self.batch and trainer.current_epoch == 0:
             if os.fork() == 0:
                 os.kill(os.getppid(), signal.SIGSTOP)
                 time.sleep(self.seconds)
@@ -168,6 +170,47 @@ def test_a_frozen_rank_is_missed_and_nothing_is_lost(kind: Any, options: dict[st
     if kind is not GossipPushSumStrategy:
         table = np.array(results[0]["pairings"])
         assert np.array_equal(table, table.T)
+
+
+class Watch(pl.Callback):
+    """Notes the weight after each step; and, when all have met, the weight here and that of what has come."""
+
+    def __init__(self) -> None:
+        self.weights: list[float] = []
+        self.held = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.weights.append(trainer.strategy.averager.status(0)["weight"])
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        averager = trainer.strategy.averager
+        self.held = self.weights[-1] + sum(push.weight for push in averager._transport.waiting())
+
+
+def _thawing(rates: list[float]) -> Any:
+    results = []
+    for rate in rates:
+        watch = Watch()
+        callbacks = [StartAt([8.0, 0.0]), Naps(2.5, 10, 0.03), watch]
+        options: dict[str, Any] = {"balance": "off", "deadline": 0.4}
+        found = fit(GossipPushSumStrategy, Line(lr=rate), loader(960), 1, {"callbacks": callbacks}, **options)
+        results.append({**found, "weights": watch.weights, "held": watch.held})
+    return results
+
+
+def test_a_rank_that_thaws_has_kept_its_weight() -> None:
+    # At this rate a step of 8 times the size leads away from the goal, and one of 128 times far away.
+    results = run(_thawing, 2, [0.03, 0.0], nodes=[1, 1])
+    for moving, still in results:
+        for found in (moving, still):
+            assert len(found["weights"]) == 80
+            assert min(found["weights"]) > 1 / 8  # not halved in every round in which the other did not come
+        assert moving["path"].abs().max() < 9.5  # it begins at 9, and comes nearer to the goal
+        assert moving["path"][-1].abs().max() < 4
+        # Without steps what all began with must be there at the end.
+        assert abs(still["final"] - (torch.tensor(START) + 4.0)).max() < 1e-9
+    for case in range(2):
+        assert abs(sum(found[case]["held"] for found in results) - 2.0) < 1e-12
 
 
 class Killed(pl.Callback):

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import attempt, run
-from tasks import FAST, Killed, Net, dataset, parameters
+from tasks import FAST, Killed, Net, Save, dataset, parameters
+from test_low_bit import Logged
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -53,30 +54,19 @@ class BrokenOnce(Wide):
         return loss + (0 * self.net[2].weight.sum()).sqrt() if broken else loss
 
 
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        logging.getLogger("lightning_hetero").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "Error feedback begins again" in record.getMessage():
-            self.words.append(record.getMessage())
-
-
 def _fit(
     wire: str, *callbacks: Any, make: Any = Wide, resume: Any = None, epochs: int = 2, **options: Any
 ) -> tuple[torch.Tensor, list[str]]:
     gradients.FULL = FULL
-    said, module = Said(), make()
+    logged, module = Logged(), make()
     options = {"balance": "off", "bucket_cap_mb": 1, "find_unused_parameters": True, "timeout": 60, **options}
     trainer = pl.Trainer(
         strategy=HeteroDDPStrategy(wire=wire, **options), callbacks=[*callbacks], **{**FAST, "max_epochs": epochs}
     )
     samples = dataset(72, torch.float32)
     trainer.fit(module, DataLoader(samples, batch_size=4, shuffle=True), ckpt_path=resume)
-    logging.getLogger("lightning_hetero").removeHandler(said)
-    return parameters(module), said.words
+    logging.getLogger("lightning_hetero").removeHandler(logged)
+    return parameters(module), logged.said
 
 
 def _means(steps: int) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -117,20 +107,11 @@ def test_means_and_residuals_are_the_sum_of_all_gradients() -> None:
         assert left.abs().max() > 1e-3, wire
 
 
-class Save(pl.Callback):
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def _resumed(folder: Path) -> list[tuple[Any, ...]]:
     found = []
     for wire in ("int4", "powersgd:2"):
         path = folder / f"{wire.partition(':')[0]}.ckpt"
-        whole, _ = _fit(wire, Save(path, 8))
+        whole, _ = _fit(wire, Save(str(path), 8, False))
         again, nothing = _fit(wire, resume=path)
         dist.barrier()
         stripped = folder / f"stripped-{path.name}"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from center_tasks import Line, fit
 from oracles import SAMPLES
 from ranks import run
+from tasks import Save
 
 from lightning_hetero import EASGDAsyncStrategy, GossipAsyncStrategy, GossipStrategy, NodeAverageStrategy
 
@@ -18,22 +19,19 @@ OF_ALL, BATCHES = 15, -(-SAMPLES // 15)
 class Count(pl.Callback):
     """Notes the samples of each step."""
 
-    def __init__(self, path: str = "", at: int = -1) -> None:
+    def __init__(self) -> None:
         self.samples: list[int] = []
         self.weights: set[tuple[int, ...]] = set()
-        self.path, self.at = path, at
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, out: Any, batch: Any, batch_idx: int) -> None:
         self.samples.append(len(batch[0]))
         self.weights.add(tuple(trainer.strategy.engine.samples_per_replica()))  # type: ignore[attr-defined]
-        if trainer.global_step == self.at:
-            trainer.save_checkpoint(self.path)
 
 
 def counted(kind: Any, resume: str | None = None, path: str = "", at: int = -1, epochs: int = 2, **options: Any) -> Any:
-    count = Count(path, at)
+    count = Count()
     options |= {"balance": "off", "global_batch_size": OF_ALL, "resume": resume}
-    fit(kind, Line(), epochs=epochs, trainer={"callbacks": [count]}, **options)
+    fit(kind, Line(), epochs=epochs, trainer={"callbacks": [count, Save(path, at, False)]}, **options)
     assert len(count.weights) == 1  # or pairs that meet halfway, by weight, would not keep the sum
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, count.samples)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from center_tasks import APART, STRATEGIES, Line, line
-from lightning.pytorch.callbacks import BaseFinetuning
-from oracles import data, order, split
+from oracles import data
 from ranks import attempt, run
-from tasks import FAST, Killed, Net, dataset, parameters
-from torch import nn
-from torch.optim import SGD
+from tasks import FAST, Killed, dataset, parameters
+from test_diloco import NESTEROV, by_hand
+from test_unfreezing import Backboned, Thaws
 from torch.utils.data import DataLoader
 
 from lightning_hetero import DASOStrategy
@@ -37,42 +36,23 @@ def rounded(values: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.nd
     return arrived, whole - arrived
 
 
-def by_hand(feedback: bool = True) -> torch.Tensor:
-    """DiLoCo of two replicas on 8 and 4 of each 12 samples, for 60 steps, on a wire of 4 bits; the centers."""
-    models = [Line(momentum=0.9), Line(momentum=0.9)]
-    inner = [model.configure_optimizers() for model in models]
-    center = nn.Parameter(models[0].w.detach().clone())
-    optimizer, path = SGD([center], lr=0.7, momentum=0.9, nesterov=True), []
+def centers_by_hand(feedback: bool = True) -> torch.Tensor:
+    """Those of `hetero_diloco` on a wire of 4 bits."""
     residuals = [np.zeros(8, np.float32)] * 2
-    x, y = (torch.tensor(part) for part in data())
-    for step in range(60):
-        epoch, batch = divmod(step, 20)
-        rows, first = order(epoch, 235)[12 * batch : 12 * batch + 12], 0
-        for model, own, part in zip(models, inner, split(len(rows), [2.0, 1.0]), strict=True):
-            mine, first = rows[first : first + part], first + part
-            own.zero_grad()
-            model.training_step((x[mine], y[mine]), 0).backward()
-            own.step()
-        if (step + 1) % 5 == 0:
-            with torch.no_grad():
-                total = np.zeros(8, np.float32)
-                for i, weight in enumerate((2 / 3, 1 / 3)):
-                    moved = (weight * (models[i].w - center)).numpy()
-                    arrived, left = rounded(moved, residuals[i])
-                    total, residuals[i] = total + arrived, left if feedback else residuals[i]
-                center.grad = -torch.tensor(total, dtype=torch.float64)
-                optimizer.step()
-                for model in models:
-                    model.w.copy_(center)
-        path.append(center.detach().clone())
-    return torch.stack(path)
+
+    def wire(replica: int, part: torch.Tensor) -> torch.Tensor:
+        arrived, left = rounded(part.numpy(), residuals[replica])
+        residuals[replica] = left if feedback else residuals[replica]
+        return torch.tensor(arrived, dtype=torch.float64)
+
+    return by_hand(NESTEROV, 5, wire=wire)[0]
 
 
 def test_diloco_in_4_bits_against_a_loop_by_hand() -> None:
-    truth = by_hand()
+    truth = centers_by_hand()
     for result in run(line, 2, "diloco", {"momentum": 0.9}, tau=5, wire="int4", nodes=[1, 1]):
         assert (result["centers"] - truth).abs().max() <= 1e-5
-    assert (by_hand(feedback=False) - truth).abs().max() > 1e-3
+    assert (centers_by_hand(feedback=False) - truth).abs().max() > 1e-3
 
 
 def _all(wires: tuple[str, ...]) -> list[Any]:
@@ -137,24 +117,10 @@ def test_residuals_are_dropped_when_a_replica_is_lost(name: Any, options: dict[s
     assert nothing == []
 
 
-class Thaw(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
-
-
-class Frozen(Net):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
-
-
 def _thawed() -> tuple[torch.Tensor, list[str], list[int], int]:
-    logged, module, residuals = Logged(), Frozen(), Residuals()
+    logged, module, residuals = Logged(), Backboned(), Residuals()
     strategy = STRATEGIES["diloco"](tau=3, wire="int8", balance="off")
-    trainer = pl.Trainer(strategy=strategy, callbacks=[Thaw(), residuals], **{**FAST, "max_epochs": 2})
+    trainer = pl.Trainer(strategy=strategy, callbacks=[Thaws(1), residuals], **{**FAST, "max_epochs": 2})
     trainer.fit(module, DataLoader(dataset(96), batch_size=4, shuffle=True))
     return parameters(module), logged.said, residuals.sent, sum(p.numel() for p in module.parameters())
 

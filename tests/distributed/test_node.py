@@ -1,7 +1,6 @@
 """`hetero_node`: replicas that train apart, against loops written by hand, and all that Lightning expects of them."""
 
 import time
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +12,7 @@ from tasks import FAST, Net, dataset, error, fit, parameters
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_hetero import NodeAverageStrategy
+from lightning_hetero import DASOStrategy, NodeAverageStrategy
 
 NODES = [2, 1]  # ranks of each node
 SHARES = [3.0, 1.0, 2.0]  # of 12 samples: 6, 2 and 4; by node 8 and 4
@@ -85,61 +84,11 @@ class Unweighted(NodeAverageStrategy):
         return engine
 
 
-def test_moments_of_adam_are_averaged_and_its_steps_are_not() -> None:
-    strategy = {"every_n_steps": 2, "average_optimizer_state": True, "balance": SHARES}
-    results = run(fit, 3, partial(Net, "adamw"), 12, 96, nodes=NODES, strategy=strategy, **NODE)
-    assert torch.equal(results[0]["parameters"], results[2]["parameters"])
-
-
-def test_one_node_trains_as_hetero_ddp() -> None:
-    truth = parameters(oracle(Net, 12, 96))
-    for result in run(fit, 2, Net, 12, 96, strategy={"every_n_steps": 3, "balance": [2.0, 1.0]}, **NODE):
+@pytest.mark.parametrize(("kind", "options"), [(NodeAverageStrategy, {"every_n_steps": 3}), (DASOStrategy, {})])
+def test_one_node_trains_as_hetero_ddp(kind: Any, options: dict[str, Any]) -> None:
+    truth, strategy = parameters(oracle(Net, 12, 96)), {"balance": [2.0, 1.0], **options}
+    for result in run(fit, 2, Net, 12, 96, strategy=strategy, strategy_class=kind):
         assert error(result["parameters"], truth) <= 1e-10
-
-
-def test_accumulation_counts_optimizer_steps() -> None:
-    strategy = {"every_n_steps": 2, "balance": SHARES}
-    results = run(fit, 3, Met, 12, 96, nodes=NODES, strategy=strategy, accumulate_grad_batches=3, max_epochs=1, **NODE)
-    assert len({tuple(r["seen"][0]) for r in results}) == 3
-    assert torch.equal(results[0]["parameters"], results[2]["parameters"])
-
-
-class Met(Net):
-    pass
-
-
-class Frozen(Net):
-    """A frozen layer between, which must neither travel nor shift the others; and BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
-        self.net[1].requires_grad_(False)
-
-
-def _frozen() -> dict[str, Any]:
-    result = fit(_frozen_by_rank, 12, 96, strategy={"every_n_steps": 2, "balance": SHARES}, **NODE)
-    return result
-
-
-def _frozen_by_rank() -> Frozen:
-    import os
-
-    module = Frozen()
-    if os.environ["RANK"] == "2":  # starts elsewhere: rank 0's values must reach it, the frozen ones too
-        with torch.no_grad():
-            for p in module.parameters():
-                p.add_(1.0)
-    return module
-
-
-def test_frozen_parameters_and_different_starts() -> None:
-    results = run(_frozen, 3, nodes=NODES)
-    assert torch.equal(results[0]["parameters"], results[2]["parameters"])
-    frozen = parameters(Frozen().net[1])
-    start = parameters(Frozen().net[0]).numel()
-    assert torch.equal(results[2]["parameters"][start : start + frozen.numel()], frozen)
 
 
 # -- independence --------------------------------------------------------------------------------------------

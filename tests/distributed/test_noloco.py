@@ -5,14 +5,13 @@ import warnings
 from itertools import pairwise
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from center_tasks import Line, Recorder, fit
-from oracles import LR, MOMENTUM, SAMPLES, START, data, loader, order, split
+from center_tasks import Line, fit
+from oracles import LR, MOMENTUM, SAMPLES, START, data, order, split
 from ranks import run
-from tasks import FAST, dataset, parameters
+from tasks import dataset
 from test_diloco import Normed
 from torch.utils.data import DataLoader
 
@@ -63,15 +62,9 @@ CASES: list[tuple[dict[str, Any], tuple[int, float, float, float]]] = [
 
 
 def _fits(more: dict[str, Any], count: int) -> list[Any]:
-    results = []
-    for options, _ in CASES[:count]:
-        module, recorder = Line(momentum=MOMENTUM), Recorder()
-        world = int(os.environ["WORLD_SIZE"])
-        strategy = NoLoCoStrategy(balance=SPEEDS[:world], global_batch_size=BATCH, **options, **more)
-        trainer = pl.Trainer(strategy=strategy, callbacks=[recorder], **{**FAST, "max_epochs": 4})
-        trainer.fit(module, loader())
-        results.append((torch.stack(recorder.weights).numpy(), parameters(module).numpy(), strategy.traffic))
-    return results
+    given = {"balance": SPEEDS[: int(os.environ["WORLD_SIZE"])], "global_batch_size": BATCH, **more}
+    found = [fit(NoLoCoStrategy, Line(momentum=MOMENTUM), epochs=4, **given, **options) for options, _ in CASES[:count]]
+    return [(result["path"].numpy(), result["final"].numpy()) for result in found]
 
 
 @pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [2, 1, 1]])

@@ -3,7 +3,9 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
+from center_tasks import fit
 from ranks import run
 from tasks import FAST, GanLike, Net, dataset, error, parameters
 from torch.utils.data import DataLoader, DistributedSampler
@@ -22,41 +24,52 @@ def _fit(module: pl.LightningModule, strategy: Any, samples: int = 96, **options
 
 # -- once per step -------------------------------------------------------------------------------------------
 
-
-class Counting(NodeAverageStrategy):
-    """Notes the step at each call, and whether the replicas met."""
-
-    def make_averager(self) -> Any:
-        averager = super().make_averager()
-        after, self.steps = averager.after_step, []
-        averager.after_step = lambda context: self.steps.append((context.step, averager.due(context))) or after(context)
-        return averager
+PULL = {"moving_rate": 0.2, "beta": 0.7}
+MEET: list[tuple[str, str, dict[str, Any]]] = [
+    ("node", "every_n_steps", {"find_unused_parameters": True}),
+    ("easgd", "tau", PULL),
+    ("async", "tau", PULL),
+]
 
 
-def _by_hand() -> dict[str, Any]:
-    module, strategy = GanLike(), Counting(every_n_steps=3, find_unused_parameters=True, **BASE)
-    _fit(module, strategy)
-    return {"steps": strategy.steps, "parameters": parameters(module), "exchanges": strategy.traffic.exchanges}
+class Met(pl.Callback):
+    """Notes the steps (batches, if optimizers are stepped by hand) after which there was one more exchange."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.number = self.exchanges = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.number += 1
+        if trainer.strategy.traffic.exchanges > self.exchanges:
+            self.exchanges = trainer.strategy.traffic.exchanges
+            self.steps.append(self.number if not pl_module.automatic_optimization else trainer.global_step)
 
 
-def test_two_optimizers_by_hand_meet_once_per_batch() -> None:
-    results = run(_by_hand, 3, nodes=NODES)
-    for result in results:
-        assert result["steps"] == [(step, step % 3 == 0) for step in range(1, 17)]
-        assert result["exchanges"] == 5 + 1  # and the end
-        assert torch.equal(result["parameters"], results[0]["parameters"])
+def _meeting(make: Any, every: int, **settings: Any) -> list[dict[str, Any]]:
+    """A fit of each, and after which steps there was an exchange."""
+    results = []
+    for name, option, options in MEET:
+        data, met = DataLoader(dataset(96), batch_size=4, shuffle=True), Met()
+        trainer = {"callbacks": [met], **settings}
+        results.append({**fit(name, make(), data, 2, trainer, **{option: every}, **options), "met": met.steps})
+    return results
 
 
-def _accumulated() -> list[Any]:
-    strategy = Counting(every_n_steps=2, **BASE)
-    _fit(Net(), strategy, accumulate_grad_batches=3)
-    return strategy.steps
-
-
-def test_accumulation_meets_once_per_window() -> None:
-    # 8 batches an epoch: windows of 3, 3 and 2.
-    for steps in run(_accumulated, 3, nodes=NODES):
-        assert steps == [(step, step % 2 == 0) for step in range(1, 7)]
+@pytest.mark.parametrize(
+    ("make", "every", "settings", "steps"),
+    [
+        (GanLike, 3, {}, [3, 6, 9, 12, 15]),  # two optimizers by hand: once per batch
+        (Net, 2, {"accumulate_grad_batches": 3}, [2, 4, 6]),  # 8 batches an epoch: windows of 3, 3 and 2
+    ],
+)
+def test_replicas_meet_once_per_batch_or_window(
+    make: Any, every: int, settings: dict[str, Any], steps: list[int]
+) -> None:
+    for results in run(_meeting, 3, make, every, nodes=NODES, **settings):
+        for (name, *_), result in zip(MEET, results, strict=True):
+            assert result["met"] == steps, name
+            assert result["traffic"]["exchanges"] == len(steps) + (name == "node"), name  # and the end
 
 
 # -- clipping ------------------------------------------------------------------------------------------------

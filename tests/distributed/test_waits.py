@@ -80,21 +80,19 @@ class LogsMore(Net):
         return self.loss(batch)
 
 
-def _logs_more() -> None:
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance="off", timeout=60), **{**FAST, "max_epochs": 1})
-    trainer.fit(LogsMore(), DataLoader(dataset(64), batch_size=8))
+def _fit(module: pl.LightningModule, *callbacks: pl.Callback, **settings: Any) -> None:
+    strategy = HeteroDDPStrategy(balance="off", timeout=60)
+    trainer = pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**FAST, "max_epochs": 1, **settings})
+    trainer.fit(module, DataLoader(dataset(64), batch_size=8))
 
 
 def test_a_value_that_one_rank_logs_is_not_averaged_with_another() -> None:
-    for outcome in attempt(_logs_more, 2, timeout=50):
+    for outcome in attempt(_fit, 2, LogsMore(), timeout=50):
         assert isinstance(outcome.error, DisagreementError), outcome.trace
         text = str(outcome.error)
-        assert re.search(r"rank 0 is in log \(test_waits.py:\d+\) to reduce what training_step logs as 'more'", text), (
-            text
-        )
-        assert re.search(r"rank 1 is in log \(test_waits.py:\d+\) to reduce what training_step logs as 'all'", text), (
-            text
-        )
+        for rank, name in enumerate(("more", "all")):
+            where = rf"rank {rank} is in log \(test_waits.py:\d+\) to reduce what training_step logs as '{name}'"
+            assert re.search(where, text), text
 
 
 def test_ranks_that_meet_in_different_collectives_say_in_which() -> None:
@@ -111,14 +109,10 @@ class _Broadcasts(pl.Callback):
             trainer.strategy.broadcast("of rank 0 alone")
 
 
-def _broadcast(folder: Path) -> None:
-    strategy = HeteroDDPStrategy(balance="off", timeout=60)
-    keeps = {**FAST, "max_epochs": 1, "enable_checkpointing": True, "default_root_dir": folder}
-    pl.Trainer(strategy=strategy, callbacks=[_Broadcasts()], **keeps).fit(Net(), DataLoader(dataset(64), batch_size=8))
-
-
 def test_a_broadcast_on_the_source_alone_does_not_stand_in_for_another(tmp_path: Path) -> None:
-    first, second = attempt(_broadcast, 2, tmp_path, timeout=90)
+    first, second = attempt(
+        _fit, 2, Net(), _Broadcasts(), timeout=90, enable_checkpointing=True, default_root_dir=tmp_path
+    )
     assert isinstance(second.error, DisagreementError), second.trace
     assert "rank 0 is in broadcast (test_waits.py:" in str(second.error)
     assert "rank 1 is in fit (test_waits.py:" in str(second.error)
@@ -171,13 +165,8 @@ class _Unequal(Net):
         dist.all_reduce(torch.ones(3 + 1000 * self.global_rank))
 
 
-def _reduce_unequal() -> None:
-    trainer = pl.Trainer(strategy=HeteroDDPStrategy(balance="off", timeout=60), **{**FAST, "max_epochs": 1})
-    trainer.fit(_Unequal(), DataLoader(dataset(64), batch_size=8))
-
-
 def test_a_collective_with_unequal_sizes_is_named_as_a_cause_where_gloo_aborts_a_rank() -> None:
-    outcomes = attempt(_reduce_unequal, 2, timeout=90)
+    outcomes = attempt(_fit, 2, _Unequal(), timeout=90)
     assert [outcome.exitcode for outcome in outcomes].count(-signal.SIGABRT) == 1, [o.trace for o in outcomes]
     [text] = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     assert "has ended without an error message" in text

@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from averaging_tasks import APART, CALLBACKS, EMA, NODES, SHARES, fit_averaged
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from ranks import run
 from tasks import EvaluatedNet, Net, Save, dataset, error, parameters
+from test_weight_averaging import APART, CALLBACKS, EMA, NODES, SHARES, fit_averaged
 from torch import nn
 from torch.utils.data import DistributedSampler
 
