@@ -121,7 +121,7 @@ class FailureChannel:
         while 0 not in self._links:
             if (left := until - time.monotonic()) <= 0:
                 raise TimeoutError("no answer in time")
-            for what, link, message in transport.poll(left):
+            for what, link, message in transport.poll(min(left, HURRY)):
                 if what in ("opened", "message"):
                     self._take_in(what, link, message)
                 elif what == "late":
@@ -218,7 +218,7 @@ class FailureChannel:
             try:
                 self._received(link.peer, message)
             except (KeyError, TypeError, AttributeError):
-                not_none(self._transport, "the transport").end(link)
+                link.transport.end(link)
         elif self._links.get(link.peer) is link:
             del self._links[link.peer]
             failure = self._lost(link.peer)
@@ -254,9 +254,7 @@ _failures: FailureChannel | None = None
 _waits: WaitWatchdog | None = None
 _world: object = None  # the process group of all ranks for which it was made
 
-_SOON = (
-    3.0  # seconds in which who waits for a rank that has failed gets an error by itself, if that rank's process ends
-)
+_SOON = 3.0  # seconds in which who waits for a rank that has failed gets an error by itself, if its process ends
 _interrupts_waits = True
 _numbers: Sequence[int] = ()  # by which users know the ranks; their own, if empty
 
@@ -400,9 +398,7 @@ def _failed(failure: Failure) -> None:
     threading.Thread(target=wake, name="failure-news", daemon=True).start()
 
 
-_SECONDS_FOR_NEWS = (
-    5.0  # seconds to wait for news of a rank that has ended; of a rank that is only late there may be none
-)
+_SECONDS_FOR_NEWS = 5.0  # to wait for news of a rank that has ended; of a rank that is only late there may be none
 _LATE = 1.0
 _waits_for_news = True
 
