@@ -221,8 +221,9 @@ class HeteroStrategy(JobStrategy):
             with self.step.forward(self.trainer, batch):
                 return run()
 
-        output = self.recovery.step(step, instead=lambda: None)
-        if not self.trainer.lightning_module.automatic_optimization:
+        manual = not self.trainer.lightning_module.automatic_optimization
+        output = self.recovery.step(step, instead=lambda: None, backward=manual)
+        if manual:
             if self.step.passes == 0:
                 self.recovery.retry(self._none_ran_backward)
             self._window_ended()

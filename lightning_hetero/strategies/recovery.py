@@ -193,7 +193,7 @@ class PeerRecovery(RecoveryPolicy):
         """The result of an operation that is called again after a loss."""
         return self._until_done(operation, lambda _: False, operation)
 
-    def step(self, operation: Callable[[], T], instead: Callable[[], T]) -> T:
+    def step(self, operation: Callable[[], T], instead: Callable[[], T], backward: bool = True) -> T:
         """Run an optimizer step, again after a loss unless the others have taken it.
 
         With manual optimization the step is ``training_step``. If optimizers have stepped in it, its rest is left out.

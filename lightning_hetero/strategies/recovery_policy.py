@@ -312,12 +312,13 @@ class RecoveryPolicy:
         """The result of an operation that can be called again if it breaks."""
         return operation()
 
-    def step(self, operation: Callable[[], T], instead: Callable[[], T]) -> T:
+    def step(self, operation: Callable[[], T], instead: Callable[[], T], backward: bool = True) -> T:
         """Run an optimizer step.
 
         Args:
             operation: the step, which can be repeated if a gradient does not arrive.
             instead: what to do instead if the other ranks have taken it.
+            backward: whether a backward pass is part of it, which adds to gradients.
         """
         return operation()
 
