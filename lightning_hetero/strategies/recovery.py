@@ -204,10 +204,8 @@ class PeerRecovery(RecoveryPolicy):
             self._manual_steps += not module.automatic_optimization
             return output
         manual_steps = self._manual_steps
-        adds = self._membership is not None and (
-            self._strategy.accumulates_locally or not module.automatic_optimization
-        )
-        gradients = gradients_of(module) if adds else None
+        adds = backward and (self._strategy.accumulates_locally or not module.automatic_optimization)
+        gradients = gradients_of(module) if adds and self._membership is not None else None
 
         def inside() -> T:
             try:
