@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -203,6 +203,22 @@ class EvaluationCadence:
             )
 
 
+class SurvivingState(NamedTuple):
+    """State of a replica that remains, while the ranks recover from a loss.
+
+    Attributes:
+        state: of its averager.
+        commits: of its averager.
+        under_way: whether exchanges were under way.
+        scratch: what starts over, in words.
+    """
+
+    state: dict[str, Any]
+    commits: int
+    under_way: bool
+    scratch: list[str]
+
+
 class Engine:
     """Engine of a fit: counts windows, and lets the averager, if there is one, act between replicas.
 
@@ -228,6 +244,7 @@ class Engine:
         self.averager: Averager | None = None
         self.losses = LossTracker()
         self.windows = self.exchanged = self.meetings = 0
+        self._survived: SurvivingState | None = None  # while ranks recover from a loss
         self._open = self._stepped = False  # whether a window has begun, and its optimizer step has been taken
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
@@ -307,11 +324,15 @@ class Engine:
         if not former.averages:
             averager.links, averager.run = self.links, run
             return
-        averager.absorb_arrived(kept)
-        dropped, scratch = drop_in_flight(averager), scratch_in_use(averager)
-        state = select(averager, read(averager), kept)
+        if (survived := former._survived) is None:
+            averager.absorb_arrived(kept)
+            dropped, scratch = drop_in_flight(averager), scratch_in_use(averager)
+            survived = SurvivingState(read(averager), averager.commits, bool(dropped), scratch)
+        # Another rank may be lost before this ends: then it is done again, and the averager has lost its state.
+        survived = self._survived = survived._replace(state=select(averager, survived.state, kept))
+        state = survived.state
         averager.close()
-        progress = self.links.gather((averager.commits, self.exchanged, self.windows, len(dropped)))
+        progress = self.links.gather((survived.commits, self.exchanged, self.windows, survived.under_way))
         furthest = max(range(len(progress)), key=lambda rank: progress[rank][:2])
         equal = len({commits for commits, *_ in progress}) == 1  # then vectors are, too
         names = [field.name for field in fields_of(type(averager), Shared, PerReplica)]
@@ -322,6 +343,7 @@ class Engine:
         context = self.context(epoch_ends=False)
         averager.after_loss(state, max(windows for _, _, windows, _ in progress), context)
         averager.after_restore()
+        self._survived, scratch = None, survived.scratch
         if missed and averager.on_missed(self.windows) == "adopt":
             averager.replica.unpack(averager.reference)
         if any(under_way for *_, under_way in progress):
@@ -381,13 +403,12 @@ class Engine:
         """
         if self._open or self.averager is None:
             return
-        self._open = True
-        if not self.averages:
-            return
-        if changed := self.averager.replica.changed():
-            raise UnsupportedError(unfrozen_within_epoch(changed))
-        with self._accounting.timer.waiting(exchange=True), explain_nonfinite(self):
-            self.averager.before_step(self.context(epoch_ends=False))
+        if self.averages:
+            if changed := self.averager.replica.changed():
+                raise UnsupportedError(unfrozen_within_epoch(changed))
+            with self._accounting.timer.waiting(exchange=True), explain_nonfinite(self):
+                self.averager.before_step(self.context(epoch_ends=False))
+        self._open = True  # now: it is asked again if this breaks
 
     def change_layout(self) -> bool:
         """Between two windows, go on with the parameters that are trainable now; whether these have changed.

@@ -46,7 +46,7 @@ class LossTracker:
 
     def mean_over_ranks(self) -> float:
         """The mean over the samples of all ranks since the last look (collective); NaN if there were none."""
-        sums, self._sums = self._sums.cpu().double(), torch.zeros(2, dtype=torch.float64)
+        sums = self._sums.cpu().double()
 
         def total() -> list[float]:
             everyone = sums.clone()
@@ -54,6 +54,7 @@ class LossTracker:
             return everyone.tolist()
 
         weighted, samples = collective("average the loss", total)
+        self._sums = torch.zeros(2, dtype=torch.float64)  # now: it is asked again if the collective breaks
         return weighted / samples if samples else math.nan
 
     def state_dict(self) -> list[float]:

@@ -68,7 +68,9 @@ class NonFiniteGuard:
 
     def continue_from(self, former: "NonFiniteGuard") -> None:
         """Go on in the midst of a window where another one has stopped, which was made for an earlier view."""
-        self._active, self._skipped, self._left_out = former._active, former._skipped, former._left_out
+        searching = former._active != former.mode
+        self._active = former._active if searching else self.mode  # others may look no more: there is one replica left
+        self._skipped, self._left_out = former._skipped, former._left_out
         self._loss, self._own, self._spread = former._loss, former._own, former._spread
         self._passes, self._counted = former._passes, former._counted
 

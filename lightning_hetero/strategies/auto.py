@@ -221,6 +221,7 @@ class AutoStrategy(ReplicaStrategy):
             self.trainer.lightning_module
         )  # unlike devices round differently, and buffers are each rank's own
         self.begin_apart()
+        self.wrap_in_view()
         self.continue_in_view()
 
     # -- what is kept ------------------------------------------------------------------------------

@@ -311,16 +311,19 @@ class JobStrategy(DDPStrategy):
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks
             scale_gradients(self.module, len(job.view.replica.ranks) / len(before.view.replica.ranks))
         kept = [before.view.index_of(member.id) for member in job.view.replicas]
+        self.wrap_in_view()  # first: a replica shares its buffers by its DDP
         self.engine.continue_after_loss(engine, kept, missed, self.fit_info())
         self.continue_in_view()
 
-    def continue_in_view(self) -> None:
-        """Let training go on in a new view: average gradients, ask for stops, and plan there (collective)."""
-        module, job = self.module, self.job
-        self.group_overrides.lend_layers(module, job.data_group())
+    def wrap_in_view(self) -> None:
+        """Let the replica average gradients in a new view (collective)."""
+        self.group_overrides.lend_layers(self.module, self.job.data_group())
         self.wrap_again()
+
+    def continue_in_view(self) -> None:
+        """Let ranks ask for stops, and plan, in a new view (collective)."""
         if self.stop_request is not None:
-            self.stop_request.move(job.store("stop"))
+            self.stop_request.move(self.job.store("stop"))
         self.begin_background_plans()
         self.timer.restart()
 
@@ -378,6 +381,9 @@ class JobStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
+        self._wrap(init_sync=self.ticket is None)  # who joins has loaded the same values as all
+
+    def _wrap(self, init_sync: bool) -> None:
         model, parts, job = self.model, self.collaborators, self.job
         ranks, group = parts.accounting.replica, parts.data_group()
         if group is None:
@@ -385,8 +391,7 @@ class JobStrategy(DDPStrategy):
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
         options["process_group"] = group  # a LightningCLI passes every option, the group too
         options = parts.buckets.options(options, not_none(model, "the model"), self.root_device)
-        if self.ticket is not None:  # all have loaded the same values
-            options["init_sync"] = False
+        options["init_sync"] = init_sync
         ddp = ReplicaDDP(self.timer, module=model, **options)
         if (hook := lightning_compat.comm_hook(self)) is not None:
             register_hook(ddp, *hook, group, self.group_overrides, job.view.count > 1)
@@ -404,7 +409,7 @@ class JobStrategy(DDPStrategy):
         if isinstance(self.model, ReplicaDDP):
             self.model = self.lightning_module
             with self.timer.waiting(), deadline("agree on trainable parameters"):
-                self.configure_ddp()
+                self._wrap(init_sync=False)  # the ranks hold the same values; after a loss one may be a step ahead
 
     # -- plans that are agreed in the background ---------------------------------------------------
 

@@ -20,10 +20,10 @@ SOON = 0.5  # seconds in which the others have done what this rank is made to mi
 
 
 class Missed(pl.Callback):
-    """Rank 1 loses the result of something at a step, and rank 2 is killed right after it."""
+    """A rank loses the result of something at a step, and rank 2 is killed right after it."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, behind: int) -> None:
+        self.what, self.behind = what, behind
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.rank = trainer.global_rank
@@ -55,7 +55,7 @@ class Missed(pl.Callback):
         time.sleep(SOON)
         if self.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.rank == 1:
+        if self.rank == self.behind:
             raise CommunicationError("the connection has broken")
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -78,14 +78,14 @@ class Missed(pl.Callback):
                 self._fail()
 
 
-def _fit(name: str, what: str) -> tuple[Seen, float | None]:
-    missed, model = Missed(what), Model(ROWS[name], scheduled=False)
+def _fit(name: str, what: str, behind: int) -> tuple[Seen, float | None]:
+    missed, model = Missed(what, behind), Model(ROWS[name], scheduled=False)
     seen = fit(name, missed, model=model, options={"on_peer_loss": "continue", "balance": "off"})
     return seen, getattr(missed, "sum", None)
 
 
-def _both(name: str, what: str) -> list[tuple[Seen, float | None]]:
-    outcomes = attempt(_fit, 3, name, what, nodes=[1, 1, 1])
+def _both(name: str, what: str, behind: int = 1) -> list[tuple[Seen, float | None]]:
+    outcomes = attempt(_fit, 3, name, what, behind, nodes=[1, 1, 1])
     assert outcomes[2].exitcode == -signal.SIGKILL
     assert all(outcome.value for outcome in outcomes[:2]), "\n".join(outcome.trace for outcome in outcomes)
     both = [outcome.value for outcome in outcomes[:2]]
@@ -97,14 +97,15 @@ def _both(name: str, what: str) -> list[tuple[Seen, float | None]]:
     return both
 
 
-@pytest.mark.parametrize("what", ["step", "report"])
-def test_a_step_that_one_rank_has_missed_is_copied(what: str) -> None:
-    """The step at which the third rank died counts with its samples, since rank 0 has taken it with them.
+@pytest.mark.parametrize(("what", "behind"), [("step", 1), ("step", 0), ("report", 1)])
+def test_a_step_that_one_rank_has_missed_is_copied(what: str, behind: int) -> None:
+    """The step at which the third rank died counts with its samples, since one rank has taken it with them.
 
     So it is if rank 0 learns of the loss when it has stepped, but has not sent its report of that step yet.
     """
-    (first, _), (second, _) = _both("hetero_ddp", what)
-    assert first.losses[0].step == STEP + (what == "step")  # as Lightning counts them: at the end of a step
+    both = [seen for seen, _ in _both("hetero_ddp", what, behind)]
+    first, second = both
+    assert both[1 - behind].losses[0].step == STEP + (what == "step")  # as Lightning counts them: at the end of a step
     batches = []
     for step in range(STEPS):
         whole = order(step // EPOCH)[BATCH * (step % EPOCH) :][:BATCH]
