@@ -151,7 +151,7 @@ class NonFiniteGuard:
         """
 
         def look() -> None:
-            # Found and not spread before: what an earlier backward pass of this step has spread is not this rank's.
+            # Not finite now, and finite after the averaging of an earlier backward pass of this step.
             self._own = (gradients_nonfinite(optimizers) > self._spread) | self._own
 
         if len(self._ranks) > 1 and self._averages(model) and start.requires_grad:

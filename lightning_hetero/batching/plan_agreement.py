@@ -72,7 +72,7 @@ class PlanMember:
 
     @property
     def waits(self) -> bool:
-        """Whether it has answered, and does not know what was decided."""
+        """Whether it has answered, and awaits the decision."""
         return self._open is not None
 
     def may_draw(self, step: int) -> bool:

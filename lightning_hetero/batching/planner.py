@@ -294,9 +294,9 @@ class Planner:
 
     #: Noise that is expected before any has been seen, as a fraction of a rank's time.
     DOUBT = 0.25
-    #: Looks at the steps over which doubt fades. Each re-split that has to be taken back doubles them.
+    #: Observations over which doubt fades. Each re-split that has to be taken back doubles them.
     PATIENCE = 8
-    #: Looks after which a re-split must have made steps shorter.
+    #: Observations within which a re-split must have made steps shorter, or it is taken back.
     TRIAL = 4
     #: As many times that where ranks go at their own pace: they report different steps, some with an exchange.
     APART = 3

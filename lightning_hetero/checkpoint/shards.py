@@ -60,7 +60,7 @@ class RemovedCheckpoint(NamedTuple):
 
 
 class Shards:
-    """Writes the shards of a strategy's checkpoints, and removes those that nothing refers to any more."""
+    """Shards of a strategy's checkpoints: their names, and the removal of those that nothing refers to any more."""
 
     def __init__(self) -> None:
         self._latest: dict[str, str] = {}  # by the path of a checkpoint, the name of its latest save

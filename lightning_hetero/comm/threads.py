@@ -3,8 +3,9 @@
 A thread that wakes up in C++ code (of gloo, or of a tensor operation) while Python shuts down aborts the process, with
 the exit status of a crash. A thread that waits in gloo cannot be asked to end, but its sockets can be closed.
 
-It looks at some 400,000 objects once PyTorch and Lightning are imported: a quarter of a second, or more where processes
-share cores. All ranks collect garbage when others join, so that the connections of the former ranks end.
+Python's garbage collector visits some 400,000 objects once PyTorch and Lightning are imported: a quarter of a second,
+or more where processes share cores; :func:`freeze_gc` leaves them out. All ranks collect garbage when others join, so
+that the connections of the former ranks end.
 """
 
 import atexit

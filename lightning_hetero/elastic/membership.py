@@ -6,10 +6,10 @@ message               from, to                        means
 ``state``             both ends, first of all         where I stand: leader, last view, what I have acknowledged
 ``state``             member to coordinator           my training thread has come to ``agree()``
 ``beat``              both, every 1 or 2 s            I am alive, and have done so many steps
-``news``              coordinator to all              who is lost or has left; a new view is wanted
+``news``              coordinator to all              who is lost or has left; come to ``agree()``
 ``bye``, ``heard``    one that ends, and the answer   my run is over, or: I have failed
 ``propose``           coordinator to those to stay    the next view
-``ack``               member to coordinator           I shall count that view, whatever happens
+``ack``               member to coordinator           from now on my quorum is of that view
 ``commit``            coordinator to those to stay    all have acknowledged: this is the view
 ``out``               anybody to one that must end    you have been left out, or too few remain
 ====================  ==============================  ==========================================================

@@ -78,7 +78,7 @@ class PeerRecovery(RecoveryPolicy):
 
     @property
     def patience(self) -> float:
-        """Seconds after which it is known that a rank is lost, while ranks may be lost; else 0."""
+        """Seconds until the loss of a rank is known; 0 if a lost rank is an error."""
         return 0.0 if self._membership is None else self._membership.grace + _AGREED
 
     def begin(self) -> None:

@@ -284,7 +284,7 @@ class RecoveryPolicy:
 
     @property
     def patience(self) -> float:
-        """Seconds after which it is known that a rank is lost, while ranks may be lost; else 0."""
+        """Seconds until the loss of a rank is known; 0 if a lost rank is an error."""
         return 0.0
 
     def begin(self) -> None:

@@ -337,7 +337,9 @@ class ReplicaStrategy(HeteroStrategy):
         if near is None:
             tell(f"{start} with its optimizers' state.")
         else:
-            tell(f"{start} each with its own optimizers' state, a new one with that of the nearest number.")
+            tell(
+                f"{start} each with its own optimizers' state, and a new replica with that of the replica with the nearest number."
+            )
             for optimizer, saved in zip(self.optimizers, near["optimizers"], strict=True):
                 optimizer_states.restore(optimizer, saved)
             self._restore_precision(near["precision"])

@@ -165,7 +165,7 @@ def raise_on_all_ranks(alone: bool) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    everyone = [] if alone else gather(None if problem is None else str(problem), "a checkpoint's fate")
+    everyone = [] if alone else gather(None if problem is None else str(problem), "whether the checkpoint was saved")
     if problem is not None:
         raise problem
     for rank, text in enumerate(everyone):
