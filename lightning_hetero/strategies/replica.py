@@ -338,7 +338,8 @@ class ReplicaStrategy(HeteroStrategy):
             tell(f"{start} with its optimizers' state.")
         else:
             tell(
-                f"{start} each with its own optimizers' state, and a new replica with that of the replica with the nearest number."
+                f"{start} each with its own optimizers' state, and a new replica with that of the replica with the "
+                "nearest number."
             )
             for optimizer, saved in zip(self.optimizers, near["optimizers"], strict=True):
                 optimizer_states.restore(optimizer, saved)
