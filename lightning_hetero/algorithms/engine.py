@@ -207,7 +207,7 @@ class SurvivingState(NamedTuple):
     """State of a replica that remains, while the ranks recover from a loss.
 
     Attributes:
-        state: of its averager.
+        state: of its averager, with entries of all replicas before the loss.
         commits: of its averager.
         under_way: whether exchanges were under way.
         scratch: what starts over, in words.
@@ -244,7 +244,9 @@ class Engine:
         self.averager: Averager | None = None
         self.losses = LossTracker()
         self.windows = self.exchanged = self.meetings = 0
+        self._averaged = False  # whether an averager was at work before ranks were lost
         self._survived: SurvivingState | None = None  # while ranks recover from a loss
+        self._kept: list[int] = []  # the same: of each replica, its index where the averager was last at work
         self._open = self._stepped = False  # whether a window has begun, and its optimizer step has been taken
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
@@ -306,31 +308,39 @@ class Engine:
         """Drop what is under way between replicas: one was lost, and connections are broken. Local."""
         self.links.abandon()
 
-    def continue_after_loss(self, former: "Engine", kept: Sequence[int], missed: bool, run: FitInfo) -> None:
-        """Go on in the midst of a fit, among the replicas that remain (collective over them).
+    def take_over(self, former: "Engine", kept: Sequence[int]) -> None:
+        """Take over from an engine among whose replicas some were lost. Local.
 
         Args:
             former: what went on until now.
-            kept: of each replica that remains, its index before.
+            kept: of each replica that remains, its index there.
+        """
+        self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
+        self._own, self._cadence, self._averaged = former._own, former._cadence, former.averages
+        self._survived = former._survived
+        self._kept = [former._kept[index] for index in kept] if former._kept else list(kept)
+        if former.averager is not None:
+            self.averager, self._metric, self._optimizers = former.averager, former._metric, former._optimizers
+
+    def continue_after_loss(self, missed: bool, run: FitInfo) -> None:
+        """Go on in the midst of a fit, among the replicas that remain, after :meth:`take_over` (collective over them).
+
+        Args:
             missed: whether the others have completed an exchange in which this replica lost its connections.
             run: what is known of the job and the fit now.
         """
-        self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
-        self._own, self._cadence = former._own, former._cadence
-        if former.averager is None:
+        averager, kept = self.averager, self._kept
+        if averager is None:
             return
-        averager = self.averager = former.averager
-        self._metric, self._optimizers = former._metric, former._optimizers
-        if not former.averages:
+        if not self._averaged:
             averager.links, averager.run = self.links, run
             return
-        if (survived := former._survived) is None:
+        if (survived := self._survived) is None:
             averager.absorb_arrived(kept)
             dropped, scratch = drop_in_flight(averager), scratch_in_use(averager)
-            survived = SurvivingState(read(averager), averager.commits, bool(dropped), scratch)
-        # Another rank may be lost before this ends: then it is done again, and the averager has lost its state.
-        survived = self._survived = survived._replace(state=select(averager, survived.state, kept))
-        state = survived.state
+            # Another rank may be lost before this ends: then it is done again, and the averager has lost its state.
+            survived = self._survived = SurvivingState(read(averager), averager.commits, bool(dropped), scratch)
+        state = select(averager, survived.state, kept)
         averager.close()
         progress = self.links.gather((survived.commits, self.exchanged, self.windows, survived.under_way))
         furthest = max(range(len(progress)), key=lambda rank: progress[rank][:2])
@@ -343,7 +353,7 @@ class Engine:
         context = self.context(epoch_ends=False)
         averager.after_loss(state, max(windows for _, _, windows, _ in progress), context)
         averager.after_restore()
-        self._survived, scratch = None, survived.scratch
+        self._survived, self._kept, scratch = None, [], survived.scratch
         if missed and averager.on_missed(self.windows) == "adopt":
             averager.replica.unpack(averager.reference)
         if any(under_way for *_, under_way in progress):

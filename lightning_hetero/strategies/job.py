@@ -308,11 +308,11 @@ class JobStrategy(DDPStrategy):
         value_of_rank(known, source).apply_to(self.accounting.planner)
         past.end(before.view.ids, self.accounting.planner, repartition.start)
         self.build(job, repartition)
+        self.engine.take_over(engine, [before.view.index_of(member.id) for member in job.view.replicas])
         if self.accumulates_locally:  # each is weighted for a mean over the former ranks
             scale_gradients(self.module, len(job.view.replica.ranks) / len(before.view.replica.ranks))
-        kept = [before.view.index_of(member.id) for member in job.view.replicas]
         self.wrap_in_view()  # first: a replica shares its buffers by its DDP
-        self.engine.continue_after_loss(engine, kept, missed, self.fit_info())
+        self.engine.continue_after_loss(missed, self.fit_info())
         self.continue_in_view()
 
     def wrap_in_view(self) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import DASOStrategy, NodeAverageStrategy
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.errors import NotFiniteError
+from lightning_hetero.strategies.job import JobStrategy
 
 
 class Buffered(Net):
@@ -81,17 +82,17 @@ class Reference(pl.Callback):
         self.seen = [*self.seen, (averager.commits, torch.cat([vector.flatten() for vector in averager.reference]))]
 
 
-def _lost_twice() -> list[tuple[int, torch.Tensor]]:
-    rank, prepare, calls, reference = int(os.environ["RANK"]), ReplicaLinks.prepare, [], Reference()
+def _lost_twice(owner: Any, method: str, call: int) -> list[tuple[int, torch.Tensor]]:
+    rank, usual, calls, reference = int(os.environ["RANK"]), getattr(owner, method), [], Reference()
 
-    def prepared(links: ReplicaLinks) -> Any:
-        calls.append(links)
-        if rank == 2 and len(calls) == 2:  # at the beginning of the fit, and in recovery
+    def called(self: Any) -> Any:
+        calls.append(self)
+        if rank == 2 and len(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
-        return prepare(links)
+        return usual(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReplicaLinks, "prepare", prepared)
+        patch.setattr(owner, method, called)
         strategy = DASOStrategy(
             on_peer_loss="continue", warmup=0, cooldown=0, global_every=3, wait=1, timeout=60, min_replicas=2
         )
@@ -100,8 +101,12 @@ def _lost_twice() -> list[tuple[int, torch.Tensor]]:
     return reference.seen
 
 
-def test_a_loss_while_ranks_recover_leaves_the_state_as_it_was() -> None:
-    first, second, *lost = attempt(_lost_twice, 4, nodes=[1, 1, 1, 1])
+@pytest.mark.parametrize(
+    ("owner", "method", "call"), [(ReplicaLinks, "prepare", 2), (JobStrategy, "wrap_in_view", 1)], ids=["late", "early"]
+)
+def test_a_loss_while_ranks_recover_leaves_the_state_as_it_was(owner: Any, method: str, call: int) -> None:
+    """The second rank is lost when averagers have begun again, or before."""
+    first, second, *lost = attempt(_lost_twice, 4, owner, method, call, nodes=[1, 1, 1, 1])
     assert [outcome.exitcode for outcome in lost] == [-signal.SIGKILL] * 2
     assert first.value is not None, first.trace
     for (commits, reference), (its_commits, its_reference) in zip(first.value, second.value, strict=True):
