@@ -72,6 +72,7 @@ class JobStrategy(DDPStrategy):
         self.recovery = RecoveryPolicy()
 
     _job: Job | None = None  # once this process has joined
+    _wraps_again = False  # whether the model is about to be wrapped in another DDP
     ticket: JoinTicket | None = None  # if it joins a job that runs, until training starts
     accounting: BatchAccounting
     engine: Engine
@@ -381,9 +382,6 @@ class JobStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Wrap the model in a DDP over the ranks of this replica (collective over the replica)."""
-        self._wrap(init_sync=self.ticket is None)  # who joins has loaded the same values as all
-
-    def _wrap(self, init_sync: bool) -> None:
         model, parts, job = self.model, self.collaborators, self.job
         ranks, group = parts.accounting.replica, parts.data_group()
         if group is None:
@@ -391,7 +389,8 @@ class JobStrategy(DDPStrategy):
         options = {**lightning_compat.ddp_options(self), "device_ids": self.determine_ddp_device_ids()}
         options["process_group"] = group  # a LightningCLI passes every option, the group too
         options = parts.buckets.options(options, not_none(model, "the model"), self.root_device)
-        options["init_sync"] = init_sync
+        if self.ticket is not None or self._wraps_again:  # all hold the same values, but after a loss one may be ahead
+            options["init_sync"] = False
         ddp = ReplicaDDP(self.timer, module=model, **options)
         if (hook := lightning_compat.comm_hook(self)) is not None:
             register_hook(ddp, *hook, group, self.group_overrides, job.view.count > 1)
@@ -407,9 +406,12 @@ class JobStrategy(DDPStrategy):
     def wrap_again(self) -> None:
         """Let DDP wait for the gradients of what is trainable now (collective over the replica)."""
         if isinstance(self.model, ReplicaDDP):
-            self.model = self.lightning_module
-            with self.timer.waiting(), deadline("agree on trainable parameters"):
-                self._wrap(init_sync=False)  # the ranks hold the same values; after a loss one may be a step ahead
+            self.model, self._wraps_again = self.lightning_module, True
+            try:
+                with self.timer.waiting(), deadline("agree on trainable parameters"):
+                    self.configure_ddp()
+            finally:
+                self._wraps_again = False
 
     # -- plans that are agreed in the background ---------------------------------------------------
 
