@@ -120,7 +120,7 @@ class AsyncCenterAverager(CenteredAverager):
         self._client.write(self.center_vectors, self.counts)
 
     @override
-    def absorb_arrived(self, kept: Sequence[int]) -> None:
+    def absorb_arrived(self, lost: Sequence[int]) -> None:
         self.commits = -1
         if (found := self._center.peek()) is not None:  # it lives here; the others get it from this replica
             for own, value in zip(self.center_vectors, found[0], strict=True):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.algorithms.state import (
+    InFlight,
     Own,
     PendingExchange,
     PerReplica,
@@ -22,6 +23,7 @@ from lightning_hetero.algorithms.state import (
     VectorStart,
     carry,
     check_declared,
+    fields_of,
     in_flight,
     read,
     remove_pending,
@@ -33,7 +35,7 @@ from lightning_hetero.comm.all_reduce import Average, ReplicaLinks
 from lightning_hetero.comm.compression import Feedback
 from lightning_hetero.comm.groups import Groups
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.replicas.vectors import LayoutChange, Replica, wide_dtype
 
 
@@ -302,7 +304,16 @@ class Averager(Stateful, ABC):
             links: the network between replicas.
             optimizers: gives the optimizers.
             run: what is known of the job and the fit. Default: nothing.
+
+        Raises:
+            ConfigurationError: its class declares :class:`InFlight` state, but not what to do with it.
         """
+        kind = type(self)
+        if (declared := fields_of(kind, InFlight)) and kind.arrive is Averager.arrive:
+            raise ConfigurationError(
+                f"{kind.__name__}.{declared[0].name} is InFlight, but {kind.__name__} has no method "
+                "arrive(self, pending, step), which applies an exchange when it has passed. Add one."
+            )
         self.replica, self.links, self._optimizers, self.run = replica, links, optimizers, run or FitInfo()
         self._packed = replica.pack()
         self._spare: list[Tensor] = []
@@ -406,7 +417,7 @@ class Averager(Stateful, ABC):
             pending: is no longer in the state.
             step: optimizer steps done.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # `setup` refuses an algorithm that lacks it
 
     def complete(self, context: StepContext) -> None:
         """Complete what is under way from one step to another (collective)."""
@@ -431,13 +442,14 @@ class Averager(Stateful, ABC):
     def after_restore(self) -> None:
         """Bring what is kept elsewhere up to date with the state, which has been restored (collective)."""
 
-    def absorb_arrived(self, kept: Sequence[int]) -> None:
-        """A replica was lost: take into the state what has arrived, before connections are closed.
+    def absorb_arrived(self, lost: Sequence[int]) -> None:
+        """Replicas were lost: take into the state what has arrived, before connections are closed.
 
-        It is called on all survivors, which are connected already; connections to others may be broken.
+        It is called on all survivors. :attr:`links` connects these alone already; what the averager has made of the
+        links before may be broken.
 
         Args:
-            kept: of each replica that remains, its index before.
+            lost: the indices of these replicas in the links before.
         """
 
     def after_loss(self, former: Mapping[str, Any], step: int, context: StepContext) -> None:

@@ -244,9 +244,10 @@ class Engine:
         self.averager: Averager | None = None
         self.losses = LossTracker()
         self.windows = self.exchanged = self.meetings = 0
-        self._averaged = False  # whether an averager was at work before ranks were lost
-        self._survived: SurvivingState | None = None  # while ranks recover from a loss
-        self._kept: list[int] = []  # the same: of each replica, its index where the averager was last at work
+        # While ranks recover from a loss:
+        self._survived: SurvivingState | None = None
+        self._before = 0  # replicas among which the averager was last at work; 0: it was not
+        self._kept: list[int] = []  # of each replica that remains, its index there
         self._open = self._stepped = False  # whether a window has begun, and its optimizer step has been taken
         self._due = self._epoch_ends = False  # whether replicas meet after the window that ends, and an epoch ends
         self._own: list[Tensor] | None = None  # this replica's values while the model holds the consensus
@@ -316,9 +317,11 @@ class Engine:
             kept: of each replica that remains, its index there.
         """
         self._open, self._due, self._epoch_ends = former._open, former._due, former._epoch_ends
-        self._own, self._cadence, self._averaged = former._own, former._cadence, former.averages
-        self._survived = former._survived
-        self._kept = [former._kept[index] for index in kept] if former._kept else list(kept)
+        self._own, self._cadence, self._survived = former._own, former._cadence, former._survived
+        if former._before:  # it was recovering itself
+            self._before, self._kept = former._before, [former._kept[index] for index in kept]
+        else:
+            self._before, self._kept = former.view.count if former.averages else 0, list(kept)
         if former.averager is not None:
             self.averager, self._metric, self._optimizers = former.averager, former._metric, former._optimizers
 
@@ -332,11 +335,12 @@ class Engine:
         averager, kept = self.averager, self._kept
         if averager is None:
             return
-        if not self._averaged:
-            averager.links, averager.run = self.links, run
+        averager.links = self.links  # those of before are cut
+        if not self._before:
+            averager.run = run
             return
         if (survived := self._survived) is None:
-            averager.absorb_arrived(kept)
+            averager.absorb_arrived([index for index in range(self._before) if index not in kept])
             dropped, scratch = drop_in_flight(averager), scratch_in_use(averager)
             # Another rank may be lost before this ends: then it is done again, and the averager has lost its state.
             survived = self._survived = SurvivingState(read(averager), averager.commits, bool(dropped), scratch)
@@ -353,7 +357,7 @@ class Engine:
         context = self.context(epoch_ends=False)
         averager.after_loss(state, max(windows for _, _, windows, _ in progress), context)
         averager.after_restore()
-        self._survived, self._kept, scratch = None, [], survived.scratch
+        self._survived, self._before, scratch = None, 0, survived.scratch
         if missed and averager.on_missed(self.windows) == "adopt":
             averager.replica.unpack(averager.reference)
         if any(under_way for *_, under_way in progress):

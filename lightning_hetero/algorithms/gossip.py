@@ -471,8 +471,8 @@ class FirstComeAverager(PairAverager):
             self._collect(0.0)
 
     @override
-    def absorb_arrived(self, kept: Sequence[int]) -> None:
-        if self.peers is not None:
-            for peer in set(range(self.links.count)).difference(kept):
-                self.peers.lose(peer)
+    def absorb_arrived(self, lost: Sequence[int]) -> None:
+        if (peers := self.peers) is not None:
+            for peer in lost:
+                peers.lose(peer)
         self.before_save()  # exchanges that one of a pair has counted the other has, too

@@ -144,7 +144,7 @@ class PushSumAverager(PushAverager):
         self.replica.unpack(self._unbiased())
 
     @override
-    def absorb_arrived(self, kept: Sequence[int]) -> None:
+    def absorb_arrived(self, lost: Sequence[int]) -> None:
         # The weight that was lost with a replica is lost, but not what has come.
         for push in [] if self._transport is None else self._transport.waiting():
             self._add(push.vectors, push.weight, 1)

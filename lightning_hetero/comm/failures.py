@@ -109,25 +109,12 @@ class FailureChannel:
         address, token = where
         self._transport = transport = MessageTransport(self.rank, token)
         transport.addresses = {0: address}
-        try:
-            self._meet(transport, time.monotonic() + seconds)
-        except OSError:
+        what, link, message = transport.reach(0, seconds)
+        if what != "opened":
             transport.close()
-            raise
+            raise ConnectionError(f"the connection was {what}")
+        self._take_in(what, link, message)
         self._thread.start()
-
-    def _meet(self, transport: MessageTransport, until: float) -> None:
-        transport.connect(0)
-        while 0 not in self._links:
-            if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError("no answer in time")
-            for what, link, message in transport.poll(min(left, HURRY)):
-                if what in ("opened", "message"):
-                    self._take_in(what, link, message)
-                elif what == "late":
-                    transport.connect(0)  # rank 0 was busy with something else
-                else:
-                    raise ConnectionError(f"the connection was {what}")
 
     # -- what ranks send and ask -------------------------------------------------------------------
 

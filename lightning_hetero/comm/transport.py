@@ -342,6 +342,29 @@ class MessageTransport:
             self.end(link, _ending(error))
         return link
 
+    def reach(self, peer: int, seconds: float) -> LinkEvent:
+        """Connect to a peer that may be busy, and wait until it answers.
+
+        Args:
+            peer: its number.
+            seconds: longest wait.
+
+        Returns:
+            The end of the wait: the connection is ``opened``, or why it is not. :meth:`poll` tells all other events.
+        """
+        until, others = time.monotonic() + seconds, list[LinkEvent]()
+        event = LinkEvent("late", self.connect(peer), {})
+        while event.what == "late" and (left := until - time.monotonic()) > 0:
+            link = self.connect(peer) if event.link.closed else event.link
+            event = LinkEvent("late", link, {})
+            for other in self.poll(left):
+                if event.what == "late" and other.link is link:
+                    event = other
+                else:
+                    others.append(other)
+        self._happened.extendleft(reversed(others))
+        return event
+
     def poll(self, seconds: float) -> Collection[LinkEvent]:
         """Events on the connections; waits for the first one."""
         for key, ready in self._selector.select(0.0 if self._happened else seconds):

@@ -245,13 +245,8 @@ def _reached(address: Sequence[Any]) -> tuple[MessageTransport, MessageLink]:
     host, port, secret = address
     transport = MessageTransport(secrets.randbits(62), str(secret))
     transport.addresses = {0: (host, port)}
-    until, what = time.monotonic() + _CONNECTED, "late"
-    while what == "late" and time.monotonic() < until:
-        link = transport.connect(0)
-        while not (events := transport.poll(until - time.monotonic())) and time.monotonic() < until:
-            pass
-        what = [what, *(event.what for event in events)][-1]
-    if link.open and not link.closed:
+    what, link, _ = transport.reach(0, _CONNECTED)
+    if what == "opened":
         return transport, link
     transport.close()
     if what == "closed":  # without a word, as on everybody who does not know the secret

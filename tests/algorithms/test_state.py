@@ -48,6 +48,9 @@ class Everything(Averager):
     def due(self, context: StepContext) -> bool:
         return False
 
+    def arrive(self, pending: PendingExchange, step: int) -> None:
+        self.best = step
+
 
 def model() -> nn.Module:
     module = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
@@ -188,6 +191,19 @@ def test_state_before_a_fit_and_of_another_algorithm() -> None:
     del state["slow"]
     with pytest.raises(CheckpointError, match="lacks 'slow' of Everything"):
         write(started(model()), state)
+
+
+def test_exchanges_under_way_of_which_nothing_would_become_are_refused() -> None:
+    @dataclass
+    class Forgetful(Averager):
+        under_way = InFlight()
+
+        def due(self, context: StepContext) -> bool:
+            return False
+
+    message = r"Forgetful\.under_way is InFlight, but Forgetful has no method arrive\(self, pending, step\)"
+    with pytest.raises(ConfigurationError, match=message):
+        started(model(), Forgetful())
 
 
 def test_declarations_that_are_refused() -> None:

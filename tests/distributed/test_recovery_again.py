@@ -1,29 +1,28 @@
-"""Recovery where a replica has several ranks and buffers, and where another rank is lost while the others recover."""
+"""Recovery where a replica has several ranks and buffers, and where it breaks or is asked for again."""
 
+import math
 import os
 import signal
+from contextlib import nullcontext
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from events import ALL, ROWS, Model, Row, kind
 from ranks import attempt
-from tasks import FAST, Net, dataset, parameters
+from tasks import FAST, Net, dataset
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DASOStrategy, NodeAverageStrategy
+from lightning_hetero import DASOStrategy, StepContext, Traits
+from lightning_hetero.algorithms.engine import Engine
+from lightning_hetero.batching.loss import LossTracker
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.errors import NotFiniteError
 from lightning_hetero.strategies.job import JobStrategy
-
-
-class Buffered(Net):
-    """A net whose buffers replicas exchange, as those of BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)).double()
 
 
 class Killed(pl.Callback):
@@ -39,18 +38,44 @@ class Killed(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _buffered() -> torch.Tensor:
-    module = Buffered()
-    strategy = NodeAverageStrategy(on_peer_loss="continue", every_n_steps=3, timeout=60)
-    trainer = pl.Trainer(strategy=strategy, callbacks=[Killed(3, 4)], max_steps=8, **FAST)
-    trainer.fit(module, DataLoader(dataset(200), batch_size=6))
-    return parameters(module)
+class Buffered(Model):
+    """Its buffers, too, are exchanged between replicas."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
 
 
-def test_a_replica_of_several_ranks_with_buffers_goes_on() -> None:
-    first, second, *_ = attempt(_buffered, 4, nodes=[2, 1, 1])
-    assert first.value is not None, first.trace
-    assert torch.equal(first.value, second.value)
+def _buffered(name: str) -> list[torch.Tensor]:
+    row = ALL[name]
+    options = {**row.options, **({"replica": "node"} if "replica" in signature(kind(name)).parameters else {})}
+    options |= {"on_peer_loss": "continue", "timeout": 60}
+    model, steps = Buffered(row), 2 * row.period
+    data = DataLoader(dataset(400), batch_size=4)
+    trainer = pl.Trainer(
+        strategy=kind(name)(**options), callbacks=[Killed(3, steps)], max_steps=steps + 2 * row.period + 2, **FAST
+    )
+    trainer.fit(model, data)
+    return [*model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if "gossip" in name else pytest.mark.long)
+        for name in ROWS
+        if name not in ("hetero_ddp", "hetero_auto")  # their replicas are not exchanged
+    ],
+)
+def test_replicas_of_several_ranks_with_buffers_go_on(name: str) -> None:
+    """All recover, and end with the same parameters."""
+    outcomes = attempt(_buffered, 4, name, nodes=[2, 1, 1])
+    assert outcomes[3].exitcode == -signal.SIGKILL
+    first, *others = [outcome.value for outcome in outcomes[:3]]
+    assert first is not None, outcomes[0].trace
+    for other in others:
+        assert other is not None, outcomes[1].trace + outcomes[2].trace
+        assert all(torch.equal(own, its) for own, its in zip(first, other, strict=True))
 
 
 class Broken(Net):
@@ -115,3 +140,46 @@ def test_a_loss_while_ranks_recover_leaves_the_state_as_it_was(owner: Any, metho
     (before, old), (after, new) = first.value[4:6]
     assert after == before > 0
     assert torch.equal(old, new)
+
+
+def test_an_algorithm_acts_before_a_step_again_if_that_broke() -> None:
+    called, broken = list[int](), iter([True, False])
+
+    def before_step(context: StepContext) -> None:
+        called.append(context.step)
+        if next(broken):
+            raise ConnectionError
+
+    view = SimpleNamespace(count=2, ranks=((0,), (1,)), per_replica=list)
+    accounting = SimpleNamespace(
+        timer=SimpleNamespace(waiting=lambda exchange: nullcontext()),
+        samples_per_rank=lambda: [1, 1],
+        ended=[False] * 2,
+    )
+    engine: Any = Engine(view, SimpleNamespace(traffic=SimpleNamespace(skipped=[])), accounting, 8)  # type: ignore[arg-type]
+    engine.averager = SimpleNamespace(
+        traits=Traits(), replica=SimpleNamespace(changed=dict[str, bool]), before_step=before_step
+    )
+    with pytest.raises(ConnectionError):
+        engine.before_window()
+    engine.before_window()
+    engine.before_window()  # within the window
+    assert called == [0, 0]
+
+
+def test_a_mean_loss_is_the_same_when_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = iter([True, False, False])
+
+    def all_reduce(sums: torch.Tensor) -> None:
+        if next(broken):
+            raise ConnectionError
+        sums.mul_(2)  # two ranks alike
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    losses = LossTracker()
+    losses.take(torch.tensor(3.0), 4, step=0)
+    losses.take(torch.tensor(1.0), 4, step=0)
+    with pytest.raises(ConnectionError):
+        losses.mean_over_ranks()
+    assert losses.mean_over_ranks() == 2.0
+    assert math.isnan(losses.mean_over_ranks())
