@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from events import ALL, ROWS, Model, Row, kind
+from events import ROWS, kind
 from ranks import attempt
 from tasks import FAST, Net, dataset
 from torch import nn
@@ -38,19 +38,23 @@ class Killed(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Buffered(Model):
+class Buffered(Net):
     """Its buffers, too, are exchanged between replicas."""
 
-    def __init__(self, row: Row) -> None:
-        super().__init__(row)
+    def __init__(self, nesterov: bool) -> None:
+        super().__init__(lr=0.02)
         self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+        self.nesterov = nesterov
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, nesterov=self.nesterov)
 
 
 def _buffered(name: str) -> list[torch.Tensor]:
-    row = ALL[name]
+    row = ROWS[name]
     options = {**row.options, **({"replica": "node"} if "replica" in signature(kind(name)).parameters else {})}
     options |= {"on_peer_loss": "continue", "timeout": 60}
-    model, steps = Buffered(row), 2 * row.period
+    model, steps = Buffered(row.nesterov), 2 * row.period
     data = DataLoader(dataset(400), batch_size=4)
     trainer = pl.Trainer(
         strategy=kind(name)(**options), callbacks=[Killed(3, steps)], max_steps=steps + 2 * row.period + 2, **FAST
@@ -157,8 +161,9 @@ def test_an_algorithm_acts_before_a_step_again_if_that_broke() -> None:
         ended=[False] * 2,
     )
     engine: Any = Engine(view, SimpleNamespace(traffic=SimpleNamespace(skipped=[])), accounting, 8)  # type: ignore[arg-type]
-    engine.averager = SimpleNamespace(
-        traits=Traits(), replica=SimpleNamespace(changed=dict[str, bool]), before_step=before_step
+    engine._metric, engine.averager = (
+        None,
+        SimpleNamespace(traits=Traits(), replica=SimpleNamespace(changed=dict[str, bool]), before_step=before_step),
     )
     with pytest.raises(ConnectionError):
         engine.before_window()
