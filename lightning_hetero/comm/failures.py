@@ -112,7 +112,7 @@ class FailureChannel:
         what, link, message = transport.reach(0, seconds)
         if what != "opened":
             transport.close()
-            raise ConnectionError(f"the connection was {what}")
+            raise ConnectionError("no answer in time" if what == "late" else f"the connection was {what}")
         self._take_in(what, link, message)
         self._thread.start()
 

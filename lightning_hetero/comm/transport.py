@@ -356,12 +356,9 @@ class MessageTransport:
         event = LinkEvent("late", self.connect(peer), {})
         while event.what == "late" and (left := until - time.monotonic()) > 0:
             link = self.connect(peer) if event.link.closed else event.link
-            event = LinkEvent("late", link, {})
-            for other in self.poll(left):
-                if event.what == "late" and other.link is link:
-                    event = other
-                else:
-                    others.append(other)
+            happened = self.poll(min(left, HURRY))
+            event = next((event for event in happened if event.link is link), LinkEvent("late", link, {}))
+            others += [other for other in happened if other is not event]
         self._happened.extendleft(reversed(others))
         return event
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_hetero.comm import transport
-from lightning_hetero.comm.transport import GREETING, STRANGERS, Listener, connect, greeting
+from lightning_hetero.comm.transport import GREETING, STRANGERS, Listener, MessageTransport, connect, greeting
 
 TOKEN = "0123456789abcdef"
 
@@ -131,3 +131,45 @@ def test_a_child_process_keeps_nothing_open(listener: Listener) -> None:
     with connect(listener.address, TOKEN, 1, 5.0):  # here it goes on
         [caller] = listener.accept(5.0)
         caller.connection.close()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_peer_is_reached_and_nothing_that_it_says_at_once_is_lost(
+    busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that answers only the second connection, since it was busy with something else."""
+    monkeypatch.setattr(transport, "HURRY", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = MessageTransport(1, "token")
+        caller.addresses = {0: server.getsockname()}
+
+        def answer() -> None:
+            connections = [server.accept()[0] for _ in range(2 if busy else 1)]
+            connections[-1].sendall(greeting("token", 0) + b'{"a": 1}\n{"a": 2}\n')
+            assert connections[-1].recv(GREETING) == greeting("token", 1)
+            assert until_closed(connections[-1]) == b""
+            for connection in connections:
+                connection.close()
+
+        peer = threading.Thread(target=answer)
+        peer.start()
+        what, link, _ = caller.reach(0, 10)
+        assert (what, link.open) == ("opened", True)
+        events = [*caller.poll(5), *caller.poll(0.2)]
+        assert [event.message for event in events] == [{"a": 1}, {"a": 2}]
+        caller.close()
+        peer.join(10)
+
+
+@pytest.mark.parametrize(("listens", "found"), [(True, "late"), (False, "refused")])
+def test_a_peer_that_is_not_reached(listens: bool, found: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        if not listens:
+            server.close()
+        caller = MessageTransport(1, "token")
+        caller.addresses = {0: address}
+        began = time.monotonic()
+        assert caller.reach(0, 0.3).what == found
+        assert time.monotonic() - began < 5
+        caller.close()

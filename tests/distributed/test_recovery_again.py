@@ -54,12 +54,10 @@ def _buffered(name: str) -> list[torch.Tensor]:
     row = ROWS[name]
     options = {**row.options, **({"replica": "node"} if "replica" in signature(kind(name)).parameters else {})}
     options |= {"on_peer_loss": "continue", "timeout": 60}
-    model, steps = Buffered(row.nesterov), 2 * row.period
-    data = DataLoader(dataset(400), batch_size=4)
-    trainer = pl.Trainer(
-        strategy=kind(name)(**options), callbacks=[Killed(3, steps)], max_steps=steps + 2 * row.period + 2, **FAST
-    )
-    trainer.fit(model, data)
+    model, steps = Buffered(row.nesterov), 2 * row.period  # before the loss
+    strategy = kind(name)(**options)
+    trainer = pl.Trainer(strategy=strategy, callbacks=[Killed(3, steps)], max_steps=2 * steps + 2, **FAST)
+    trainer.fit(model, DataLoader(dataset(400), batch_size=4))
     return [*model.parameters()]
 
 
@@ -161,10 +159,9 @@ def test_an_algorithm_acts_before_a_step_again_if_that_broke() -> None:
         ended=[False] * 2,
     )
     engine: Any = Engine(view, SimpleNamespace(traffic=SimpleNamespace(skipped=[])), accounting, 8)  # type: ignore[arg-type]
-    engine._metric, engine.averager = (
-        None,
-        SimpleNamespace(traits=Traits(), replica=SimpleNamespace(changed=dict[str, bool]), before_step=before_step),
-    )
+    replica = SimpleNamespace(changed=dict[str, bool])
+    engine.averager = SimpleNamespace(traits=Traits(), replica=replica, before_step=before_step)
+    engine._metric = None
     with pytest.raises(ConnectionError):
         engine.before_window()
     engine.before_window()
