@@ -163,6 +163,7 @@ def herd(body: Body, boxes: bool = False, proxies: bool = False, link: Link | No
 )
 def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
     others = range(3)
+    missed = how != "killed"  # its connections end, by which others may know it before they ask it again
     with (
         linked() if how == "link down" else nullcontext() as link,
         herd(body, boxes, proxies=how == "cut off", link=link) as peers,
@@ -182,13 +183,16 @@ def test_the_others_go_on(how: str, body: Body, boxes: bool) -> None:
 
         time.sleep(2 * LIMIT)
         two = peers.ask_until(
-            lambda told: all(sum(gained.values()) > 0 for gained in gains(told)) and all(3 in how[1] for how in told),
+            lambda told: (
+                all(sum(gained.values()) > 0 for gained in gains(told))
+                and all(answer[1].get(3, 0) >= missed for answer in told)
+            ),
             others,
         )
         for i, gained in enumerate(gains(two)):
             assert sum(gained[j] for j in others) > 0, (i, gained)
             assert gained[3] == 0
-            assert two[i][1][3] > 0
+            assert two[i][1].get(3, 0) >= missed
 
 
 def test_a_peer_that_freezes_again_and_again_takes_nothing_along() -> None:
