@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from lightning_hetero.batching.planner import Plan
 from lightning_hetero.batching.shares import cost_of, row_of
 from lightning_hetero.comm import failures
+from lightning_hetero.comm.agreement import gather
 from lightning_hetero.comm.threads import THREADS, close_at_exit
 from lightning_hetero.errors import CommunicationError
 
@@ -202,7 +204,8 @@ class AgreedBatch:
     """Agreement of all ranks to do something after the same batch, once any of them asks for it.
 
     It asks through the job's key-value store, and a thread of each rank answers with the batch beyond which its rank
-    will not go before it knows all answers. The latest of these batches is the one.
+    will not go before it knows all answers. The latest of these batches is the one. It stays so when ranks are lost
+    (:meth:`move`): some of those that remain may have come to it already.
 
     Args:
         store: of the job, with keys of its own.
@@ -211,7 +214,8 @@ class AgreedBatch:
         done: batches that this rank has done, counted alike on all ranks.
         patience: gives the seconds for which ranks go on without an answer that does not come. Where they need not
             meet otherwise, a rank that is lost is known by then, and nobody has waited for it.
-        changing: where lost ranks are survived: whether the ranks are about to agree on who remains. Those begin again.
+        recover: where lost ranks are survived: takes part if ranks agree on who remains, which moves this agreement,
+            and returns whether they did.
     """
 
     def __init__(
@@ -221,22 +225,47 @@ class AgreedBatch:
         limit: float,
         done: int = 0,
         patience: Callable[[], float] = lambda: 0.0,
-        changing: Callable[[], bool] | None = None,
+        recover: Callable[[], bool] | None = None,
     ) -> None:
-        self._store, self._asks, self._limit, self._patience, self._changing = store, asks, limit, patience, changing
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._lock, self._closed, self._known = threading.Lock(), threading.Event(), threading.Event()
+        self._asks, self._limit, self._patience, self._recover = asks, limit, patience, recover
+        self._lock, self._known = threading.Lock(), threading.Event()
         self._done, self._round = done, 0  # the latest batch, and how often ranks have agreed
         self._silent: list[int] = []  # ranks that have not answered yet
         self._ended: float | None = None  # when the latest batch was done
         self._took = deque[float](maxlen=5)  # seconds of the latest batches; some of them are longer, as who saves is
+        self._at: int | None = None  # the batch that all have agreed on
         self._arm()
-        self._thread = threading.Thread(target=self._listen, daemon=True, name=f"{THREADS}agreed-batch")
-        self._thread.start()
+        self._begin(store)
         close_at_exit(self)
 
+    def _begin(self, store: dist.Store) -> None:
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._closed = threading.Event()
+        work = partial(self._listen, store, self._closed)
+        self._thread = threading.Thread(target=work, daemon=True, name=f"{THREADS}agreed-batch")
+        self._thread.start()
+
+    def move(self, store: dist.Store) -> None:
+        """Go on among other ranks (collective over them).
+
+        A batch that any of them knows as agreed on stays so for all: its rank may be there already, and wait. What was
+        not agreed on yet is agreed on again.
+
+        Args:
+            store: of these ranks, with keys of its own.
+        """
+        self.close()
+        everyone = gather((self._round, self._at), "the batches that were agreed on")
+        known = [at for number, at in everyone if number == self._round and at is not None]
+        with self._lock:
+            self._arm()
+            if known:
+                self._at = max(known)
+                self._known.set()
+        self._begin(store)
+
     def _arm(self) -> None:
-        self._at: int | None = None  # the batch that all have agreed on
+        self._at = None
         self._bound: int | None = None  # how far this rank may go before it knows
         self._asked = ActionRequest("", 0.0)
         self._known.clear()
@@ -276,34 +305,37 @@ class AgreedBatch:
         self._closed.set()
         self._thread.join(2.0)  # a thread within the store would break the process's end off
 
-    def _listen(self) -> None:
+    def _listen(self, store: dist.Store, closed: threading.Event) -> None:
         try:
-            while not self._closed.wait(_POLL):
+            while not closed.wait(_POLL):
                 if self._at is not None:
                     continue
                 key = f"{self._round}/asked"
                 if (own := self._asks()) is not None:
-                    self._store.set(key, json.dumps(own))
-                if self._store.check([key]):
-                    self._agree(ActionRequest(*json.loads(self._store.get(key))))
-        except RuntimeError:  # the store has gone, and the job with it
-            self._known.set()
+                    store.set(key, json.dumps(own))
+                if store.check([key]):
+                    self._agree(ActionRequest(*json.loads(store.get(key))), store, closed)
+        except RuntimeError:  # the store has gone, and the job with it, unless lost ranks are survived
+            if self._recover is None:
+                self._known.set()
 
-    def _agree(self, asked: ActionRequest) -> None:
+    def _agree(self, asked: ActionRequest, store: dist.Store, closed: threading.Event) -> None:
         notice = max(asked.notice, self._patience())
         with self._lock:
             ahead = math.ceil(notice / max(median_low(self._took), 1e-4)) if self._took else 0
             self._bound, self._asked = self._done + 1 + ahead, asked
         keys = {rank: f"{self._round}/{rank}" for rank in range(self._world)}
-        self._store.set(keys[self._rank], str(self._bound))
+        store.set(keys[self._rank], str(self._bound))
         silent = list(keys)
-        while silent := [rank for rank in silent if not self._store.check([keys[rank]])]:
+        while silent := [rank for rank in silent if not store.check([keys[rank]])]:
             self._silent = silent
-            if self._closed.wait(0.05):
+            if closed.wait(0.05):
                 return
-        with self._lock:  # `again` must not come between
-            self._at = max(int(self._store.get(key)) for key in keys.values())
-            self._known.set()
+        at = max(int(store.get(key)) for key in keys.values())
+        with self._lock:
+            if not closed.is_set():  # else the ranks are others now
+                self._at = at
+                self._known.set()
 
     def _wait(self) -> None:
         """Wait for all answers, unless the ranks that remain after a loss begin again."""
@@ -311,12 +343,12 @@ class AgreedBatch:
         while (seconds := until - time.monotonic()) > 0:
             if self._known.wait(min(seconds, _POLL)):
                 return
-            if self._changing is not None and self._changing():
-                return
+            if self._recover is not None:
+                if self._recover():
+                    return
+                continue
             lost = failures.first_failure(0.0)  # it will not answer any more, unless it has
             if lost is not None and not self._known.wait(2 * _POLL):
-                if self._changing is not None:
-                    return
                 raise self._error(f"{lost}")
         ranks = f"rank(s) {', '.join(map(str, self._silent))}" if self._silent else "a rank"
         raise self._error(f"no answer from {ranks} within {self._limit:.0f} s")

@@ -19,7 +19,9 @@ from lightning_hetero.callbacks.checkpoint_folder import (
     newest_first,
     remove_partial,
 )
+from lightning_hetero.checkpoint.consensus import BackgroundConsensus
 from lightning_hetero.checkpoint.writer import BackgroundWriter
+from lightning_hetero.comm.job import Job
 from lightning_hetero.errors import ConfigurationError, UnsupportedError
 from lightning_hetero.lightning_compat import accumulates, resume_by
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -93,11 +95,12 @@ class ResumableCheckpoint(Resumable):
         self.dirpath, self.every_n_steps, self.every_n_seconds = str(dirpath), every_n_steps, every_n_seconds
         self.keep, self.background = keep, background
         self._ended = {"complete": False, "stopped": False}  # how the fit that is gone on with has ended
-        self._session: CheckpointSession | None = None  # of the running fit; another one when ranks are lost
+        self._session: CheckpointSession | None = None  # of the running fit
+        self._schedule: SaveSchedule | None = None  # of the running fit, if it saves by time
         self._owed: BaseException | None = None  # what could not be written, until the next save tells it
         self._fit = 0  # a number that all ranks give the running fit
         self._kept = RetentionPolicy(keep)
-        self._latest: tuple[CheckpointSession, str] | None = None  # by which a checkpoint was begun last, and its path
+        self._latest: tuple[Job, str] | None = None  # among whose ranks a checkpoint was begun last, and its path
         self._at = 0  # the step at which it has last looked whether to save
         self._counted = False  # whether it is to save, by steps
         self._since: float | None = None  # when it last saved by time, or the fit has begun
@@ -105,7 +108,7 @@ class ResumableCheckpoint(Resumable):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without what belongs to the running fit."""
-        return {**self.__dict__, "_session": None, "_owed": None, "_latest": None}
+        return {**self.__dict__, "_session": None, "_schedule": None, "_owed": None, "_latest": None}
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -173,26 +176,21 @@ class ResumableCheckpoint(Resumable):
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
         self._fit, self._kept = strategy.broadcast((next(self._fits), self._kept))  # some ranks may be new
-        self._open(strategy)
+        self._close()
+        self._session = CheckpointSession(strategy, f"checkpoints of fit {self._fit}", self.background, self._owed)
+        self._owed = None
+        if self.every_n_seconds is not None:
+            self._schedule = SaveSchedule(
+                strategy, f"when to save in fit {self._fit}", self.every_n_seconds, self._since
+            )
         self._at, self._counted, self._told = trainer.global_step, False, False
         self._ended = {"complete": False, "stopped": False}
-
-    def _open(self, strategy: HeteroStrategy) -> None:
-        """Begin to save for the ranks that there are now."""
-        self._close()
-        how = self.background, self.every_n_seconds, self._owed, self._since
-        self._session = CheckpointSession(strategy, self._fit, *how)
-        self._owed = None
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         if self._session is None:
             return
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
-        if strategy.job is not self._session.job:  # ranks were lost
-            self._open(strategy)
-        timed = self._session.due(trainer.fit_loop.epoch_loop.total_batch_idx)
+        timed = self._schedule is not None and self._schedule.due(trainer.fit_loop.epoch_loop.total_batch_idx)
         if accumulates(trainer):
             return
         before, self._at = self._at, trainer.global_step
@@ -200,44 +198,41 @@ class ResumableCheckpoint(Resumable):
             self._counted |= self._at // self.every_n_steps > before // self.every_n_steps
         if not (timed or self._counted) or loses_the_end(trainer):  # then after the next batch
             return
-        self._save(trainer, self._session)
+        self._save(trainer, self._session.writer)
         self._counted = False
-        if timed:
-            self._session.done()
+        if timed and self._schedule is not None:
+            self._schedule.done()
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
         if self._session is not None:
-            if strategy.job is not self._session.job:
-                self._open(strategy)
             self.complete()
             self._ended = {"complete": True, "stopped": bool(trainer.should_stop)}
-            self._save(trainer, self._session)
+            self._save(trainer, self._session.writer)
             self.complete()
             self._session.writer.agree()
 
-    def _save(self, trainer: "pl.Trainer", session: "CheckpointSession") -> None:
+    def _save(self, trainer: "pl.Trainer", writer: BackgroundWriter) -> None:
         """Save now, unless the save before is not done yet (collective).
 
         Raises:
             CheckpointError: on every rank, if one could not write.
         """
-        strategy, writer, step = trainer.strategy, session.writer, trainer.global_step
+        strategy, step = trainer.strategy, trainer.global_step
         assert isinstance(strategy, HeteroStrategy)
         if writer.agree():
             return self._left_out(step)
-        if self._latest is not None and self._latest[0] is session:  # else ranks were lost, or have joined, since then
+        if self._latest is not None and self._latest[0] is strategy.job:  # else ranks were lost, or have joined
             self._kept.complete(self._latest[1])
         path = checkpoint_path(self.dirpath, step, "-complete" if self._ended["complete"] else "")
-        older, self._latest = self._kept.begin(path), (session, path)
+        older, self._latest = self._kept.begin(path), None
         plain, strategy.checkpoint_io = strategy.checkpoint_io, writer
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             strategy.checkpoint_io = plain
-        writer.launch(lambda: self._kept.remove(strategy, older))
+        if writer.launch(lambda: self._kept.remove(strategy, older)):
+            self._latest = strategy.job, path
         if not self.background:
             writer.complete()
             writer.agree()
@@ -268,8 +263,10 @@ class ResumableCheckpoint(Resumable):
     def _close(self) -> None:
         """End what runs beside the training, on this rank."""
         if self._session is not None:
-            self._owed, self._since = self._session.close(), self._session.since
-            self._session = None
+            self._owed, self._session = self._session.close(), None
+        if self._schedule is not None:
+            self._schedule.close()
+            self._since, self._schedule = self._schedule.since, None
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: Any, stage: str) -> None:
@@ -277,66 +274,33 @@ class ResumableCheckpoint(Resumable):
 
 
 class CheckpointSession:
-    """Saving of a fit's checkpoints, and their schedule, until the ranks of the job are others.
+    """Saving of a fit's checkpoints, also where ranks are lost.
 
     Args:
         strategy: in a fit.
-        fit: a number that all ranks give the fit.
+        purpose: tells this session from others; the same on all ranks.
         background: whether files are written while training goes on.
-        seconds: from one checkpoint to the next; ``None``: it does not go by time.
-        owed: why something could not be written for the ranks that there were before, for the next save to tell.
-        since: when the latest checkpoint by time was made, or training has begun, by ``time.monotonic()``; ``None``:
-            now.
+        owed: why something could not be written in an earlier fit, for the next save to tell.
 
     Attributes:
-        since: when the latest checkpoint by time was made, or training has begun.
-        job: of these ranks.
         writer: writes.
     """
 
     def __init__(
-        self,
-        strategy: HeteroStrategy,
-        fit: int,
-        background: bool,
-        seconds: float | None,
-        owed: BaseException | None = None,
-        since: float | None = None,
+        self, strategy: HeteroStrategy, purpose: str, background: bool, owed: BaseException | None = None
     ) -> None:
-        self.job = strategy.job
-        store, limit = self.job.store(f"checkpoints of fit {fit}"), strategy.options.limit.total_seconds()
-        consensus = None
-        if background and isinstance(strategy, ReplicaStrategy):
-            consensus = strategy.background_consensus()
-        self.writer = BackgroundWriter(strategy.checkpoint_io, store, limit, consensus, owed)
-        self._seconds, self.since = seconds, time.monotonic() if since is None else since
-        self._agreed: AgreedBatch | None = None
-        if seconds is not None:
-            recovery, batch = strategy.recovery, strategy.trainer.fit_loop.epoch_loop.total_batch_idx
-            self._agreed = AgreedBatch(
-                dist.PrefixStore("batch", store),
-                self._asks,
-                limit,
-                batch,
-                # Ranks in lockstep wait for a lost one anyway.
-                patience=(lambda: 0.0) if strategy.engine.lockstep else (lambda: recovery.patience),
-                changing=None if recovery.newcomers is None else (lambda: recovery.changing),
-            )
+        self._strategy, self._purpose, self._background = strategy, purpose, background
+        store, limit = strategy.job.store(purpose), strategy.options.limit.total_seconds()
+        self.writer = BackgroundWriter(strategy.checkpoint_io, store, limit, self._consensus(), owed)
+        strategy.store_users[purpose] = self
 
-    def _asks(self) -> ActionRequest | None:
-        """The first rank's clock counts, since clocks differ."""
-        due = self._seconds is not None and time.monotonic() >= self.since + self._seconds
-        return ActionRequest("to save at", _NOTICE) if due and self.job.view.rank == 0 else None
+    def _consensus(self) -> BackgroundConsensus | None:
+        strategy = self._strategy
+        return strategy.background_consensus() if self._background and isinstance(strategy, ReplicaStrategy) else None
 
-    def due(self, batch: int) -> bool:
-        """Whether it is time, after a batch that all ranks count alike; it stays so until :meth:`done`."""
-        return self._agreed is not None and self._agreed.batch_ended(batch)
-
-    def done(self) -> None:
-        """The checkpoint that was due is saved, or left out."""
-        self.since = time.monotonic()
-        if self._agreed is not None:
-            self._agreed.rearm()
+    def move(self, store: dist.Store) -> None:
+        """Go on among other ranks (collective over them); ``store`` is theirs, with keys of its own."""
+        self.writer.move(store, self._consensus())
 
     def close(self) -> BaseException | None:
         """End what runs, on this rank.
@@ -344,8 +308,53 @@ class CheckpointSession:
         Returns:
             Why it could not write something of its own that nobody has heard of yet.
         """
-        if self._agreed is not None:
-            self._agreed.close()
-            self._agreed = None
+        self._strategy.store_users.pop(self._purpose, None)
         self.writer.complete()
         return self.writer.owed()
+
+
+class SaveSchedule:
+    """Schedule of a fit's checkpoints by time: all ranks save after the same batch, also where ranks are lost.
+
+    Args:
+        strategy: in a fit.
+        purpose: tells this schedule from others; the same on all ranks.
+        seconds: from one checkpoint to the next.
+        since: when the latest one was made, or training has begun, by ``time.monotonic()``; ``None``: now.
+
+    Attributes:
+        since: when the latest one was made, or training has begun.
+    """
+
+    def __init__(self, strategy: HeteroStrategy, purpose: str, seconds: float, since: float | None = None) -> None:
+        self._strategy, self._purpose, self._seconds = strategy, purpose, seconds
+        self.since = time.monotonic() if since is None else since
+        recovery, limit = strategy.recovery, strategy.options.limit.total_seconds()
+        self._agreed = strategy.store_users[purpose] = AgreedBatch(
+            strategy.job.store(purpose),
+            self._asks,
+            limit,
+            strategy.trainer.fit_loop.epoch_loop.total_batch_idx,
+            # Ranks in lockstep wait for a lost one anyway.
+            patience=lambda: 0.0 if strategy.engine.lockstep else recovery.patience,
+            recover=None if recovery.newcomers is None else recovery.recover_if_changing,
+        )
+
+    def _asks(self) -> ActionRequest | None:
+        """The first rank's clock counts, since clocks differ."""
+        due = time.monotonic() >= self.since + self._seconds
+        return ActionRequest("to save at", _NOTICE) if due and self._strategy.global_rank == 0 else None
+
+    def due(self, batch: int) -> bool:
+        """Whether it is time, after a batch that all ranks count alike; it stays so until :meth:`done`."""
+        return self._agreed.batch_ended(batch)
+
+    def done(self) -> None:
+        """The checkpoint that was due is saved, or left out."""
+        self.since = time.monotonic()
+        self._agreed.rearm()
+
+    def close(self) -> None:
+        """End the agreement, on this rank."""
+        self._agreed.close()
+        self._strategy.store_users.pop(self._purpose, None)

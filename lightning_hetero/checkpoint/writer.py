@@ -147,10 +147,11 @@ class BackgroundWriter(WrappingCheckpointIO):
         self._files = files
         self.snapshot, self._consensus = Snapshot(), consensus
         self._store, self._limit, self._owed = store, limit, owed
-        self._world = dist.group.WORLD
+        self._world = dist.group.WORLD  # when the latest save was begun
         self._jobs: Files = []  # what is to be written
         self._find: Callable[[Mapping[str, Any]], None] | None = None  # finds the consensus that they lack
         self._number = 0  # of saves, the same on every rank
+        self._left_out = 0  # number of the latest save that some had begun when ranks were lost
         self._alone = False  # whether the latest save has ended because another rank is lost
         self._running: Background[None] | None = None
         self.seconds = 0.0
@@ -167,17 +168,33 @@ class BackgroundWriter(WrappingCheckpointIO):
         self.complete()
         self._jobs.append((self.snapshot.of(checkpoint), path, storage_options))
 
-    def launch(self, then: Callable[[], Any]) -> None:
+    def launch(self, then: Callable[[], Any]) -> bool:
         """Begin to write what has been given since the last time; on all ranks.
 
         Args:
             then: called on rank 0 once all of it is written, on all ranks.
+
+        Returns:
+            Whether it begins: ranks were lost when some had begun this save. Then it is left out.
         """
         jobs, self._jobs, self._number = self._jobs, [], self._number + 1
-        find, self._find, save = self._find, None, str(self._number)
+        find, self._find, save, store = self._find, None, str(self._number), self._store
         self.snapshot.rewind()
-        self._alone = False
-        self._running = Background(lambda: self._write(jobs, find, save, then))
+        if self._number <= self._left_out:
+            return False
+        self._alone, self._world = False, dist.group.WORLD
+        self._running = Background(lambda: self._write(jobs, find, save, store, then))
+        return True
+
+    def move(self, store: dist.Store, consensus: BackgroundConsensus | None) -> None:
+        """Go on among other ranks (collective over them); a save that some have begun is left out by all.
+
+        Args:
+            store: of these ranks, with keys of its own.
+            consensus: finds the consensus on the thread, from now on.
+        """
+        self._left_out = max(gather(self._number, "which saves were begun"))
+        self._store, self._consensus = store, consensus
 
     @property
     def busy(self) -> bool:
@@ -219,7 +236,12 @@ class BackgroundWriter(WrappingCheckpointIO):
         return any(busy for busy, _ in everyone)
 
     def _write(
-        self, jobs: Files, find: Callable[[Mapping[str, Any]], None] | None, save: str, then: Callable[[], Any]
+        self,
+        jobs: Files,
+        find: Callable[[Mapping[str, Any]], None] | None,
+        save: str,
+        store: dist.Store,
+        then: Callable[[], Any],
     ) -> None:
         began, rank = time.perf_counter(), dist.get_rank()
         try:
@@ -230,22 +252,23 @@ class BackgroundWriter(WrappingCheckpointIO):
                 self._files.save_checkpoint(*job)
         except BaseException as error:
             with suppress(dist.DistError):  # what has happened here comes first
-                self._store.set(f"{save}/{rank}", str(error) or type(error).__name__)
+                store.set(f"{save}/{rank}", str(error) or type(error).__name__)
             raise
-        self._store.set(f"{save}/{rank}", "written")
+        store.set(f"{save}/{rank}", "written")
         if rank == 0:
-            self._wait_for_others(save)
+            self._wait_for_others(save, store)
             self._files.save_checkpoint(*jobs[-1])
             then()
         self.seconds = time.perf_counter() - began
 
-    def _wait_for_others(self, save: str) -> None:
+    def _wait_for_others(self, save: str, store: dist.Store) -> None:
         until, others = time.monotonic() + self._limit, [f"{save}/{rank}" for rank in range(1, dist.get_world_size())]
-        while not all(self._store.check([other]) for other in others):
-            if failures.first_failure(0.0) is not None or time.monotonic() > until:
+        while not all(store.check([other]) for other in others):
+            lost = failures.first_failure(0.0) is not None or self._world is not dist.group.WORLD
+            if lost or time.monotonic() > until:
                 self._alone = True
                 raise CheckpointError("another rank has not written its part of the checkpoint. Nothing was replaced.")
             time.sleep(0.02)
         for rank, other in enumerate(others, 1):
-            if (text := self._store.get(other).decode()) != "written":
+            if (text := store.get(other).decode()) != "written":
                 raise CheckpointError(f"rank {rank} could not save: {text}")

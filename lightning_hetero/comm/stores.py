@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -11,6 +11,17 @@ from lightning_hetero.comm.threads import abort_count, record_sockets
 
 T = TypeVar("T")
 _TRY = timedelta(seconds=2)
+
+
+class StoreUser(Protocol):
+    """Something that works through the job's store, also when the ranks of the job change."""
+
+    def move(self, store: dist.Store) -> None:
+        """Go on among other ranks (collective over them).
+
+        Args:
+            store: of these ranks, with keys of its own.
+        """
 
 
 def connect_with_retries(connect: Callable[[timedelta], T], limit: timedelta) -> T:

@@ -137,6 +137,7 @@ class HeteroStrategy(JobStrategy):
                 trainer.lightning_module, self._layer_sync, self.group_overrides
             )
         self.stop_request = self._handle_sigterm(trainer)
+        self.store_users = {} if self.stop_request is None else {"stop": self.stop_request.agreed}
         with values_shared(trainer.lightning_module, trainer.state.fn, self.root_device):
             super().setup(trainer)
         if (newcomers := self.recovery.newcomers) is not None:

@@ -28,6 +28,7 @@ from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.comm.collectives import Collectives
 from lightning_hetero.comm.failures import deadline
 from lightning_hetero.comm.job import Job, RendezvousAddress, ViewSuccession, join_world
+from lightning_hetero.comm.stores import StoreUser
 from lightning_hetero.comm.threads import record_sockets
 from lightning_hetero.comm.topology import Topology, interface_towards, place_of
 from lightning_hetero.errors import UnsupportedError, not_none
@@ -79,6 +80,8 @@ class JobStrategy(DDPStrategy):
     step: TrainingStep
     collaborators: Fit
     stop_request: StopRequest | None = None  # of the latest fit
+    #: In a fit: what works through the job's store, by its purpose, in the same order on all ranks.
+    store_users: dict[str, StoreUser]
     monitored: MonitoredMetrics | None = None  # of the latest run
 
     #: Attributes that belong to a job or a fit. A copy of the strategy has yet to join.
@@ -89,6 +92,7 @@ class JobStrategy(DDPStrategy):
         "step",
         "collaborators",
         "stop_request",
+        "store_users",
         "monitored",
     )
 
@@ -322,9 +326,9 @@ class JobStrategy(DDPStrategy):
         self.wrap_again()
 
     def continue_in_view(self) -> None:
-        """Let ranks ask for stops, and plan, in a new view (collective)."""
-        if self.stop_request is not None:
-            self.stop_request.move(self.job.store("stop"))
+        """Let what works through the store, and plans, go on in a new view (collective)."""
+        for purpose, user in self.store_users.items():
+            user.move(self.job.store(purpose))
         self.begin_background_plans()
         self.timer.restart()
 

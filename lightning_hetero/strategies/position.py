@@ -85,7 +85,7 @@ def refetch_between_epochs(trainer: "pl.Trainer", accounting: BatchAccounting) -
 def length_of(trainer: "pl.Trainer") -> tuple[float, float]:
     """Optimizer steps of a fit, and of an epoch; infinite where nobody knows."""
     total = trainer.estimated_stepping_batches
-    if math.isinf(trainer.num_training_batches):  # it has not asked for the data yet
+    if trainer.train_dataloader is None:  # as Lightning asks: all ranks set the data up together, newcomers too
         trainer.fit_loop.setup_data()
     batches = trainer.num_training_batches / trainer.accumulate_grad_batches
     return total if total >= 0 else math.inf, batches if math.isinf(batches) else math.ceil(batches)

@@ -230,9 +230,14 @@ class PeerRecovery(RecoveryPolicy):
             with self._collectives.plain():
                 return operation()
 
-        if self.changing:
-            self._recover(time.monotonic())  # the others wait for this rank
+        self.recover_if_changing()
         return self._until_done(inside, lambda missed: missed.exchange, lambda: None)
+
+    def recover_if_changing(self) -> bool:
+        """See :class:`~lightning_hetero.strategies.recovery_policy.RecoveryPolicy`. The others wait for this rank."""
+        if changing := self.changing:
+            self._recover(time.monotonic())
+        return changing
 
     def _until_done(
         self, operation: Callable[[], T], missed: Callable[[MissedWork], bool], instead: Callable[[], T]

@@ -322,6 +322,10 @@ class RecoveryPolicy:
         """
         return operation()
 
+    def recover_if_changing(self) -> bool:
+        """Agree on who remains if other ranks are about to, and return whether they were."""
+        return False
+
     def exchange(self, operation: Callable[[], T]) -> T | None:
         """Run what follows a step between replicas; nothing if the others have completed it."""
         return operation()

@@ -48,10 +48,11 @@ class StopRequest:
     ) -> None:
         self._requested = False  # of this rank, in this fit
         self.all_stop = False  # whether all ranks have saved, and end here
-        self._trainer, self._limit, self._save, self._recovery = trainer, limit, save, recovery
+        self._trainer, self._save, self._recovery = trainer, save, recovery
         self._done = 0  # batches of this fit
         self._hooks = lightning_compat.SignalHooks(trainer, self._notify, self._notify_here, self._update_lr_schedulers)
-        self._watch(store)
+        survive = None if recovery.newcomers is None else recovery.recover_if_changing
+        self.agreed = AgreedBatch(store, self._asks, limit, recover=survive)
 
     @property
     def requested(self) -> bool:
@@ -59,25 +60,11 @@ class StopRequest:
         newcomers = self._recovery.newcomers
         return self._requested or (newcomers is not None and newcomers.terminated)
 
-    def _watch(self, store: Store) -> None:
-        recovery = self._recovery
-        changing = None if recovery.newcomers is None else (lambda: recovery.changing)
-        self.agreed = AgreedBatch(store, self._asks, self._limit, self._done, changing=changing)
-
     def _asks(self) -> ActionRequest | None:
         if self.requested:
             return ActionRequest("to save and stop at, as SIGTERM asks", 0.0)
         newcomers = self._recovery.newcomers
         return ActionRequest("at which others join", _NOTICE) if newcomers is not None and newcomers.wanted else None
-
-    def move(self, store: Store) -> None:
-        """Go on among other ranks: some were lost. What was not agreed on yet is agreed on again.
-
-        Args:
-            store: of the ranks that remain, with keys of its own.
-        """
-        self.agreed.close()
-        self._watch(store)
 
     def __deepcopy__(self, _: Any) -> "StopRequest":
         return self  # of one Trainer, with a thread
@@ -138,7 +125,7 @@ class StopRequest:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
             progress.total.completed -= 1
             progress.current.completed -= 1
-        newcomers, agreed = self._recovery.newcomers, self.agreed
+        newcomers = self._recovery.newcomers
         if newcomers is None or self._any_requested("stop"):
             self._stop()
         else:
@@ -148,8 +135,7 @@ class StopRequest:
             progress.current.completed += 1
         else:
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
-        if self.agreed is agreed:  # else ranks were lost meanwhile, and the others have agreed on nothing yet
-            agreed.rearm()
+        self.agreed.rearm()
 
     def _stop(self) -> None:
         self._save()

@@ -244,7 +244,7 @@ def test_who_has_patience_goes_on_until_it_is_known_who_is_lost() -> None:
 def _ranks_change(seconds: float) -> float:
     """How long a rank waits for one that does not answer, where the ranks that remain are about to begin again."""
     changing = threading.Event()
-    agreed = _open(Clock(0.3, 0.0), changing=changing.is_set)
+    agreed = _open(Clock(0.3, 0.0), recover=changing.is_set)
     if dist.get_rank() == 1:
         agreed._closed.set()
         dist.distributed_c10d._get_default_store().get("done")

@@ -101,6 +101,7 @@ def fit(
     module: Callable[[], pl.LightningModule] = Module,
     late_options: dict[str, Any] | None = None,
     epochs: int = 3,
+    steps: int = -1,
 ) -> Seen:
     """A fit on a rank; one that is started late waits until the job is there, and then begins as any other."""
     if os.environ.get(LATE):
@@ -114,7 +115,7 @@ def fit(
     trainer = pl.Trainer(
         strategy=chosen,
         callbacks=[watches, *waits, *(make() for make in callbacks)],
-        **{**FAST, "max_epochs": epochs, "enable_checkpointing": bool(callbacks)},
+        **{**FAST, "max_epochs": epochs, "max_steps": steps, "enable_checkpointing": bool(callbacks)},
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

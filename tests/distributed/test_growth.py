@@ -99,3 +99,12 @@ def test_the_successor_of_rank_zero_takes_newcomers_in(tmp_path: Path) -> None:
     seen = values(outcomes[1:])
     assert [one.starts[-1][1:] for one in seen] == [(0, 3), (1, 3), (2, 3)]
     assert all(torch.equal(one.weights, seen[0].weights) for one in seen)
+
+
+@pytest.mark.parametrize("strategy", ["DASOStrategy", "NodeAverageStrategy"])
+def test_replicas_join_a_run_that_ends_by_its_steps(strategy: str, tmp_path: Path) -> None:
+    """A newcomer asks for its data where the others do: they have asked for theirs before, without epochs to count."""
+    file = str(tmp_path / "job")
+    seen = values(grow(2, 1, fit, strategy, {"ranks_per_node": 1}, file, 1, epochs=-1, steps=40))
+    assert {one.starts[-1][2] for one in seen} == {3}
+    assert all(torch.equal(one.weights, seen[0].weights) for one in seen)

@@ -26,9 +26,9 @@ class Ends(pl.Callback):
         agreed: Any = trainer.strategy.stop_request.agreed  # type: ignore[attr-defined]
         agree = agreed._agree
 
-        def late(asked: ActionRequest) -> None:
+        def late(asked: ActionRequest, *where: Any) -> None:
             agreed._done = trainer.num_training_batches - 1  # the latest batch, as if this rank were that far
-            agree(asked._replace(notice=0.0))
+            agree(asked._replace(notice=0.0), *where)
 
         agreed._agree = late
 

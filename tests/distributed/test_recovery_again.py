@@ -3,8 +3,10 @@
 import math
 import os
 import signal
+import time
 from contextlib import nullcontext
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +14,20 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from events import ROWS, kind
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import attempt
 from tasks import FAST, Net, dataset
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import DASOStrategy, StepContext, Traits
+from lightning_hetero import DASOStrategy, NodeAverageStrategy, StepContext, Traits
 from lightning_hetero.algorithms.engine import Engine
 from lightning_hetero.batching.loss import LossTracker
+from lightning_hetero.callbacks.resumable import ResumableCheckpoint
 from lightning_hetero.comm.all_reduce import ReplicaLinks
 from lightning_hetero.errors import NotFiniteError
 from lightning_hetero.strategies.job import JobStrategy
+from lightning_hetero.strategies.signals import TERMINATED, StopRequest
 
 
 class Killed(pl.Callback):
@@ -185,3 +190,85 @@ def test_a_mean_loss_is_the_same_when_it_is_asked_for_again(monkeypatch: pytest.
         losses.mean_over_ranks()
     assert losses.mean_over_ranks() == 2.0
     assert math.isnan(losses.mean_over_ranks())
+
+
+class Quiet(Net):
+    """Logs nothing, so that ranks need not meet."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+class Slow(pl.Callback):
+    """Its last rank is slow: others come to a batch long before it does."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(0.3 if os.environ["RANK"] == "2" else 0.1)
+
+
+class Ended(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if os.environ["RANK"] == "1" and trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _lost_at_an_agreed_batch(
+    folder: str, owner: Any, method: str, callbacks: list[pl.Callback]
+) -> tuple[int, list[int]]:
+    """Rank 0 is killed where all ranks act after the same batch; rank 1 is there already, and rank 2 is not yet.
+
+    Returns:
+        The exit status, and the batches after which this rank has acted.
+    """
+    usual, batches = getattr(owner, method), list[int]()
+
+    def called(self: Any, *args: Any) -> Any:
+        batches.append(trainer.fit_loop.epoch_loop.total_batch_idx)
+        if os.environ["RANK"] == "0":
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return usual(self, *args)
+
+    strategy = NodeAverageStrategy(every_n_steps=1000, on_peer_loss="continue", timeout=60, balance="off")
+    settings = {
+        **FAST,
+        "max_epochs": -1,
+        "max_steps": 24,
+        "enable_checkpointing": True,
+        "default_root_dir": folder,
+        "callbacks": [Slow(), *callbacks],
+    }
+    trainer, code = pl.Trainer(strategy=strategy, **settings), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, called)
+        try:
+            trainer.fit(Quiet(), DataLoader(dataset(1000), batch_size=6))
+        except SIGTERMException as stop:
+            code = stop.code
+    return code, batches
+
+
+def test_all_stop_at_the_agreed_batch_though_a_rank_is_lost_there(tmp_path: Path) -> None:
+    killed, *others = attempt(
+        _lost_at_an_agreed_batch, 3, str(tmp_path), StopRequest, "_any_requested", [Ended()], nodes=[1, 1, 1]
+    )
+    assert killed.exitcode == -signal.SIGKILL
+    (code, batches), other = (outcome.value for outcome in others)
+    assert (code, batches) == other
+    assert code == TERMINATED
+    [batch] = batches
+    assert 5 <= batch < 24
+
+
+def test_all_save_at_the_agreed_batch_though_a_rank_is_lost_there(tmp_path: Path) -> None:
+    saves = ResumableCheckpoint(tmp_path / "saved", every_n_seconds=0.3)
+    killed, *others = attempt(
+        _lost_at_an_agreed_batch, 3, str(tmp_path), ResumableCheckpoint, "_save", [saves], nodes=[1, 1, 1]
+    )
+    assert killed.exitcode == -signal.SIGKILL
+    (code, batches), other = (outcome.value for outcome in others)
+    assert (code, batches) == other
+    assert code == 0
+    assert batches[-1] == 23
+    assert batches[0] < 23
+    assert (tmp_path / "saved" / "step=24-complete.ckpt").exists()
